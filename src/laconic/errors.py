@@ -1,0 +1,32 @@
+"""The errors laconic raises, each also the built-in a caller would expect.
+
+Every message names the field, the value it had, the rule it broke and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "FormatError", "LaconicError", "ModelError"]
+
+
+class LaconicError(Exception):
+    """Base of everything laconic raises on purpose."""
+
+
+class FormatError(LaconicError, ValueError):
+    """A block format, its arguments or its bytes are not valid."""
+
+
+class ModelError(LaconicError, ValueError):
+    """A model cannot be converted as asked."""
+
+
+class ConfigError(LaconicError, ValueError):
+    """A configuration file, flag or environment is not valid."""
+
+
+class DataError(LaconicError, ValueError):
+    """Training data is missing, empty, damaged or does not fit the model."""
+
+
+class CheckpointError(LaconicError, RuntimeError):
+    """A checkpoint cannot be written, verified or loaded."""

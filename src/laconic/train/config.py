@@ -1,0 +1,205 @@
+"""Everything that `laconic train` can be told, as plain frozen dataclasses.
+
+One tree serves three doors: Python code builds it, a TOML file is read into it, flags override it. The resolved tree is
+saved with every run, so a run can be repeated from its own directory. Rules that need more than one field are checked in
+`__post_init__` of the class that owns the fields; what depends on the machine (world size, data) is checked where it is
+known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from laconic.errors import ConfigError
+
+__all__ = ["ActivationsConfig", "CheckpointConfig", "DataConfig", "ModelConfig", "OptimizerConfig", "TrainConfig"]
+
+
+def _require(condition: bool, field_name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ConfigError(f"{field_name} is {value!r}, but it must {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    path: str | None = None
+    """A local directory. With weights (*.safetensors) training starts from them; with only a config.json the model is
+    initialized from scratch. When set, `family` and the sizes below are not used."""
+    family: str = "llama"
+    """A model_type known to transformers (llama, mistral, qwen2, qwen3, gemma2, phi3, olmo2, gpt2, ...)."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    intermediate_size: int = 384
+    """Width of the feed-forward layer."""
+    num_hidden_layers: int = 4
+    """Number of decoder layers."""
+    num_attention_heads: int = 4
+    """Number of query heads."""
+    num_key_value_heads: int | None = None
+    """Number of key/value heads; None means as many as query heads."""
+    tie_word_embeddings: bool = True
+    """Share the embedding matrix with the output projection."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields for the family's transformers config, e.g. {"rope_theta": 500000.0}. TOML: [model.extra]."""
+    allow_download: bool = False
+    """Let `path` be a Hugging Face hub name and contact the hub. Off: nothing is ever looked up on a network."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "be at least 1")
+        _require(
+            self.hidden_size % self.num_attention_heads == 0,
+            "model.hidden_size",
+            self.hidden_size,
+            f"be a multiple of model.num_attention_heads ({self.num_attention_heads})",
+        )
+        kv = self.num_key_value_heads
+        _require(
+            kv is None or (kv >= 1 and self.num_attention_heads % kv == 0),
+            "model.num_key_value_heads",
+            kv,
+            f"divide model.num_attention_heads ({self.num_attention_heads})",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What text the model learns, and how it becomes tokens."""
+
+    paths: tuple[str, ...] = ()
+    """Files, directories or glob patterns of text (.txt, .py, .md, ...) or JSONL (.jsonl). Empty: the sources of the
+    installed Python standard library."""
+    tokenizer: str = "bytes"
+    """"bytes" (vocabulary of 256 plus one end-of-document token) or the path of a tokenizer.json."""
+    text_key: str = "text"
+    """The field of each JSONL object that holds its text."""
+    validation_fraction: float = 0.02
+    """Share of documents held out for the validation loss."""
+    cache_dir: str | None = None
+    """Where token files are kept; None means ~/.cache/laconic (or $XDG_CACHE_HOME/laconic)."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0.0 <= self.validation_fraction < 1.0,
+            "data.validation_fraction",
+            self.validation_fraction,
+            "be at least 0 and below 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsConfig:
+    """How what backward needs is kept."""
+
+    bits: int = 4
+    """Bits kept per value: 4, 8, or 16 for no compression."""
+    format: Literal["nf4", "e2m1", "int4", "int8"] | None = None
+    """Block format; None means nf4 at 4 bits and int8 at 8 bits."""
+    block_size: int = 64
+    """Values that share one scale."""
+    mode: Literal["sites", "hooks"] = "sites"
+    """"sites" rewrites recognized layers and rebuilds the rest; "hooks" packs every saved tensor of any model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    min_learning_rate_ratio: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to vectors (norms, biases)."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "be above 0 (and not NaN)")
+        _require(
+            0 <= self.min_learning_rate_ratio <= 1,
+            "optimizer.min_learning_rate_ratio",
+            self.min_learning_rate_ratio,
+            "lie in [0, 1]",
+        )
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "be at least 0")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "lie in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "be above 0")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "be at least 0")
+        _require(self.clip_norm >= 0, "optimizer.clip_norm", self.clip_norm, "be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When and how many checkpoints are kept."""
+
+    every: int = 0
+    """Save each time this many steps are done; 0 means only at the end (and on Ctrl-C)."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "checkpoint.every", self.every, "be at least 0")
+        _require(self.keep >= 1, "checkpoint.keep", self.keep, "be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. The defaults are the demo: a small Llama on the Python standard library, two processes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    run_dir: str | None = None
+    """Where the run is written; None means runs/<date>-<time>."""
+    resume: bool = False
+    """Continue from the newest good checkpoint in `run_dir`."""
+    nproc: int = 2
+    """Local processes to start. Not used under torchrun, which has started them already."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: a full copy per process. fsdp: parameters, gradients and optimizer state sharded (FSDP2)."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32, or bf16 autocast with fp32 parameters and optimizer state."""
+    steps: int = 200
+    """Optimizer steps in the whole run."""
+    batch_size: int = 8
+    """Sequences per optimizer step over all processes; a multiple of world size x accumulation."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step and process."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    seed: int = 0
+    """Seeds initialization, dropout and the order of samples."""
+    log_every: int = 10
+    """Steps between log lines; metrics.jsonl gets every step."""
+    eval_every: int = 50
+    """Steps between validation losses; 0 means only at the end."""
+    eval_sequences: int = 64
+    """Validation sequences per evaluation, over all processes; always the same ones."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs laconic[tensorboard])."""
+    rank_timeout_seconds: float = 300.0
+    """A collective that waits longer than this for another rank fails."""
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "steps", "batch_size", "accumulation", "sequence_length", "log_every"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
+        for name in ("eval_every", "eval_sequences", "seed"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "be at least 0")
+        _require(self.rank_timeout_seconds > 0, "rank_timeout_seconds", self.rank_timeout_seconds, "be above 0")
+        _require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")
