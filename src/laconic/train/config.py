@@ -1,13 +1,13 @@
 """Everything that `laconic train` can be told, as plain frozen dataclasses.
 
 One tree serves three doors: Python code builds it, a TOML file is read into it, flags override it. The resolved tree is
-saved with every run, so a run can be repeated from its own directory. Rules that need more than one field are checked in
-`__post_init__` of the class that owns the fields; what depends on the machine (world size, data) is checked where it is
-known.
+saved with every run, so a run can be repeated from its own directory. Rules are checked in `__post_init__` of the class
+that owns the fields; what depends on the machine (world size, data) is checked where it is known.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,6 +74,9 @@ class DataConfig:
     installed Python standard library."""
     tokenizer: str = "bytes"
     """"bytes" (vocabulary of 256 plus one end-of-document token) or the path of a tokenizer.json."""
+    end_of_document: str | None = None
+    """Token that ends each document; None means the tokenizer's own (eos_token of the tokenizer_config.json beside it,
+    or a well-known name such as <|endoftext|> or </s>)."""
     text_key: str = "text"
     """The field of each JSONL object that holds its text."""
     validation_fraction: float = 0.02
@@ -103,6 +106,24 @@ class ActivationsConfig:
     mode: Literal["sites", "hooks"] = "sites"
     """"sites" rewrites recognized layers and rebuilds the rest; "hooks" packs every saved tensor of any model."""
 
+    def __post_init__(self) -> None:
+        _require(self.bits in (4, 8, 16), "activations.bits", self.bits, "be 4, 8 or 16 (16 means no compression)")
+        _require(
+            self.block_size in (16, 32, 64, 128, 256),
+            "activations.block_size",
+            self.block_size,
+            "be 16, 32, 64, 128 or 256",
+        )
+        format_bits = None if self.format is None else 8 if self.format == "int8" else 4
+        _require(
+            format_bits is None or format_bits == self.bits,
+            "activations.format",
+            self.format,
+            f"be a {self.bits}-bit format, because activations.bits is {self.bits}; leave it out for the default"
+            if self.bits < 16
+            else "be left out, because activations.bits is 16 (no compression)",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -126,7 +147,12 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "be above 0 (and not NaN)")
+        _require(
+            math.isfinite(self.learning_rate) and self.learning_rate > 0,
+            "optimizer.learning_rate",
+            self.learning_rate,
+            "be finite and above 0",
+        )
         _require(
             0 <= self.min_learning_rate_ratio <= 1,
             "optimizer.min_learning_rate_ratio",
@@ -201,5 +227,11 @@ class TrainConfig:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
         for name in ("eval_every", "eval_sequences", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "be at least 0")
+        _require(
+            self.batch_size % self.accumulation == 0,
+            "batch_size",
+            self.batch_size,
+            f"be a multiple of accumulation ({self.accumulation})",
+        )
         _require(self.rank_timeout_seconds > 0, "rank_timeout_seconds", self.rank_timeout_seconds, "be above 0")
         _require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")

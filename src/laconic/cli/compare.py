@@ -1,0 +1,25 @@
+"""`laconic compare`: two or more runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic compare` with `args`."""
+    parser = argparse.ArgumentParser(
+        prog="laconic compare",
+        description="Print a table of runs with differences to the first one, and write a self-contained HTML report: "
+        "loss curves, what backward keeps by kind of tensor, throughput, and how the configurations differ.",
+    )
+    parser.add_argument("run_dirs", metavar="RUN", nargs="+", help="run directory; the first one is the reference")
+    parser.add_argument("--out", default="report.html", metavar="FILE", help="the report (default: %(default)s)")
+    options = parser.parse_args(args)
+    from laconic.train.report import compare
+
+    print(compare(options.run_dirs, options.out))
+    print(f"\nwrote {options.out}")
+    return 0

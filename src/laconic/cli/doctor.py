@@ -1,0 +1,25 @@
+"""`laconic doctor`: what this machine brings, and whether it works."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic doctor` with `args`; returns 1 if something that is needed is broken."""
+    parser = argparse.ArgumentParser(
+        prog="laconic doctor",
+        description="Show versions, kernels, devices and distributed backends, and run a short self test. "
+        "Exit code 1 if something that is needed is broken.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    options = parser.parse_args(args)
+    from laconic.cli.diagnosis import diagnose, render
+
+    report = diagnose()
+    print(json.dumps(report, indent=2) if options.json else render(report))
+    return 1 if report["problems"] else 0

@@ -1,0 +1,72 @@
+"""The command `laconic`: finds the subcommand, runs it, turns our errors into one line and an exit code.
+
+Subcommands are imported when they are called, so that `laconic --help` needs neither torch nor transformers.
+Exit codes: 0 done, 1 the command's own "no" (a failed self test), 2 bad input, 130 interrupted with Ctrl-C; `train`
+passes on the code of the training processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import laconic
+from laconic.errors import LaconicError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "train": "train a model; without arguments, a small demo",
+    "compare": "put runs side by side: a table and report.html",
+    "export": "write a run's model as a Hugging Face directory",
+    "doctor": "show versions, kernels and devices, and test them",
+}
+"""Name of each subcommand and what it does; `laconic.cli.<name>.run(args)` carries it out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `laconic` with `argv` (None: the process's own arguments) and return the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except LaconicError as error:
+        print(f"laconic: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("laconic: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (`laconic ... | head`); give the interpreter's last flush somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as stop:  # argparse and tyro have printed their message
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    name, *rest = args
+    if name in ("-V", "--version"):
+        print(f"laconic {laconic.__version__}")
+        return 0
+    if name not in COMMANDS:
+        from laconic.errors import ConfigError
+        from laconic.train.load_config import nearest
+
+        raise ConfigError(f"unknown command {name}{nearest(name, COMMANDS) or '; see laconic --help'}")
+    code: int = importlib.import_module(f"laconic.cli.{name}").run(rest)
+    return code
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<9} {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: laconic COMMAND [arguments]\n\n"
+        "Train and serve larger language models in fewer bytes.\n\n"
+        f"commands:\n{commands}\n\n"
+        "`laconic COMMAND --help` tells more; `laconic --version` shows the version."
+    )

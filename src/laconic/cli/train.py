@@ -1,0 +1,57 @@
+"""`laconic train`: resolve the configuration, then hand over to the launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from laconic.cli.flags import option, parse_flags
+from laconic.errors import ConfigError
+from laconic.train.config import TrainConfig
+from laconic.train.load_config import build_config, dump_config, merge, read_toml
+
+__all__ = ["resolve", "run"]
+
+_OWN_FLAGS = {
+    "config": (str, "TOML file with any of the fields below; flags override it."),
+    "print_config": (bool, "Print the resolved configuration as TOML and stop. A good start for a file of your own."),
+}
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic train` with `args`; returns the exit code of training."""
+    config, print_only = resolve(args)
+    if print_only:
+        print(dump_config(config), end="")
+        return 0
+    from laconic.train.launch import launch
+
+    code: int = launch(config)
+    return code
+
+
+def resolve(args: Sequence[str]) -> tuple[TrainConfig, bool]:
+    """The configuration that `args` ask for, and whether they ask only to print it.
+
+    Layers, weakest first: defaults; with --resume, the config.toml saved in the run directory; the --config file;
+    flags.
+    """
+    path = option(args, "config")
+    layers: list[dict[str, Any]] = []
+    from_file = read_toml(path) if path is not None else {}
+    if any(arg.lower() in ("--resume", "--resume=true") for arg in args) or from_file.get("resume"):
+        run_dir = option(args, "run-dir") or from_file.get("run_dir")
+        if run_dir is None:
+            raise ConfigError("resume needs run_dir, the run to continue, e.g. --resume --run-dir runs/mine")
+        saved = Path(run_dir) / "config.toml"
+        if not saved.is_file():
+            raise ConfigError(f"run_dir is {run_dir!r}, but it must hold the config.toml of a run for resume")
+        layers.append(read_toml(saved))
+    layers.append(from_file)
+    merged: dict[str, Any] = dataclasses.asdict(TrainConfig())
+    for layer in layers:
+        merged = merge(merged, layer)
+    values, own = parse_flags(TrainConfig, args, merged, _OWN_FLAGS, prog="laconic train")
+    return build_config(values, path), own["print_config"]
