@@ -1,0 +1,82 @@
+"""Block-wise quantization: the only part of laconic that talks to torch.library.
+
+Two ops, each with a plain-torch reference that runs on every device and is the specification, C++ kernels for CPU and
+Triton kernels for CUDA. All return the same bits. docs/formats.md has the layout byte by byte.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FormatError
+from laconic.ops import reference, schemas
+from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
+
+__all__ = [
+    "quantize_blockwise",
+    "dequantize_blockwise",
+    "bits_of",
+    "BITS",
+    "BLOCK_SIZES",
+]
+
+for _op in (reference.quantize_blockwise, reference.dequantize_blockwise):
+    schemas.LIBRARY.impl(_op.__name__, _op, "CompositeExplicitAutograd")
+
+_quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
+_dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default
+
+
+def quantize_blockwise(
+    x: Tensor,
+    *,
+    code: str = "nf4",
+    block_size: int = 64,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize `x` in blocks along its last dimension, each with one scale.
+
+    Arguments:
+        x: [..., L], float32, bfloat16 or float16, any strides; a 0-d tensor counts as [1].
+        code: "nf4", "e2m1", "int4" (two codes per byte, the even element in the low half) or "int8".
+        block_size: 16, 32, 64, 128 or 256. Blocks never cross rows; the last block of a row may be shorter.
+        scale_dtype: float32, bfloat16 or float16.
+        seed: None rounds to nearest. An integer rounds stochastically, unbiased, with random numbers that depend on the
+            seed and the element's linear index in x and on nothing else.
+
+    Returns codes uint8 [..., ceil(L * bits / 8)] and scales [..., ceil(L / block_size)]. A block that holds NaN or
+    infinity, or whose scale overflows scale_dtype, gets scale NaN; a block whose scale is below 2**-126 gets scale 0.
+    Not differentiable: neither output requires grad.
+
+    Raises FormatError for an argument outside these.
+    """
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise FormatError(f"seed is {seed}, but it must be None or fit in 64 bits, signed")
+    return _quantize_blockwise(x, code, block_size, scale_dtype, seed)
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    length: int,
+    code: str = "nf4",
+    block_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Turn codes and scales of `quantize_blockwise` back into values.
+
+    Arguments:
+        codes: uint8 [..., ceil(length * bits / 8)].
+        scales: [..., ceil(length / block_size)], float32, bfloat16 or float16.
+        length: size of the last dimension that was quantized.
+        code, block_size: as given to quantize_blockwise.
+        dtype: element type of the result: float32, bfloat16 or float16.
+
+    Returns [..., length]: fp32(level * scale), rounded to nearest even to `dtype`. A block with scale NaN is all NaN.
+
+    Raises FormatError for an argument outside these.
+    """
+    return _dequantize_blockwise(codes, scales, code, block_size, length, dtype)

@@ -1,0 +1,128 @@
+"""The numbers behind each code: levels, decision thresholds, and the limits every implementation shares.
+
+A code maps a normalized value n = x / scale to a small integer. `int8` is arithmetic: round n, clamp, store. The three
+4-bit codes are data: at most 16 sorted levels, and the rule "index = how many thresholds lie strictly below n". Tie
+rules need no code of their own because they are folded into the thresholds: where a tie should go up, the stored
+threshold is the fp32 number just below the midpoint. So one kernel per instruction set serves every 4-bit code, and
+this file is the only place where levels are written down.
+
+nf4: Dettmers et al., "QLoRA", 2023, appendix E. e2m1: OCP Microscaling Formats v1.0, FP4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BITS", "BLOCK_SIZES", "LEVEL_MAX", "MIN_SCALE", "Codebook", "bits_of", "codebook"]
+
+BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int8": 8}
+"""Bits stored per element of each code."""
+
+LEVEL_MAX = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int8": 127.0}
+"""The level that a block's largest magnitude is mapped to."""
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Elements that may share one scale."""
+
+MIN_SCALE = 2.0**-126
+"""Smallest scale that is stored: the smallest normal fp32 number. A block below it becomes zeros."""
+
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """One 4-bit code as five tables of 16 fp32 numbers, padded at the end.
+
+    With K distinct levels, sorted and numbered 0..K-1 ("index"):
+    nearest:     index = count(n > threshold[k] for k < K-1)
+    stochastic:  index = j + (u < (n - level[j]) * reciprocal_gap[j]), j = count(n > floor_threshold[k] for k < K-1)
+    Both saturate by themselves when n lies outside the levels, so no clamp is part of the definition.
+    """
+
+    levels: tuple[float, ...]
+    """Level of each of the 16 codes, in code order; what dequantize looks up."""
+    sorted_levels: tuple[float, ...]
+    """The K levels that quantize produces, ascending. Padding: the largest level."""
+    codes: tuple[int, ...]
+    """Code of each sorted level. Padding: the largest level's code."""
+    thresholds: tuple[float, ...]
+    """Decision thresholds of nearest rounding. Padding: infinity."""
+    floor_thresholds: tuple[float, ...]
+    """The fp32 number just below each level from the second on, so that j is the level at or below n. Below zero it is
+    -2**-126, the next normal number, so that no subnormal decides anything. Padding: infinity."""
+    reciprocal_gaps: tuple[float, ...]
+    """fp32(1 / (level[j+1] - level[j])); 0 for the last level and the padding, where nothing lies above."""
+    zero_code: int
+    """The code whose level is +0."""
+
+
+def bits_of(code: str) -> int:
+    """Bits stored per element of `code` (8 for int8, 4 for the others). Raises KeyError for an unknown code."""
+    return BITS[code]
+
+
+@cache
+def codebook(code: str) -> Codebook:
+    """The tables of a 4-bit code ("nf4", "e2m1" or "int4"). Raises KeyError for any other name."""
+    without_8 = [c for c in range(16) if c != 8]
+    without_8 = [c for c in range(16) if c != 8]
+    if code == "nf4":
+        # Midpoints rounded to fp32; a value equal to one goes to the lower level.
+        return _build(_NF4, produced=list(range(16)), ties_to_even_code=False)
+    if code == "e2m1":
+        # Code 8 (minus zero) can be read but is never written.
+        return _build(_E2M1 + tuple(-v for v in _E2M1), produced=without_8, ties_to_even_code=True)
+    if code == "int4":
+        # Code 8 (minus eight) can be read but is never written, so the range is symmetric.
+        levels = tuple(float(c if c < 8 else c - 16) for c in range(16))
+        return _build(levels, produced=without_8, ties_to_even_code=True)
+    raise KeyError(code)
+
+
+def _build(levels: tuple[float, ...], produced: list[int], ties_to_even_code: bool) -> Codebook:
+    order = sorted(produced, key=lambda c: levels[c])
+    by_index = np.array([levels[c] for c in order], dtype=np.float32)
+    below, above = by_index[:-1].astype(np.float64), by_index[1:].astype(np.float64)
+    thresholds = ((below + above) / 2).astype(np.float32)
+    if ties_to_even_code:
+        goes_up = np.array([c % 2 == 0 for c in order[1:]])
+        thresholds = np.where(goes_up, np.nextafter(thresholds, np.float32(-np.inf)), thresholds)
+    floor_thresholds = np.nextafter(by_index[1:], np.float32(-np.inf))
+    floor_thresholds[by_index[1:] == 0] = -MIN_SCALE
+    gaps = (1.0 / (above - below)).astype(np.float32)
+
+    def padded(values: NDArray[np.float32], filler: float) -> tuple[float, ...]:
+        return tuple(float(v) for v in values) + (float(filler),) * (16 - len(values))
+
+    return Codebook(
+        levels=tuple(float(np.float32(v)) for v in levels),
+        sorted_levels=padded(by_index, by_index[-1]),
+        codes=tuple(order) + (order[-1],) * (16 - len(order)),
+        thresholds=padded(thresholds, np.inf),
+        floor_thresholds=padded(floor_thresholds, np.inf),
+        reciprocal_gaps=padded(gaps, 0.0),
+        zero_code=levels.index(0.0),
+    )

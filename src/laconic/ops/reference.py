@@ -1,0 +1,142 @@
+"""The specification of every op, in plain torch.
+
+All arithmetic is IEEE fp32 with round to nearest even, without fused multiply-add and without flushing subnormals. The
+C++ and Triton kernels return the same bits. docs/formats.md tells the same story in words and bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from laconic.ops.codebooks import LEVEL_MAX, MIN_SCALE, codebook
+from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
+
+__all__ = ["dequantize_blockwise", "quantize_blockwise", "uniform"]
+
+_INFINITY_BITS = 0x7F800000
+# Quiet NaN, positive, empty payload: the one NaN that is ever written.
+_NAN_BITS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_BITS_DTYPE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def quantize_blockwise(
+    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None, *, first_index: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Quantize blocks of `block_size` along the last dimension of `x`; see `laconic.ops.quantize_blockwise`.
+
+    x [..., L] -> codes uint8 [..., ceil(L * bits / 8)], scales [..., ceil(L / block_size)].
+    `first_index` is added to the linear index that stochastic rounding hashes.
+    """
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    leading = x.shape[:-1]
+    num_rows = math.prod(leading)
+
+    # 1. Blocks [rows, scales per row, block_size] in fp32; the last block of a row is filled up with zeros.
+    padding = num_scales * block_size - length
+    blocks = torch.nn.functional.pad(x.detach().reshape(num_rows, length).float(), (0, padding))
+    blocks = blocks.view(num_rows, num_scales, block_size)
+
+    # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
+    magnitude_bits = blocks.abs().view(torch.int32).amax(-1)
+    magnitude = magnitude_bits.view(torch.float32)
+    # A tensor divisor, because CUDA turns division by a Python number into multiplication by its reciprocal.
+    scales = (magnitude / torch.full_like(magnitude, LEVEL_MAX[code])).to(scale_dtype)
+    broken = (magnitude_bits >= _INFINITY_BITS) | scales.isinf()
+    vanished = ~broken & (scales.float() < MIN_SCALE)
+    scales = scales.masked_fill(vanished, 0.0)
+    scales.view(_BITS_DTYPE[scale_dtype]).masked_fill_(broken, _NAN_BITS[scale_dtype])
+
+    # 3. Each element becomes the code of a level near n.
+    ordinary = ~(broken | vanished)
+    inverse = torch.where(ordinary, scales.float(), 1.0).reciprocal()
+    n = torch.where(ordinary.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
+    u = None
+    if seed is not None:
+        index = torch.arange(first_index, first_index + num_rows * length, device=x.device).view(num_rows, length)
+        u = uniform(seed, torch.nn.functional.pad(index, (0, padding))).view_as(n)
+    codes = _codes_int8(n, u) if code == "int8" else _codes_from_table(n, u, code)
+    codes = codes.masked_fill(broken.unsqueeze(-1), 0).view(num_rows, num_scales * block_size)[:, :length]
+
+    # 4. Two 4-bit codes per byte, the even element in the low half.
+    if code != "int8":
+        codes = torch.nn.functional.pad(codes, (0, length % 2))
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes.contiguous().view(*leading, num_codes), scales.view(*leading, num_scales)
+
+
+def dequantize_blockwise(
+    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+) -> Tensor:
+    """The inverse of `quantize_blockwise` up to rounding; see `laconic.ops.dequantize_blockwise`.
+
+    codes uint8 [..., ceil(length * bits / 8)], scales [..., ceil(length / block_size)] -> [..., length].
+    """
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    if code == "int8":
+        levels = codes.view(torch.int8).float()
+    else:
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[..., :length]
+        levels = _table(code, "levels", codes.device)[pairs.int()]
+    values = levels * scales.float().repeat_interleave(block_size, dim=-1)[..., :length]
+    result = values.to(dtype)
+    result.view(_BITS_DTYPE[dtype]).masked_fill_(values.isnan(), _NAN_BITS[dtype])
+    return result
+
+
+def uniform(seed: int, index: Tensor) -> Tensor:
+    """Uniform fp32 numbers k * 2**-24, k an integer in [0, 2**24): a pure function of the seed and each int64 index.
+
+    A 32-bit mixer (the multipliers of lowbias32, C. Wellons) over the low half of the index, keyed twice by 64 bits
+    that SplitMix64's finalizer makes of the seed and the high half. The second key, between the two multiplications,
+    keeps two seeds from giving the same numbers in another order.
+    """
+    key = _mix64(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))).to(index.device) + (index >> 32))
+    h = (index ^ key) & 0xFFFFFFFF
+    h = h ^ (h >> 16)
+    h = (h * 0x7FEB352D) & 0xFFFFFFFF
+    h = h ^ ((key >> 32) & 0xFFFFFFFF)
+    h = h ^ (h >> 15)
+    h = (h * 0x846CA68B) & 0xFFFFFFFF
+    h = h ^ (h >> 16)
+    return (h >> 8).float() * 2.0**-24
+
+
+def _codes_int8(n: Tensor, u: Tensor | None) -> Tensor:
+    if u is None:
+        rounded = n.round()
+    else:
+        lower = n.floor()
+        rounded = lower + (u < n - lower)
+    return rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
+
+
+def _codes_from_table(n: Tensor, u: Tensor | None, code: str) -> Tensor:
+    # bucketize with right=False counts the boundaries strictly below n.
+    if u is None:
+        index = torch.bucketize(n, _table(code, "thresholds", n.device), out_int32=True)
+    else:
+        index = torch.bucketize(n, _table(code, "floor_thresholds", n.device), out_int32=True)
+        lower = _table(code, "sorted_levels", n.device)[index]
+        index = index + (u < (n - lower) * _table(code, "reciprocal_gaps", n.device)[index])
+    return _table(code, "codes", n.device)[index].to(torch.uint8)
+
+
+@cache
+def _table(code: str, field: str, device: torch.device) -> Tensor:
+    return torch.tensor(getattr(codebook(code), field), dtype=torch.float32, device=device)
+
+
+def _signed64(value: int) -> int:
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix64(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014). torch shifts int64 with its sign; the masks undo that."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _signed64(0xBF58476D1CE4E5B9)
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _signed64(0x94D049BB133111EB)
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,108 @@
+"""Every op of the library on one screen: schema, check, and what it returns when only shapes are known.
+
+Kernels live elsewhere: `reference.py` (plain torch, any device, the specification), `native.py` (C++ on CPU), `triton/`
+(CUDA). Each of them runs the check of this file first, so a bad argument is refused with the same words everywhere, and
+no kernel sees a pointer that does not fit its sizes.
+
+The ops are functional and carry no gradient: their outputs never require grad, whatever their inputs do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FormatError
+from laconic.ops.codebooks import BITS, BLOCK_SIZES
+
+__all__ = ["DTYPES", "LIBRARY", "check_format", "check_dequantize_blockwise", "check_quantize_blockwise"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types and scale types of the block-wise ops."""
+
+LIBRARY = torch.library.Library("laconic", "DEF")
+
+LIBRARY.define(
+    "quantize_blockwise(Tensor x, str code, int block_size, ScalarType scale_dtype, int? seed)"
+    " -> (Tensor codes, Tensor scales)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "dequantize_blockwise(Tensor codes, Tensor scales, str code, int block_size, SymInt length, ScalarType dtype)"
+    " -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+for _name in ("quantize_blockwise", "dequantize_blockwise"):
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_format(code: str, block_size: int, scale_dtype: torch.dtype, scale_field: str = "scale_dtype") -> None:
+    """Check what makes up a block-wise format; `scale_field` is the name an error gives the scale type.
+
+    Raises FormatError.
+    """
+    if code not in BITS:
+        raise FormatError(f"code is {code!r}, but it must be one of {', '.join(BITS)}")
+    if block_size not in BLOCK_SIZES:
+        raise FormatError(f"block_size is {block_size!r}, but it must be one of {', '.join(map(str, BLOCK_SIZES))}")
+    if scale_dtype not in DTYPES:
+        raise FormatError(f"{scale_field} is {scale_dtype}, but it must be one of {_names(DTYPES)}")
+
+
+def check_quantize_blockwise(x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, int, int]:
+    """Check the arguments of quantize_blockwise; return (length, codes per row, scales per row) of the last dimension.
+
+    Raises FormatError.
+    """
+    check_format(code, block_size, scale_dtype)
+    if x.dtype not in DTYPES:
+        raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {_names(DTYPES)}; convert x first")
+    length = x.shape[-1] if x.dim() else 1
+    return length, (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size
+
+
+def check_dequantize_blockwise(
+    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+) -> None:
+    """Check the arguments of dequantize_blockwise. Raises FormatError."""
+    check_format(code, block_size, scales.dtype, "scales.dtype")
+    if dtype not in DTYPES:
+        raise FormatError(f"dtype is {dtype}, but it must be one of {_names(DTYPES)}")
+    if codes.dtype != torch.uint8:
+        raise FormatError(f"codes.dtype is {codes.dtype}, but it must be uint8, as quantize_blockwise returns it")
+    if codes.device != scales.device:
+        raise FormatError(f"codes are on {codes.device} and scales on {scales.device}, but both must be on one device")
+    if length < 0:
+        raise FormatError(f"length is {length}, but it must be at least 0")
+    if codes.dim() == 0 or codes.shape[:-1] != scales.shape[:-1] or codes.dim() != scales.dim():
+        raise FormatError(
+            f"codes have shape {tuple(codes.shape)} and scales {tuple(scales.shape)}, but they must have at least one"
+            " dimension and agree in all but the last"
+        )
+    num_codes, num_scales = (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size
+    if codes.shape[-1] != num_codes or scales.shape[-1] != num_scales:
+        raise FormatError(
+            f"codes end in {codes.shape[-1]} and scales in {scales.shape[-1]}, but length {length} in {code} with"
+            f" block_size {block_size} takes {num_codes} and {num_scales}"
+        )
+
+
+@torch.library.register_fake("laconic::quantize_blockwise", lib=LIBRARY)
+def _quantize_blockwise_fake(
+    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None
+) -> tuple[Tensor, Tensor]:
+    _, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    leading = x.shape[:-1]
+    return x.new_empty((*leading, num_codes), dtype=torch.uint8), x.new_empty((*leading, num_scales), dtype=scale_dtype)
+
+
+@torch.library.register_fake("laconic::dequantize_blockwise", lib=LIBRARY)
+def _dequantize_blockwise_fake(
+    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+) -> Tensor:
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
