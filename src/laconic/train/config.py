@@ -175,10 +175,13 @@ class CheckpointConfig:
     """Save each time this many steps are done; 0 means only at the end (and on Ctrl-C)."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
+    load: int | None = None
+    """With resume: the step of the checkpoint to continue from; None means the newest. What came after it is dropped."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "checkpoint.every", self.every, "be at least 0")
         _require(self.keep >= 1, "checkpoint.keep", self.keep, "be at least 1")
+        _require(self.load is None or self.load >= 1, "checkpoint.load", self.load, "be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

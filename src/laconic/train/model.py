@@ -1,0 +1,165 @@
+"""From a `ModelConfig` to a Hugging Face causal language model, without a network unless asked.
+
+Three origins: a family name with sizes (random weights), a local directory with only a config.json (random weights),
+and a local directory with *.safetensors (its weights). Parameters are fp32 on the CPU; every rank that calls with the
+same arguments gets the same bits. transformers is imported inside, because it is an extra and slow to load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from laconic.errors import ConfigError, ModelError
+from laconic.train.config import ModelConfig
+from laconic.train.load_config import nearest
+
+__all__ = ["build_model"]
+
+# What families call the width of the feed-forward layer; transformers' attribute_map does not cover it.
+_FEED_FORWARD_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+
+
+def build_model(
+    config: ModelConfig,
+    vocab_size: int,
+    max_sequence_length: int,
+    seed: int,
+    eos_token_id: int | None = None,
+) -> nn.Module:
+    """Build the model `config` describes: parameters fp32, on the CPU, in training mode.
+
+    `vocab_size` and `eos_token_id` come from the tokenizer and shape a model made from a family name; a directory keeps
+    its own. `max_sequence_length` (tokens) is the longest input the model must take. `seed` decides the initial weights
+    and leaves the caller's random state alone.
+
+    Raises ConfigError when the family, a field or the directory is not usable, and ModelError when a directory's files
+    cannot be read as a causal language model or lack weights.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"training needs transformers ({error}): pip install 'laconic[train]'") from error
+    if config.path is None:
+        hf_config = _family_config(config, vocab_size, max_sequence_length, eos_token_id)
+        return _from_config(hf_config, seed)
+    return _from_path(config, max_sequence_length, seed)
+
+
+def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: int, eos_token_id: int | None) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    family = config.family
+    if family not in CONFIG_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"model.family is {family!r}, but it must be a causal language model known to the installed transformers"
+            + nearest(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        )
+    defaults = AutoConfig.for_model(family)
+    known = set(defaults.to_dict()) | set(type(defaults).attribute_map)
+    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and "is_decoder" in known and not config.extra.get("is_decoder"):
+        # Such a family reads both ways unless told otherwise, and would learn to copy the token it should predict.
+        raise ConfigError(
+            f"model.family is {family!r}, which attends in both directions; "
+            "set is_decoder = true in model.extra to train it as a causal language model"
+        )
+    unknown = [name for name in config.extra if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"model.extra has {unknown[0]!r}, but family {family!r} has no such field{nearest(unknown[0], known)}"
+        )
+
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": max_sequence_length,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    absent = [name for name in fields if name not in known]
+    feed_forward = next((name for name in _FEED_FORWARD_NAMES if name in known), None)
+    if feed_forward is None:
+        absent.append("intermediate_size")
+    else:
+        fields[feed_forward] = config.intermediate_size
+    if "num_key_value_heads" in known:
+        fields["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
+    elif config.num_key_value_heads not in (None, config.num_attention_heads):
+        absent.append("num_key_value_heads")
+    if absent:
+        raise ConfigError(
+            f"model.{absent[0]} cannot be set for family {family!r}, whose transformers config has no such field; "
+            "write a config.json and give its directory as model.path"
+        )
+    if "head_dim" in known:
+        # Some families fix it (Gemma2 at 256, Qwen3 at 128) whatever the width is.
+        fields["head_dim"] = config.hidden_size // config.num_attention_heads
+    # The families' own special tokens belong to their own tokenizers and may lie beyond this vocabulary.
+    fields |= {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
+    try:
+        return AutoConfig.for_model(family, **(fields | config.extra))
+    except Exception as error:
+        raise ConfigError(f"family {family!r} does not take these model fields: {error}") from error
+
+
+def _from_config(hf_config: Any, seed: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
+        except Exception as error:
+            raise ModelError(f"transformers cannot build a {hf_config.model_type} model: {error}") from error
+    return model.train()
+
+
+def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = str(config.path)
+    directory = Path(path)
+    if not config.allow_download:
+        if not directory.is_dir():
+            raise ConfigError(
+                f"model.path is {path!r}, but it must be a directory; "
+                "for a name on the Hugging Face hub also set model.allow_download"
+            )
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"model.path is {path!r}, but that directory has no config.json")
+    options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
+    try:
+        hf_config = AutoConfig.from_pretrained(path, **options)
+    except Exception as error:
+        raise ModelError(f"model.path {path!r} has no config that transformers can read: {error}") from error
+    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and max_sequence_length > longest:
+        raise ConfigError(
+            f"sequence_length is {max_sequence_length}, but model.path {path!r} takes at most {longest} tokens "
+            "(max_position_embeddings in its config.json)"
+        )
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        return _from_config(hf_config, seed)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=hf_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+        )
+    except Exception as error:
+        raise ModelError(f"model.path {path!r} has weights that cannot be loaded: {error}") from error
+    model, loading = loaded
+    incomplete = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind])
+    if incomplete:
+        raise ModelError(
+            f"model.path {path!r} lacks {len(incomplete)} of the weights that its config.json asks for, "
+            f"first {incomplete[0]!r}"
+        )
+    pretrained: nn.Module = model
+    return pretrained.train()
