@@ -176,7 +176,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints that stay on disk."""
     load: int | None = None
-    """With resume: the step of the checkpoint to continue from; None means the newest. What came after it is dropped."""
+    """With resume: step of the checkpoint to continue from; None means the newest. What came after it is dropped."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "checkpoint.every", self.every, "be at least 0")
