@@ -1,3 +1,34 @@
-"""laconic: larger language models on fewer GPUs and slower networks, by saying it in fewer bytes."""
+"""laconic: larger language models on fewer GPUs and slower networks, by saying it in fewer bytes.
+
+The public names are loaded when they are first used, so that `laconic --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from laconic.activations import compress_activations, decompress_activations
+    from laconic.formats import BlockFormat, BlockTensor
 
 __version__ = "0.1.0"
+
+__all__ = ["compress_activations", "decompress_activations", "BlockFormat", "BlockTensor", "__version__"]
+
+_HOME = {
+    "compress_activations": "laconic.activations",
+    "decompress_activations": "laconic.activations",
+    "BlockFormat": "laconic.formats",
+    "BlockTensor": "laconic.formats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'laconic' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

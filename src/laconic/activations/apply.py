@@ -1,0 +1,122 @@
+"""Puts compressed activations into a model and takes them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from laconic.activations.forwards import SiteForward, forward_for
+from laconic.activations.hooks import HooksForward
+from laconic.activations.plan import ActivationPlan, Policy, uniform
+from laconic.activations.report import Report, make_report, measure, sample_inputs
+from laconic.activations.sites import find_sites
+from laconic.errors import ModelError
+from laconic.formats import BlockFormat
+
+__all__ = ["compress_activations", "decompress_activations"]
+
+
+def compress_activations(
+    model: nn.Module,
+    bits: int = 4,
+    *,
+    format: str | None = None,
+    block_size: int = 64,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    policy: Policy | None = None,
+    plan: ActivationPlan | None = None,
+    mode: Literal["sites", "hooks"] = "sites",
+    example_inputs: Mapping[str, Any] | None = None,
+    sequence_length: int = 128,
+) -> Report:
+    """Makes a model keep packed tensors for backward instead of exact ones.
+
+    The layer-aware activation quantization of AGoQ (arXiv 2605.00539): one packed input per norm, from which the inputs
+    of the linear layers behind it are rebuilt; the packed gate and up projections, from which the activation product
+    and the input of the down projection are rebuilt; the attention output once. Forward values, parameters, names and state
+    dict stay exactly as they were. Call it before the model is wrapped in DDP or FSDP2 and before `torch.compile`.
+
+    Args:
+        model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.
+        bits: 4, 8, or 16 for leaving everything as it is.
+        format: "nf4" (default at 4 bits), "e2m1", "int4" or "int8" (default at 8 bits).
+        block_size: values per scale: 16, 32, 64, 128 or 256.
+        scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        policy: decides site by site instead of `bits` and `format`.
+        plan: the decision as data, instead of a policy; sites it does not name stay exact.
+        mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model.
+        example_inputs: keyword arguments of a training forward, for measuring bytes; made up for Hugging Face models.
+        sequence_length: tokens of the measuring forward when its inputs are made up.
+
+    Returns:
+        What was found and what is kept; `print` it. `left_exact` names what keeps tensors as before.
+
+    Raises:
+        FormatError: bits, format, block_size or scale_dtype is not supported.
+        ModelError: nothing is recognized, the model is compressed already, or the plan names sites it does not have.
+    """
+    if mode not in ("sites", "hooks"):
+        raise ModelError(f"mode is {mode!r}, but it must be 'sites' or 'hooks'")
+    block_format = BlockFormat.from_bits(bits, code=format, block_size=block_size, scale_dtype=scale_dtype)
+    if _forwards(model):
+        raise ModelError(
+            f"{type(model).__name__} has compressed activations already; "
+            f"call laconic.decompress_activations(model) before compressing it again"
+        )
+    sites = find_sites(model)
+    if mode == "sites":
+        if not sites:
+            raise ModelError(
+                f"no site recognized in {type(model).__name__}: it has no linear layer, norm or feed-forward block "
+                f"that laconic knows; mode='hooks' packs the saved tensors of any model"
+            )
+        if plan is None:
+            plan = ActivationPlan.make(sites, policy if policy is not None else uniform(block_format))
+        plan.check(sites)
+    elif policy is not None or plan is not None:
+        raise ModelError("mode='hooks' packs all saved tensors alike; policy= and plan= need mode='sites'")
+
+    sample = sample_inputs(model, example_inputs, sequence_length)
+    before = None if sample is None else measure(model, *sample)
+    modules = dict(model.named_modules())
+    if mode == "hooks":
+        if block_format is not None:
+            model.forward = HooksForward(model, block_format)
+        formats: Mapping[str, BlockFormat | None] = {}
+    else:
+        assert plan is not None
+        formats = plan.formats
+        for site in sites:
+            chosen = formats.get(site.name)
+            if chosen is not None:
+                modules[site.name].forward = forward_for(modules[site.name], site, chosen)
+    after = None if sample is None else measure(model, *sample)
+    origins = {id(f.module): f.origin for f in _forwards(model) if isinstance(f, SiteForward)}
+    rows = [(site, formats.get(site.name), origins.get(id(modules[site.name]))) for site in sites]
+    return make_report(model, mode, rows if mode == "sites" else [], before, after)
+
+
+def decompress_activations(model: nn.Module) -> nn.Module:
+    """Gives every module of `model` the forward it had before `compress_activations`; returns the model.
+
+    Raises:
+        ModelError: nothing in the model is compressed.
+    """
+    forwards = _forwards(model)
+    if not forwards:
+        raise ModelError(f"{type(model).__name__} has no compressed activations, so there is nothing to take out")
+    for forward in forwards:
+        if forward.replaced is None:
+            del forward.module.forward
+        else:
+            forward.module.forward = forward.replaced
+    return model
+
+
+def _forwards(model: nn.Module) -> list[SiteForward | HooksForward]:
+    """The forwards of ours in a model."""
+    candidates = [module.__dict__.get("forward") for module in model.modules()]
+    return [forward for forward in candidates if isinstance(forward, (SiteForward, HooksForward))]

@@ -1,0 +1,255 @@
+"""Autograd functions that compute the module's own forward and keep only packed tensors for backward.
+
+Each one runs the original code for its value, so forward is bit-identical to the unmodified model. Backward is written
+out on values rebuilt from what was kept (see [Note: kept tensors]): the layer-aware activation quantization of AGoQ.
+Whatever a gradient needs beyond the kept tensors (inverse root mean square, sigmoid) is computed again in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from laconic.activations.kept import Kept, Tensors
+
+__all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize"]
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Which normalization over the last dimension a module computes.
+
+    kind: "rms" is x / sqrt(mean(x^2) + eps) * w, "layer" is torch's layer norm.
+    eps: added to the mean square or the variance.
+    unit_offset: the stored weight is w - 1 (Gemma).
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function and its derivative.
+
+    forward: x -> f(x). backward: (grad, x) -> grad * f'(x).
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation(F.silu, torch.ops.aten.silu_backward),
+    "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": Activation(
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "relu": Activation(F.relu, lambda grad, x: torch.ops.aten.threshold_backward(grad, x, 0)),
+    "relu2": Activation(lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)),
+}
+"""The activation functions a gated or plain feed-forward site can rebuild, by name."""
+
+
+def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    """The normalization `spec` of x [..., features], in fp32, returned in x's dtype."""
+    wide = x.float()
+    if spec.kind == "layer":
+        weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(x.dtype)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+    return (y if weight is None else y * _scale(weight, spec)).to(x.dtype)
+
+
+def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
+    return weight.float() + 1.0 if spec.unit_offset else weight.float()
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Kept, spec: NormSpec, forward: Any) -> Tensor:
+    """`forward(x)`, keeping `kept` (which stands for x) for backward."""
+    result: Tensor = _Norm.apply(x, weight, bias, kept, spec, forward, *kept.tensors)
+    return result
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        kept: Kept,
+        spec: NormSpec,
+        forward: Any,
+        *saved: Tensor,
+    ) -> Tensor:
+        kept.memo.announce()
+        ctx.memo, ctx.spec = kept.memo, spec
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(weight, bias, *saved)
+        result: Tensor = forward(x)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, *saved = ctx.saved_tensors
+        x = ctx.memo.take(tuple(saved)).float()
+        needs = ctx.needs_input_grad[:3]
+        backward = _rms_backward if ctx.spec.kind == "rms" else _layer_backward
+        dx, dweight, dbias = backward(grad.float(), x, weight, bias, ctx.spec, needs)
+        return (
+            None if dx is None else dx.to(ctx.dtype),
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+            *[None] * (3 + len(saved)),
+        )
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _rms_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
+) -> Grads:
+    """Gradients of RMS norm in fp32: dx = r (w g - n mean(w g n)) with r the inverse rms and n = x r."""
+    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
+    normalized = x * inverse_rms
+    dweight = None
+    if needs[1]:
+        dweight = (grad * normalized).flatten(0, -2).sum(0)
+    dx = None
+    if needs[0]:
+        scaled = grad if weight is None else grad * _scale(weight, spec)
+        projection = (scaled * normalized).mean(-1, keepdim=True)
+        dx = (scaled - normalized * projection).mul_(inverse_rms)
+    return dx, dweight, None
+
+
+def _layer_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
+) -> Grads:
+    """Gradients of layer norm in fp32, by torch's own kernel."""
+    shape = x.shape[-1:]
+    weight, bias = (None if p is None else p.float() for p in (weight, bias))
+    _, mean, inverse_std = torch.native_layer_norm(x, shape, weight, bias, spec.eps)
+    grads: Grads = torch.ops.aten.native_layer_norm_backward(
+        grad, x, shape, mean, inverse_std, weight, bias, list(needs)
+    )
+    return grads
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept, transposed: bool, forward: Any) -> Tensor:
+    """`forward(x)` of a linear layer, keeping `kept` (which stands for x) for backward.
+
+    Args:
+        x: [..., in_features].
+        weight: [out_features, in_features], or [in_features, out_features] if `transposed` (GPT-2's Conv1D).
+        bias: [out_features] or None.
+    """
+    result: Tensor = _Linear.apply(x, weight, bias, kept, transposed, forward, *kept.tensors)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept: Kept,
+        transposed: bool,
+        forward: Any,
+        *saved: Tensor,
+    ) -> Tensor:
+        kept.memo.announce()
+        ctx.memo, ctx.transposed = kept.memo, transposed
+        ctx.dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *saved)
+        result: Tensor = forward(x)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        rows = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            # Under autocast the product was made in the gradient's dtype, so its backward is too.
+            factor = weight.to(grad.dtype)
+            dx = (grad @ (factor.t() if ctx.transposed else factor)).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            x = ctx.memo.take(tuple(saved)).to(grad.dtype).reshape(-1, weight.shape[0 if ctx.transposed else 1])
+            dweight = (x.t() @ rows if ctx.transposed else rows.t() @ x).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0).to(ctx.bias_dtype)
+        return (dx, dweight, dbias, *[None] * (3 + len(saved)))
+
+
+def activate(
+    gate: Tensor, up: Tensor | None, kept: tuple[Kept, ...], activation: str, forward: Any, *, fused: bool = False
+) -> Tensor:
+    """The inside of a feed-forward site: act(gate) * up, or act(gate) where there is no `up`.
+
+    Args:
+        gate: [..., features]; if `fused`, gate and up side by side, [..., 2 * features].
+        up: [..., features] or None.
+        kept: stands for gate, or for gate and up in this order.
+        activation: a name in `ACTIVATIONS`.
+        forward: computes the value from gate, or from gate and up.
+    """
+    saved = [tensor for part in kept for tensor in part.tensors]
+    result: Tensor = _Activate.apply(gate, up, kept, activation, fused, forward, *saved)
+    return result
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        kept: tuple[Kept, ...],
+        activation: str,
+        fused: bool,
+        forward: Any,
+        *saved: Tensor,
+    ) -> Tensor:
+        for part in kept:
+            part.memo.announce()
+        ctx.memos = [part.memo for part in kept]
+        ctx.counts = [len(part.tensors) for part in kept]
+        ctx.activation, ctx.fused = ACTIVATIONS[activation], fused
+        ctx.save_for_backward(*saved)
+        result: Tensor = forward(gate) if up is None else forward(gate, up)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved: Tensors = ctx.saved_tensors
+        values = []
+        start = 0
+        for memo, count in zip(ctx.memos, ctx.counts, strict=True):
+            values.append(memo.take(saved[start : start + count]))
+            start += count
+        tail = [None] * (4 + len(saved))
+        if len(values) == 1 and not ctx.fused:
+            return (ctx.activation.backward(grad, values[0]), None, *tail)
+        gate, up = values[0].chunk(2, -1) if ctx.fused else values
+        dgate = ctx.activation.backward(grad * up, gate)
+        dup = grad * ctx.activation.forward(gate)
+        if ctx.fused:
+            return (torch.cat((dgate, dup), -1), None, *tail)
+        return (dgate, dup, *tail)

@@ -1,0 +1,155 @@
+"""What stands in for a tensor between forward and backward.
+
+[Note: kept tensors]
+`Kept` is a small set of tensors that autograd saves instead of a large one, plus the rule that rebuilds the large one:
+
+    x  = norm input           Kept(codes, scales)                        x^ = dequantize(codes, scales)
+    y  = norm(x)              Kept(codes, scales, weight, bias)          y^ = norm(x^)
+    g  = gate projection      Kept(codes, scales)                        g^ = dequantize(codes, scales)
+    z  = act(g) * u           Kept(codes_g, scales_g, codes_u, scales_u) z^ = act(g^) * u^
+    o  = attention output     Kept(o): the attention already holds it, so a second copy would cost bytes for nothing
+
+A `Kept` travels on the tensor it stands for, as an attribute of the Python object. So the linear after a norm finds out
+that its input can be rebuilt, whatever model it sits in, and the note disappears together with the tensor.
+
+One value is often wanted several times in backward (by the query, key and value projections, then by the norm), so a
+rebuilt value stays until its last reader has had it: that is what `Memo` is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from laconic.formats import BlockFormat, BlockTensor
+
+__all__ = ["Kept", "Memo", "attach", "derive", "keep"]
+
+Tensors = tuple[Tensor, ...]
+
+_ATTRIBUTE = "_laconic_kept"
+
+# Backward nodes of torch's attention that save their own output, so that a reference to it costs no bytes.
+_SAVES_ITS_OUTPUT = (
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "ScaledDotProductFlashAttentionBackward0",
+    "ScaledDotProductEfficientAttentionBackward0",
+    "ScaledDotProductCudnnAttentionBackward0",
+)
+
+
+class Memo:
+    """Rebuilds a value once for all its readers in a backward pass.
+
+    Readers `announce` themselves in forward and `take` once in backward; the value is let go with the last of them. In
+    further passes over a retained graph every `take` rebuilds.
+
+    Args:
+        rebuild: from the saved tensors to the value.
+        inner: memos that `rebuild` takes from.
+    """
+
+    def __init__(self, rebuild: Callable[[Tensors], Tensor], inner: tuple[Memo, ...] = ()) -> None:
+        self._rebuild = rebuild
+        self._inner = inner
+        self._readers = 0
+        self._value: Tensor | None = None
+
+    def announce(self) -> None:
+        """Says in forward that one more reader will come in backward."""
+        if self._readers == 0:
+            for memo in self._inner:
+                memo.announce()
+        self._readers += 1
+
+    def take(self, tensors: Tensors) -> Tensor:
+        """The value, rebuilt from the saved `tensors` unless an earlier reader had it rebuilt."""
+        value = self._value if self._value is not None else self._rebuild(tensors)
+        self._readers -= 1
+        self._value = value if self._readers > 0 else None
+        return value
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The saved `tensors` that stand for a value, the `memo` that rebuilds it, and its `origin`, a kind of site."""
+
+    tensors: Tensors
+    memo: Memo
+    origin: str
+
+
+def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
+    """What to save for `x`: what is already kept for it, or the tensor its producer holds anyway, or packed codes.
+
+    Args:
+        x: floating-point tensor of any shape.
+        format: how to pack it if it has to be packed.
+        origin: kind of the site that asks.
+    """
+    found = _found(x)
+    if found is not None:
+        return found
+    if _producer_holds(x):
+        return Kept((x,), Memo(lambda tensors: tensors[0]), "attention")
+    packed = format.quantize(x.detach())
+    dtype, shape = x.dtype, x.shape
+
+    def dequantize(tensors: Tensors) -> Tensor:
+        codes, scales = tensors
+        return BlockTensor(codes, scales, format, shape, dtype).dequantize()
+
+    kept = Kept((packed.codes, packed.scales), Memo(dequantize), origin)
+    attach(x, kept)
+    return kept
+
+
+def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:
+    """What to save for a value that `function` makes of other kept values, followed by `parameters`."""
+    counts = [len(kept.tensors) for kept in inner]
+    memos = tuple(kept.memo for kept in inner)
+
+    def rebuild(tensors: Tensors) -> Tensor:
+        values = []
+        start = 0
+        for memo, count in zip(memos, counts, strict=True):
+            values.append(memo.take(tensors[start : start + count]))
+            start += count
+        return function(*values, *tensors[start:])
+
+    tensors = tuple(tensor for kept in inner for tensor in kept.tensors)
+    return Kept((*tensors, *parameters), Memo(rebuild, memos), origin)
+
+
+def attach(x: Tensor, kept: Kept) -> None:
+    """Notes on `x` that `kept` can rebuild it; whoever would save `x` for backward saves `kept.tensors` instead."""
+    setattr(x, _ATTRIBUTE, (kept, x._version))
+
+
+def _found(x: Tensor) -> Kept | None:
+    """What is kept for `x` already, or for a tensor that `x` is a full view of (logits of all tokens are a slice)."""
+    note = getattr(x, _ATTRIBUTE, None)
+    base = x._base
+    if note is None and base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous():
+        note = getattr(base, _ATTRIBUTE, None)
+    # In-place changes after the note was made would make it stand for another value.
+    if note is None or note[1] != x._version:
+        return None
+    kept: Kept = note[0]
+    if getattr(x, _ATTRIBUTE, None) is None:
+        shape = x.shape
+        kept = derive(lambda value: value.view(shape), (kept,), (), kept.origin)
+    return kept
+
+
+def _producer_holds(x: Tensor) -> bool:
+    """Whether the attention that made `x` saves the very same storage for its own backward."""
+    output = x._base if x._base is not None else x
+    node = output.grad_fn
+    return node is not None and node.name() in _SAVES_ITS_OUTPUT and _address(output) == _address(x)
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

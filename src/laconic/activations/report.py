@@ -1,0 +1,285 @@
+"""What a conversion found, what is kept at how many bits, and bytes per token before and after, by measurement.
+
+The bytes are not computed from formulas that could drift away from the code: a forward of a few tokens runs on the
+model before and after, and a `SavedTensorTracker` counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.activations.sites import Site
+from laconic.activations.tracker import SavedTensorTracker, kind_of
+from laconic.errors import ModelError
+from laconic.formats import BlockFormat
+
+__all__ = ["Measurement", "Report", "SiteReport", "measure", "saved_nbytes_per_token"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Bytes kept for backward by one forward: of how many `tokens`, and `by_module` name (the root is "")."""
+
+    tokens: int
+    by_module: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One site, or one module that is no site but keeps something.
+
+    shape: of the kept tensor per token. bits: per value (16: exact). format: name of the block format or "exact".
+    origin: what the tensor is rebuilt from if another site keeps it. The bytes are per token; None if the model could
+    not be measured.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    bits: int
+    format: str
+    origin: str | None
+    before_nbytes_per_token: float | None
+    after_nbytes_per_token: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `compress_activations` did.
+
+    rows: every site in model order, then every other module that keeps tensors, left exact. before, after: the measured
+    forwards; None if the model could not be run without example inputs. dtype: of the model's parameters.
+    """
+
+    mode: str
+    dtype: torch.dtype
+    rows: tuple[SiteReport, ...]
+    before: Measurement | None = None
+    after: Measurement | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def before_nbytes_per_token(self) -> float | None:
+        """Bytes that the unmodified model keeps for backward per token."""
+        return None if self.before is None else sum(self.before.by_module.values()) / self.before.tokens
+
+    @property
+    def after_nbytes_per_token(self) -> float | None:
+        """Bytes that the converted model keeps for backward per token."""
+        return None if self.after is None else sum(self.after.by_module.values()) / self.after.tokens
+
+    @property
+    def left_exact(self) -> tuple[str, ...]:
+        """Names of the modules that keep tensors exactly as before because no site covers them."""
+        return tuple(row.name for row in self.rows if row.format == "exact" and row.after_nbytes_per_token)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for JSON."""
+
+        def by_kind(measurement: Measurement | None) -> dict[str, float]:
+            kinds: Counter[str] = Counter()
+            if measurement is not None:
+                for name, nbytes in measurement.by_module.items():
+                    kinds[self.kinds.get(name, "other")] += nbytes
+                return {kind: nbytes / measurement.tokens for kind, nbytes in kinds.items()}
+            return {}
+
+        return {
+            "mode": self.mode,
+            "reference_dtype": str(self.dtype).removeprefix("torch."),
+            "tokens": 0 if self.before is None else self.before.tokens,
+            "before_nbytes_per_token": self.before_nbytes_per_token,
+            "after_nbytes_per_token": self.after_nbytes_per_token,
+            "by_kind_before": by_kind(self.before),
+            "by_kind_after": by_kind(self.after),
+            "sites": [
+                {
+                    "name": row.name,
+                    "kind": row.kind,
+                    "shape": list(row.shape),
+                    "bits": row.bits,
+                    "format": row.format,
+                    "origin": row.origin,
+                    "before_nbytes_per_token": row.before_nbytes_per_token,
+                    "after_nbytes_per_token": row.after_nbytes_per_token,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        def number(value: float | None) -> str:
+            return "-" if value is None else f"{value:,.0f}"
+
+        header = ("site", "kind", "shape", "kept", "before", "after")
+        table = [header]
+        for row in self.rows:
+            own = "exact" if row.format == "exact" else f"{row.bits} bit {row.format}"
+            kept = own if row.origin is None else f"from {row.origin}"
+            shape = "x".join(map(str, row.shape)) or "-"
+            table.append(
+                (
+                    row.name or "(model)",
+                    row.kind,
+                    shape,
+                    kept,
+                    number(row.before_nbytes_per_token),
+                    number(row.after_nbytes_per_token),
+                )
+            )
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        lines = []
+        for line in table:
+            left = [cell.ljust(width) for cell, width in zip(line[:4], widths[:4], strict=True)]
+            right = [cell.rjust(width) for cell, width in zip(line[4:], widths[4:], strict=True)]
+            lines.append("  ".join(left + right).rstrip())
+        lines.insert(1, "-" * len(lines[0]))
+        before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
+        if before is None or after is None:
+            lines.append("bytes unknown: pass example_inputs= to have them measured")
+        else:
+            saved = f"{before / after:.2f}x less" if after else "nothing is kept"
+            dtype = str(self.dtype).removeprefix("torch.")
+            lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
+        return "\n".join(lines)
+
+
+def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measurement:
+    """Runs one forward and counts what it keeps for backward. Random state and gradients stay as they were."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad(), SavedTensorTracker(model) as tracker:
+        model(**inputs)
+    return Measurement(tokens, dict(tracker.by_module))
+
+
+def sample_inputs(
+    model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int
+) -> tuple[dict[str, Any], int] | None:
+    """Inputs for a measuring forward and how many tokens they hold; None if they cannot be made up.
+
+    Args:
+        model: a Hugging Face causal language model (inputs are made up: zeros of shape [1, sequence_length] as tokens
+            and labels), or any module with `example_inputs`.
+        example_inputs: keyword arguments of the model's forward. Tokens are the product of all dimensions but the last
+            of the first floating-point tensor, or of all dimensions of the first integer tensor.
+    """
+    if example_inputs is not None:
+        for value in example_inputs.values():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                shape = value.shape[:-1] if value.is_floating_point() else value.shape
+                return dict(example_inputs), max(1, shape.numel())
+        raise ModelError(
+            "example_inputs holds no tensor of one dimension or more, so tokens cannot be counted; "
+            "pass the keyword arguments of a training forward"
+        )
+    accepted = inspect.signature(type(model).forward).parameters
+    if not hasattr(model, "config") or not {"input_ids", "labels", "use_cache"} <= set(accepted):
+        return None
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, sequence_length, dtype=torch.int64, device=device)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}, sequence_length
+
+
+def saved_nbytes_per_token(
+    model: nn.Module,
+    *,
+    sequence_length: int = 128,
+    dtype: torch.dtype | None = torch.bfloat16,
+    example_inputs: Mapping[str, Any] | None = None,
+) -> float:
+    """Bytes per token that `model` as it is keeps for backward when its parameters have `dtype`.
+
+    Args:
+        model: a Hugging Face causal language model, or any module with `example_inputs`.
+        sequence_length: tokens of the measuring forward.
+        dtype: of the parameters and buffers during the measurement; None takes them as they are. A copy in that dtype
+            exists while it runs.
+        example_inputs: keyword arguments of the forward.
+
+    Raises:
+        ModelError: inputs cannot be made up for this model and none are given.
+    """
+    sample = sample_inputs(model, example_inputs, sequence_length)
+    if sample is None:
+        raise ModelError(
+            f"{type(model).__name__} is no Hugging Face causal language model, so its inputs cannot be made up; "
+            f"pass example_inputs="
+        )
+    inputs, tokens = sample
+    with _cast(model, dtype):
+        measurement = measure(model, inputs, tokens)
+    return sum(measurement.by_module.values()) / tokens
+
+
+@contextmanager
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """The model's floating-point parameters in another dtype, for a while."""
+    originals = {p: p.data for p in model.parameters() if dtype is not None and p.is_floating_point()}
+    try:
+        for parameter, data in originals.items():
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in originals.items():
+            parameter.data = data
+
+
+def make_report(
+    model: nn.Module,
+    mode: str,
+    sites: list[tuple[Site, BlockFormat | None, str | None]],
+    before: Measurement | None,
+    after: Measurement | None,
+) -> Report:
+    """Puts sites and measurements together."""
+    kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
+    kinds |= {site.name: site.kind for site, _, _ in sites}
+
+    def per_token(measurement: Measurement | None, name: str) -> float | None:
+        return None if measurement is None else measurement.by_module.get(name, 0) / measurement.tokens
+
+    # What a child of a site keeps without being a site itself (the activation in an MLP) belongs to the site.
+    owners = {site.name: site for site, _, _ in sites}
+    before, after = (_booked(m, owners) for m in (before, after))
+    rows = [
+        SiteReport(
+            name=site.name,
+            kind=site.kind,
+            shape=site.features,
+            bits=16 if format is None else format.bits,
+            format="exact" if format is None else format.code,
+            origin=origin if origin != site.kind else None,
+            before_nbytes_per_token=per_token(before, site.name),
+            after_nbytes_per_token=per_token(after, site.name),
+        )
+        for site, format, origin in sites
+    ]
+    others = {name for m in (before, after) if m is not None for name, nbytes in m.by_module.items() if nbytes}
+    rows += [
+        SiteReport(
+            name, kinds.get(name, "other"), (), 16, "exact", None, per_token(before, name), per_token(after, name)
+        )
+        for name in kinds
+        if name in others and name not in owners
+    ]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    return Report(mode, dtype, tuple(rows), before, after, kinds)
+
+
+def _booked(measurement: Measurement | None, owners: Mapping[str, Site]) -> Measurement | None:
+    if measurement is None:
+        return None
+    booked: Counter[str] = Counter()
+    for name, nbytes in measurement.by_module.items():
+        parent = name.rpartition(".")[0]
+        owned = name not in owners and parent in owners and owners[parent].kind == "mlp"
+        booked[parent if owned else name] += nbytes
+    return Measurement(measurement.tokens, dict(booked))

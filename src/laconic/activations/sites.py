@@ -1,0 +1,241 @@
+"""Finds the places in a model where backward needs a tensor.
+
+A module is recognized by what it computes, not by its class name: a candidate that has the right parts is run once on a
+few random numbers and compared with the formula it seems to follow. So Llama's, Gemma's and OLMo's norms are told apart
+by their values, a model class nobody has heard of is recognized if it computes the same thing, and one that looks
+familiar but does something else is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
+
+__all__ = ["LinearSpec", "MlpSpec", "Site", "find_sites"]
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer; `transposed` if the weight is [in_features, out_features] (GPT-2's Conv1D)."""
+
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A feed-forward block: down(act(gate(x)) * up(x)), or down(act(gate(x))) if `up` is None.
+
+    gate, up, down, act, dropout: names of the children. fused: `gate` returns gate and up side by side.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: str
+    activation: str
+    fused: bool = False
+    dropout: str | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where backward needs a tensor.
+
+    name: the module's qualified name. kind: "norm", "linear" or "mlp". layer: index of the decoder layer, None outside
+    of the stack. features: shape per token of what the site keeps if it has to keep it itself; for an mlp gate and up
+    together. spec: what exactly it computes.
+    """
+
+    name: str
+    kind: Literal["norm", "linear", "mlp"]
+    layer: int | None
+    features: tuple[int, ...]
+    spec: NormSpec | LinearSpec | MlpSpec
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """All sites of a model in the order of its modules, each shared module once."""
+    return list(_sites(model))
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    for name, module in model.named_modules():
+        layer = _layer_of(name)
+        if (linear := _linear(module)) is not None:
+            width = _weight_of(module).shape[0 if linear.transposed else 1]
+            yield Site(name, "linear", layer, (width,), linear)
+        elif (norm := _norm(module)) is not None:
+            yield Site(name, "norm", layer, tuple(_weight_of(module).shape), norm)
+        elif (mlp := _mlp(module)) is not None:
+            down = _child(module, mlp.down)
+            width = _weight_of(down).shape[0 if _is_conv1d(down) else 1]
+            yield Site(name, "mlp", layer, (width * (1 if mlp.up is None and not mlp.fused else 2),), mlp)
+
+
+def _layer_of(name: str) -> int | None:
+    match = re.search(r"\.(\d+)(\.|$)", name)
+    return int(match[1]) if match else None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _linear(module: nn.Module) -> LinearSpec | None:
+    # Subclasses may do more than multiply (quantized weights, parametrizations): only the plain classes are known.
+    if type(module) is nn.Linear:
+        return LinearSpec(transposed=False)
+    if _is_conv1d(module):
+        return LinearSpec(transposed=True)
+    return None
+
+
+# Norms
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _norm(module: nn.Module) -> NormSpec | None:
+    """The normalization a leaf module computes over its last dimension, found by running it on random numbers."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or any(True for _ in module.children()):
+        return None
+    if not set(module._parameters) <= {"weight", "bias"} or len(module._buffers) > 0:
+        return None
+    eps = next((getattr(module, name) for name in ("eps", "variance_epsilon") if hasattr(module, name)), None)
+    if isinstance(module, nn.RMSNorm) and eps is None:
+        return None  # its epsilon then depends on the dtype of the input
+    if not isinstance(eps, float):
+        return None
+    # Few numbers of small size make epsilon and the offset of the weight show in the result.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, weight.numel(), generator=generator) * eps**0.5
+    parameters = {
+        name: torch.randn(weight.numel(), generator=generator)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    got = _run(module, parameters, x)
+    if got is None or got.shape != x.shape:
+        return None
+    candidates = [NormSpec("rms", eps), NormSpec("rms", eps, unit_offset=True), NormSpec("layer", eps)]
+    bias = parameters.get("bias")
+    for spec in candidates:
+        if (bias is None or spec.kind == "layer") and _same(got, normalize(x, parameters["weight"], bias, spec)):
+            return spec
+    return None
+
+
+def _run(module: nn.Module, parameters: dict[str, Tensor], *args: Tensor) -> Tensor | None:
+    """The module's output with other parameters, or None if it cannot be called like this."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            out = functional_call(module, parameters, args)
+    except Exception:  # whatever it is, it is not a module of the kind looked for
+        return None
+    return out if isinstance(out, Tensor) else None
+
+
+def _same(got: Tensor, expected: Tensor) -> bool:
+    return got.shape == expected.shape and torch.allclose(got.float(), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+# Feed-forward blocks
+
+# Children of the feed-forward blocks in use: gate, up, down. Names only propose; the values decide.
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_FUSED = (("gate_up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+_PLAIN = (
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("fc_in", "fc_out"),
+    ("up_proj", "down_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+_ACT = ("act_fn", "act", "activation_fn", "activation_function")
+
+
+def _child(module: nn.Module, name: str) -> nn.Module:
+    child = module.get_submodule(name)
+    # An adapter (LoRA) wraps the layer it adapts and keeps it under this name.
+    base = getattr(child, "base_layer", None)
+    return base if isinstance(base, nn.Module) else child
+
+
+def _mlp(module: nn.Module) -> MlpSpec | None:
+    children = dict(module.named_children())
+    act = next((name for name in _ACT if name in children), None)
+    activation = None if act is None else _activation(children[act])
+    if act is None or activation is None:
+        return None
+    dropout = next((name for name, child in children.items() if type(child) is nn.Dropout), None)
+    proposals = [MlpSpec(g, u, d, act, activation, dropout=dropout) for g, u, d in _GATED]
+    proposals += [MlpSpec(g, None, d, act, activation, fused=True, dropout=dropout) for g, d in _FUSED]
+    proposals += [MlpSpec(g, None, d, act, activation, dropout=dropout) for g, d in _PLAIN]
+    for spec in proposals:
+        names = {spec.gate, spec.down, spec.act} | {name for name in (spec.up, spec.dropout) if name is not None}
+        if names == set(children) and _computes(module, spec):
+            return spec
+    return None
+
+
+def _computes(module: nn.Module, spec: MlpSpec) -> bool:
+    """Whether the block computes what `spec` says, tried on small stand-ins for its linear layers."""
+    layers = [name for name in (spec.gate, spec.up, spec.down) if name is not None]
+    if any(_linear(_child(module, name)) is None for name in layers):
+        return False
+    narrow, wide = 8, 16
+    out = {spec.gate: wide * (2 if spec.fused else 1), spec.up: wide, spec.down: narrow}
+    generator = torch.Generator().manual_seed(0)
+    stand_ins: dict[str, nn.Linear] = {}
+    for name in layers:
+        stand_ins[name] = nn.Linear(wide if name == spec.down else narrow, out[name])
+        for parameter in stand_ins[name].parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    x = torch.randn(3, narrow, generator=generator)
+    trial = _with_children(module, stand_ins)
+    got = _run(trial, {}, x)
+    if got is None:
+        return False
+    h = stand_ins[spec.gate](x)
+    function: Callable[[Tensor], Tensor] = ACTIVATIONS[spec.activation].forward
+    if spec.fused:
+        gate, up = h.chunk(2, -1)
+        inside = function(gate) * up
+    else:
+        inside = function(h) if spec.up is None else function(h) * stand_ins[spec.up](x)
+    return _same(got, stand_ins[spec.down](inside).detach())
+
+
+def _with_children(module: nn.Module, replaced: dict[str, nn.Linear]) -> nn.Module:
+    """A shallow twin of `module` in eval mode with some children replaced; the module itself stays as it is."""
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = {**module._modules, **replaced}
+    twin.__dict__["training"] = False
+    # Dropout is elementwise and outside of the formula.
+    for name, child in twin._modules.items():
+        if type(child) is nn.Dropout:
+            twin._modules[name] = nn.Identity()
+    return twin
+
+
+def _activation(module: nn.Module) -> str | None:
+    """The name in `ACTIVATIONS` of what an elementwise module computes."""
+    if any(True for _ in module.parameters()):
+        return None
+    x = torch.linspace(-8, 8, 1001)
+    got = _run(module, {}, x)
+    return None if got is None else next((n for n, f in ACTIVATIONS.items() if _same(got, f.forward(x))), None)

@@ -1,0 +1,115 @@
+"""Counts what autograd keeps for backward, and says which module kept it.
+
+A saved tensor counts once per storage, whoever else saves it: that is what memory sees. Parameters and buffers are
+there anyway and do not count. The tracker watches and changes nothing: tensors are handed back as they came.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["SavedTensorTracker", "kind_of"]
+
+
+def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:
+    """The kind of site that a module's saved tensors are booked under.
+
+    One of "norm", "linear", "mlp", "attention", "embedding", "loss" (the root itself, where logits and loss live) or
+    "other".
+    """
+    label = type(module).__name__.lower()
+    path = name.lower()
+    if module is root:
+        return "loss"
+    if "norm" in label:
+        return "norm"
+    if isinstance(module, nn.Linear) or label == "conv1d":
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "attention" in label or "attn" in path.rsplit(".", 1)[-1]:
+        return "attention"
+    if "mlp" in label or "mlp" in path.split("."):
+        return "mlp"
+    return "other"
+
+
+class SavedTensorTracker:
+    """Context manager that counts the bytes autograd saves while it is open.
+
+    Args:
+        module: the model whose forward runs inside; its submodules give the names.
+
+    After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
+
+    A tensor is booked on the innermost module that was running when its storage was saved first.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._root = module
+        self._names = {id(child): name for name, child in module.named_modules()}
+        self._kinds = {name: kind_of(child, name, module) for name, child in module.named_modules()}
+        self._stack: list[str] = []
+        # Storages are kept alive while counting, so an address cannot be reused and mistaken for one seen before.
+        self._seen: dict[int, torch.UntypedStorage] = {}
+        self._parameters: set[int] = set()
+        self._handles: list[Any] = []
+        self.by_module: Counter[str] = Counter()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes saved for backward, each storage once, parameters and buffers left out."""
+        return sum(self.by_module.values())
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes saved for backward by kind of module."""
+        kinds: Counter[str] = Counter()
+        for name, nbytes in self.by_module.items():
+            kinds[self._kinds.get(name, "other")] += nbytes
+        return dict(kinds)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), ""))
+        # FSDP2 swaps sharded parameters for gathered ones just before forward: look at what is there now.
+        self._exclude(module)
+
+    def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def _exclude(self, module: nn.Module) -> None:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                self._parameters.add(local.untyped_storage()._cdata)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._parameters and key not in self._seen:
+            self._seen[key] = storage
+            self.by_module[self._stack[-1] if self._stack else ""] += storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> SavedTensorTracker:
+        for child in self._root.modules():
+            self._exclude(child)
+            self._handles.append(child.register_forward_pre_hook(self._enter_module, prepend=True))
+            self._handles.append(child.register_forward_hook(self._exit_module, always_call=True))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen.clear()
