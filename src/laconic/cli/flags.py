@@ -136,6 +136,7 @@ def _mirror(
     """A dataclass like `cls`, with `values` as defaults and without its rules."""
     import tyro
 
+    annotated: Any = Annotated  # type checkers want literal types inside it; ours come from the fields
     hints = get_type_hints(cls)
     docs = field_docs(cls)
     fields: list[tuple[str, Any, Any]] = [*own_fields]
@@ -147,11 +148,10 @@ def _mirror(
         elif get_origin(hint) is dict:
             # Shown in the help, filled by _normalized: tyro has no type for a table of anything.
             text = f"Given as --{prefix}{field.name}.NAME VALUE. {text}"
-            table = Annotated[Any, tyro.conf.arg(help=text), tyro.conf.Fixed]
+            table = annotated[Any, tyro.conf.arg(help=text), tyro.conf.Fixed]
             fields.append((field.name, table, dataclasses.field(default_factory=partial(dict, value))))
         else:
-            leaf = Annotated[hint, tyro.conf.arg(help=text)]
-            fields.append((field.name, leaf, dataclasses.field(default=value)))
+            fields.append((field.name, annotated[hint, tyro.conf.arg(help=text)], dataclasses.field(default=value)))
     made = dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
     made.__doc__ = cls.__doc__
     return made

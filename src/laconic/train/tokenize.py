@@ -1,0 +1,140 @@
+"""Tokenizers: bytes built in, or any tokenizer.json on disk. Nothing is looked up on a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from laconic.errors import DataError
+
+__all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
+
+TokenArray = npt.NDArray[np.unsignedinteger]
+
+# Names under which published tokenizers end a document, in the order they are tried.
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Text in, token ids out."""
+
+    name: str
+    """What the configuration calls it."""
+    vocab_size: int
+    """One more than the largest id it can give."""
+    end_of_document: int
+    """The id written after each document."""
+    fingerprint: bytes
+    """32 bytes that change when any token id could."""
+
+    def encode(self, text: str) -> TokenArray:
+        """Ids of `text`, 1-D, uint16 where the vocabulary fits and uint32 otherwise; no special tokens are added."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """`encode` of each text, in parallel where the tokenizer can."""
+        ...
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0-255, and 256 as the end of a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = hashlib.sha256(b"laconic bytes tokenizer, version 1").digest()
+
+    def encode(self, text: str) -> TokenArray:
+        """The UTF-8 bytes of `text`, uint16 [bytes]."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The text of `ids`; end-of-document ids are left out, bytes that are not UTF-8 become U+FFFD."""
+        values = np.asarray(ids)
+        return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer.json of the `tokenizers` library (what Hugging Face models ship).
+
+    `end_of_document` names the token that ends a document; None looks for the eos_token of the tokenizer_config.json
+    beside the file, then for well-known names. Raises DataError when there is none.
+    """
+
+    def __init__(self, path: Path, end_of_document: str | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError("a tokenizer.json needs the tokenizers library: pip install 'laconic[hf]'") from None
+        try:
+            content = path.read_bytes()
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+        except Exception as error:  # the library raises plain Exception and ValueError for files it cannot parse
+            raise DataError(f"data.tokenizer is {str(path)!r}, which is not a tokenizer.json: {error}") from None
+        # Both are settings for inference that some files carry; here they would cut or fill documents silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"the tokenizer {path} has an empty vocabulary")
+        self.path = path
+        self.name = str(path)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_document = _find_end_of_document(path, vocabulary, end_of_document)
+        self.fingerprint = hashlib.sha256(content + b"%d" % self.end_of_document).digest()
+
+    def encode(self, text: str) -> TokenArray:
+        """Ids of `text`, uint16 or uint32 [tokens]."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """`encode` of each text, in the library's own threads."""
+        dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        return [
+            np.array(item.ids, dtype) for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+
+
+def load_tokenizer(spec: str, end_of_document: str | None = None) -> BytesTokenizer | JsonTokenizer:
+    """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one. Raises DataError."""
+    if spec == "bytes":
+        if end_of_document is not None:
+            raise DataError("data.end_of_document is set, but the bytes tokenizer has its own (id 256): leave it out")
+        return BytesTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(f'data.tokenizer is {spec!r}, but it must be "bytes" or the path of a tokenizer.json')
+    return JsonTokenizer(path, end_of_document)
+
+
+def _find_end_of_document(path: Path, vocabulary: dict[str, int], wanted: str | None) -> int:
+    if wanted is not None:
+        if wanted not in vocabulary:
+            raise DataError(f"data.end_of_document is {wanted!r}, which the tokenizer {path} does not know")
+        return vocabulary[wanted]
+    candidates = list(_END_OF_DOCUMENT)
+    try:
+        declared = json.loads((path.parent / "tokenizer_config.json").read_bytes()).get("eos_token")
+        candidates.insert(0, declared["content"] if isinstance(declared, dict) else declared)
+    except (OSError, ValueError, AttributeError, KeyError):
+        pass  # no such file, or none of our business: the well-known names remain
+    for name in candidates:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise DataError(
+        f"the tokenizer {path} has no token known to end a document; name one of its tokens in data.end_of_document"
+    )
