@@ -1,6 +1,6 @@
 """From text on disk to batches of tokens.
 
-`prepare` tokenizes once into a token file in the cache and opens it; `TokenCorpus` splits it into training and validation
+`prepare` tokenizes once into a token file in the cache and opens it; `TokenCorpus` holds its training and validation
 streams; `TokenDataset` cuts a stream into windows; `batch` picks the windows of one step by the counter-based sampler.
 """
 
@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ _SECTION_TOKENS = 1 << 16
 # How much text is given to the tokenizer at once: enough to keep its threads busy, little enough to stay small.
 _BATCH_CHARACTERS = 1 << 22
 _CACHE_FORMAT = 1
+_REPORT_SECONDS = 10.0
 
 
 class TokenStream:
@@ -107,8 +108,9 @@ class TokenDataset:
         self._num_samples = (len(stream) - 1) // sequence_length
         if self._num_samples < 1:
             raise DataError(
-                f"sequence_length is {sequence_length}, which needs {sequence_length + 1} tokens, but this part of the data "
-                f"has {len(stream)}; shorten the sequence, add data, or change data.validation_fraction (0: no validation)"
+                f"sequence_length is {sequence_length}, which needs {sequence_length + 1} tokens, but this part of the "
+                f"data has {len(stream)}; shorten the sequence, add data, or change data.validation_fraction "
+                "(0: no validation)"
             )
 
     def __len__(self) -> int:
@@ -154,9 +156,10 @@ def check_vocab(corpus: TokenCorpus, vocab_size: int) -> None:
 def prepare(config: DataConfig, *, verify: bool = True) -> TokenCorpus:
     """Tokenize what `config` names, unless the cache already holds it, and open the result.
 
-    The cache key covers tokenizer, text_key and the path, size and modification time of each file. Any number of processes may
-    call this at once: one tokenizes, the others wait and read. `verify` checks the whole token file against its checksum.
-    Raises DataError for data that is missing, empty, not text or damaged, and when the cache cannot be written.
+    The cache key covers tokenizer, text_key and the path, size and modification time of each file. Any number of
+    processes may call this at once: one tokenizes, the others wait and read. `verify` checks the whole token file
+    against its checksum. Raises DataError for data that is missing, empty, not text or damaged, and when the cache
+    cannot be written.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.end_of_document)
     files = find_files(config.paths)
@@ -172,42 +175,47 @@ def prepare(config: DataConfig, *, verify: bool = True) -> TokenCorpus:
                     _tokenize(files, tokenizer, config.text_key, stem, source)
         except OSError as error:
             raise DataError(
-                f"cannot write the token file under {folder}: {error.strerror}; set data.cache_dir to a directory with room"
+                f"cannot write the token file under {folder}: {error.strerror}; "
+                "set data.cache_dir to a directory with room"
             ) from None
-    return _open_corpus(TokenFile.open(stem, verify=verify), config.validation_fraction, tokenizer.name)
+    file = TokenFile.open(stem, verify=verify)
+    if file.source != source:
+        raise DataError(f"{stem}.idx belongs to other data than its name says; delete {stem}.* to tokenize again")
+    return _open_corpus(file, config.validation_fraction, tokenizer.name)
 
 
 def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, text_key: str, stem: Path, source: bytes) -> None:
-    started = time.monotonic()
+    started = reported = time.monotonic()
+    logger.info("tokenizing %d files into %s.bin", len(files), stem)
     with TokenFileWriter(stem, tokenizer, source) as writer:
-        texts: list[str] = []
-        ends: list[bool] = []
-
-        def flush() -> None:
+        for texts, ends in _batched(piece for file in files for piece in read_documents(file, text_key)):
             for ids, ends_document in zip(tokenizer.encode_batch(texts), ends, strict=True):
                 writer.add(ids, ends_document=ends_document)
-            texts.clear()
-            ends.clear()
-
-        waiting = 0
-        for file in files:
-            for text, ends_document in read_documents(file, text_key):
-                texts.append(text)
-                ends.append(ends_document)
-                waiting += len(text)
-                if waiting >= _BATCH_CHARACTERS:
-                    flush()
-                    waiting = 0
-        flush()
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.info("tokenized %.1f million tokens", writer.num_tokens / 1e6)
         if not writer.num_tokens:
-            raise DataError(f"the data is empty: no text in {len(files)} file(s), the first is {files[0]}")
-        num_tokens = writer.num_tokens
-    seconds = time.monotonic() - started
-    logger.info("tokenized %d files into %d tokens in %.1f s: %s.bin", len(files), num_tokens, seconds, stem)
+            raise DataError(f"the data is empty: no text in {len(files)} file(s), the first of them {files[0]}")
+    logger.info("tokenized %d tokens in %.1f s", writer.num_tokens, time.monotonic() - started)
+
+
+def _batched(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], list[bool]]]:
+    """Pieces of text, and whether each ends a document, in lists of about _BATCH_CHARACTERS."""
+    texts: list[str] = []
+    ends: list[bool] = []
+    waiting = 0
+    for text, ends_document in pieces:
+        texts.append(text)
+        ends.append(ends_document)
+        waiting += len(text)
+        if waiting >= _BATCH_CHARACTERS:
+            yield texts, ends
+            texts, ends, waiting = [], [], 0
+    yield texts, ends
 
 
 def _open_corpus(file: TokenFile, validation_fraction: float, tokenizer_name: str) -> TokenCorpus:
-    starts, stops, held_out = _split(file.offsets.astype(np.int64), validation_fraction)
+    starts, stops, held_out = _split(file.offsets, validation_fraction)
     identity = hashlib.sha256(file.digest + file.offsets.tobytes() + repr(validation_fraction).encode())
     return TokenCorpus(
         train=TokenStream(file.tokens, *_joined(starts[~held_out], stops[~held_out])),

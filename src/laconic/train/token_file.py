@@ -52,15 +52,17 @@ _READ_NBYTES = 1 << 22
 class TokenFile:
     """An open token file."""
 
-    tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    tokens: TokenArray
     """All ids, memory-mapped, [num_tokens]."""
-    offsets: npt.NDArray[np.uint64]
+    offsets: npt.NDArray[np.int64]
     """Start of each document in `tokens`, and their end, [num_documents + 1]."""
     max_token: int
     vocab_size: int
     end_of_document: int
     digest: bytes
     """SHA-256 of the .bin file: equal digests mean equal tokens."""
+    source: bytes
+    """Fingerprint of what was tokenized, as given to the writer."""
 
     @classmethod
     def open(cls, stem: Path, *, verify: bool = True) -> TokenFile:
@@ -77,9 +79,8 @@ class TokenFile:
             raise DataError(f"cannot read the token file {error.filename}: {error.strerror}; {_remedy(stem)}") from None
         if len(index) < _HEADER.size or not index.startswith(_MAGIC):
             raise DataError(f"{idx_path} is not a laconic token index; {_remedy(stem)}")
-        (_, version, token_nbytes, documents, num_tokens, max_token, vocab_size, end, digest, _, _) = (
-            _HEADER.unpack_from(index)
-        )
+        header = _HEADER.unpack_from(index)
+        _, version, token_nbytes, documents, num_tokens, max_token, vocab_size, end, digest, _, source = header
         if version != _VERSION:
             raise DataError(f"{idx_path} has version {version}, but this laconic reads {_VERSION}; {_remedy(stem)}")
         if len(index) != _HEADER.size + 8 * (documents + 1) + _DIGEST_NBYTES:
@@ -88,15 +89,17 @@ class TokenFile:
             )
         if hashlib.sha256(index[:-_DIGEST_NBYTES]).digest() != index[-_DIGEST_NBYTES:]:
             raise DataError(f"{idx_path} is damaged: its checksum does not match; {_remedy(stem)}")
+        offsets = np.frombuffer(index, "<u8", documents + 1, _HEADER.size).astype(np.int64)
+        in_order = offsets[0] == 0 and offsets[-1] == num_tokens and bool((np.diff(offsets) > 0).all())
+        if token_nbytes not in (2, 4) or not documents or not in_order:
+            raise DataError(f"{idx_path} is damaged: its documents do not add up; {_remedy(stem)}")
         if bin_nbytes != num_tokens * token_nbytes:
-            raise DataError(
-                f"{bin_path} is damaged: it has {bin_nbytes} bytes instead of {num_tokens * token_nbytes}; {_remedy(stem)}"
-            )
+            expected = num_tokens * token_nbytes
+            raise DataError(f"{bin_path} is damaged: it has {bin_nbytes} bytes instead of {expected}; {_remedy(stem)}")
         if verify and _digest(bin_path) != digest:
             raise DataError(f"{bin_path} is damaged: its checksum does not match; {_remedy(stem)}")
-        offsets = np.frombuffer(index, "<u8", documents + 1, _HEADER.size)
         tokens = np.memmap(bin_path, f"<u{token_nbytes}", mode="r", shape=(num_tokens,))
-        return cls(tokens, offsets, max_token, vocab_size, end, digest)
+        return cls(tokens, offsets, max_token, vocab_size, end, digest, source)
 
 
 class TokenFileWriter:
@@ -123,7 +126,7 @@ class TokenFileWriter:
         # The caller holds the lock of this stem, so temporary files here belong to processes that died.
         for stale in self._stem.parent.glob(f".{self._stem.name}.*.tmp"):
             stale.unlink(missing_ok=True)
-        self._file = open(self._temporary("bin"), "wb")  # noqa: SIM115 - closed in __exit__
+        self._file = open(self._temporary("bin"), "wb")
         return self
 
     def add(self, ids: TokenArray, *, ends_document: bool) -> None:
@@ -151,7 +154,7 @@ class TokenFileWriter:
             for suffix in ("bin", "idx"):
                 self._temporary(suffix).unlink(missing_ok=True)
 
-    def _write(self, ids: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]) -> None:
+    def _write(self, ids: TokenArray) -> None:
         assert self._file is not None
         if ids.size:
             content = ids.tobytes()
