@@ -1,0 +1,234 @@
+"""What a run measures, one JSON object per line, and how it shows on a terminal.
+
+metrics.jsonl is append-only and flushed per line, so it can be followed while training. A process that dies may leave a
+torn last line and rows later than its last checkpoint; opening the file repairs the first, `truncate_after` the second.
+JSON has no NaN: non-finite values are written as the strings "NaN", "Infinity" and "-Infinity" and read back as floats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from laconic.errors import ConfigError, DataError
+
+__all__ = ["METRICS_FILE", "MetricsWriter", "Progress", "format_nbytes", "peak_memory_nbytes", "read_metrics"]
+
+METRICS_FILE = "metrics.jsonl"
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+Value = float | int | str | bool | None
+
+
+class MetricsWriter:
+    """Appends rows to `run_dir`/metrics.jsonl and, with `tensorboard`, to event files in `run_dir`/tensorboard.
+
+    A training row has step, loss, grad_norm, learning_rate, tokens_per_second, step_seconds, peak_memory_nbytes,
+    saved_nbytes (kept for backward, per process and micro-batch), wire_nbytes (sent per process and step) and tokens
+    (in the run so far). A validation row has step and validation_loss. Use it as a context manager, or call `close`.
+    Raises ConfigError when `tensorboard` is asked for and not installed.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = False) -> None:
+        self._path = Path(run_dir) / METRICS_FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._events_dir = Path(run_dir) / "tensorboard" if tensorboard else None
+        self._events: Any = None
+        if self._events_dir is not None:
+            self._open_events(first_step=None)
+        _drop_torn_line(self._path)
+        self._file: IO[str] = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+
+    def write(self, step: int, **fields: Value) -> None:
+        """Append one row. `fields` are numbers, strings, booleans or None."""
+        row = {"step": step, **{name: _to_json(value) for name, value in fields.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in fields.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._events.add_scalar(name, value, step)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rows of steps after `step`, where a resumed run continues, so that no step appears twice."""
+        kept = [row for row in _read(self._path) if row["step"] <= step]
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            for row in kept:
+                file.write(json.dumps({name: _to_json(value) for name, value in row.items()}, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        os.replace(temporary, self._path)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        if self._events is not None:
+            self._events.close()
+            self._open_events(first_step=step + 1)
+
+    def close(self) -> None:
+        """Close the files; more than once is fine."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_events(self, first_step: int | None) -> None:
+        """Open event files; TensorBoard hides what older files hold from `first_step` on."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'"
+            ) from None
+        self._events = SummaryWriter(log_dir=str(self._events_dir), purge_step=first_step)
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Rows of `run_dir`/metrics.jsonl in order; a torn last line is left out.
+
+    Raises DataError when there is no such file or a line before the last is damaged.
+    """
+    return _read(Path(run_dir) / METRICS_FILE)
+
+
+def peak_memory_nbytes() -> int:
+    """Most memory this process has held: of the CUDA allocator if CUDA is in use, else resident (peak RSS)."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes everywhere but on macOS
+
+
+def format_nbytes(nbytes: float) -> str:
+    """`nbytes` for people, in powers of 1000: 1.5 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 999.5 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" or abs(nbytes) >= 99.95 else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+class Progress:
+    """Shows a run's progress on stderr: a live bar on a terminal, a line every `log_every` steps elsewhere.
+
+    Only rank 0 shows anything. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, steps: int, first_step: int = 0, *, rank: int = 0, log_every: int = 10) -> None:
+        """`steps` is the last step of the run, `first_step` the number of steps done before this process started."""
+        self._steps = steps
+        self._log_every = log_every
+        self._shows = rank == 0
+        self._started = time.monotonic()
+        self._first_step = first_step
+        self._bar: Any = None
+        if self._shows and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that `step` steps are done, with loss, tokens_per_second and saved_nbytes from `metrics` if present."""
+        if not self._shows:
+            return
+        parts = _summary(metrics)
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(parts), refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif step % self._log_every == 0 or step == self._steps:
+            done = max(1, step - self._first_step)
+            left = (time.monotonic() - self._started) / done * (self._steps - step)
+            self.message(f"step {step}/{self._steps}  {'  '.join(parts)}  {_clock(left)} left")
+
+    def message(self, text: str) -> None:
+        """Show a line of its own, above the bar if there is one."""
+        if not self._shows:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands; more than once is fine."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _summary(metrics: Mapping[str, Any]) -> list[str]:
+    parts = []
+    if (loss := metrics.get("loss")) is not None:
+        parts.append(f"loss {loss:.4f}")
+    if (validation := metrics.get("validation_loss")) is not None:
+        parts.append(f"validation {validation:.4f}")
+    if (speed := metrics.get("tokens_per_second")) is not None:
+        parts.append(f"{speed:,.0f} tokens/s")
+    if (saved := metrics.get("saved_nbytes")) is not None:
+        parts.append(f"kept {format_nbytes(saved)}")
+    return parts
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; is {path.parent} a run directory?") from None
+    rows = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError("no object with a step")
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is damaged ({error}); remove the line to go on") from None
+        rows.append({name: _from_json(value) for name, value in row.items()})
+    return rows
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut what follows the last line end: a process died while writing it."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
