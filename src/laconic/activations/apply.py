@@ -36,8 +36,8 @@ def compress_activations(
 
     The layer-aware activation quantization of AGoQ (arXiv 2605.00539): one packed input per norm, from which the inputs
     of the linear layers behind it are rebuilt; the packed gate and up projections, from which the activation product
-    and the input of the down projection are rebuilt; the attention output once. Forward values, parameters, names and state
-    dict stay exactly as they were. Call it before the model is wrapped in DDP or FSDP2 and before `torch.compile`.
+    and the input of the down projection are rebuilt; the attention output once. Forward values, parameters, names and
+    state dict stay exactly as they were. Call it before the model is wrapped in DDP or FSDP2 and before torch.compile.
 
     Args:
         model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from laconic.formats import BlockFormat, BlockTensor
@@ -148,7 +149,17 @@ def _producer_holds(x: Tensor) -> bool:
     """Whether the attention that made `x` saves the very same storage for its own backward."""
     output = x._base if x._base is not None else x
     node = output.grad_fn
-    return node is not None and node.name() in _SAVES_ITS_OUTPUT and _address(output) == _address(x)
+    if node is None or _address(output) != _address(x):
+        return False
+    if node.name() in _SAVES_ITS_OUTPUT:
+        return True
+    # A compiled graph does not say what it ran, but what it saved. Under saved-tensor hooks looking would unpack, which
+    # in a checkpointed region means to run it again.
+    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if node.name() != "CompiledFunctionBackward" or hooks is not None:
+        return False
+    saved: tuple[Tensor | None, ...] = getattr(node, "saved_tensors", ())
+    return any(tensor is not None and _address(tensor) == _address(x) for tensor in saved)
 
 
 def _address(x: Tensor) -> int:

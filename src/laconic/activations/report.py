@@ -180,12 +180,18 @@ def sample_inputs(
             "example_inputs holds no tensor of one dimension or more, so tokens cannot be counted; "
             "pass the keyword arguments of a training forward"
         )
-    accepted = inspect.signature(type(model).forward).parameters
-    if not hasattr(model, "config") or not {"input_ids", "labels", "use_cache"} <= set(accepted):
+    # Adapters hand everything on to the model they wrap.
+    get_base_model = getattr(model, "get_base_model", None)
+    inner = model if get_base_model is None else get_base_model()
+    accepted = inspect.signature(type(inner).forward).parameters
+    if not hasattr(inner, "config") or not {"input_ids", "labels"} <= set(accepted):
         return None
     device = next(model.parameters()).device
     ids = torch.zeros(1, sequence_length, dtype=torch.int64, device=device)
-    return {"input_ids": ids, "labels": ids, "use_cache": False}, sequence_length
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs, sequence_length
 
 
 def saved_nbytes_per_token(

@@ -201,7 +201,9 @@ def _computes(module: nn.Module, spec: MlpSpec) -> bool:
     generator = torch.Generator().manual_seed(0)
     stand_ins: dict[str, nn.Linear] = {}
     for name in layers:
-        stand_ins[name] = nn.Linear(wide if name == spec.down else narrow, out[name])
+        # Made without torch's own initialization: looking at a model must not draw from the random state.
+        layer = nn.Linear(wide if name == spec.down else narrow, out[name], device="meta")
+        stand_ins[name] = layer.to_empty(device="cpu")
         for parameter in stand_ins[name].parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
     x = torch.randn(3, narrow, generator=generator)

@@ -1,0 +1,70 @@
+"""Small models of every supported family, and inputs for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 97
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "gpt2": {},
+}
+
+
+def make_model(family: str, **overrides: Any) -> nn.Module:
+    """A two-layer model of a family with random weights, norms and biases included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    if family == "gpt2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "loss_type": "ForCausalLM"}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(family, **{**sizes, **special, **FAMILIES.get(family, {}), **overrides})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # fresh norms and biases are ones and zeros, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def make_ids(batch: int = 2, length: int = 48, seed: int = 1) -> Tensor:
+    """Random tokens [batch, length]."""
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, ids: Tensor, seed: int = 0) -> Tensor:
+    """Next-token loss; the seed makes dropout repeatable."""
+    torch.manual_seed(seed)
+    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by parameter name; they are taken off the model."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm of the expected value."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()

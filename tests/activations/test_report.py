@@ -1,0 +1,208 @@
+"""The report says what autograd really keeps; plans and policies decide who keeps what; bad input is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.activations import ActivationPlan, SavedTensorTracker, Site, find_sites, saved_nbytes_per_token, uniform
+from laconic.errors import FormatError, ModelError
+from laconic.formats import BlockFormat
+from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+
+
+def counted(model: nn.Module, batch: int = 1, length: int = 96) -> float:
+    """Bytes per token counted by a hook of this test's own."""
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, make_ids(batch, length))
+    return sum(storage.nbytes() for storage in storages.values()) / (batch * length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reported_bytes_are_what_hooks_count(family: str, dtype: torch.dtype) -> None:
+    model = make_model(family).to(dtype)
+    plain = counted(model)
+    report = laconic.compress_activations(model, sequence_length=96)
+    assert report.before_nbytes_per_token == pytest.approx(plain, rel=0.01)
+    assert report.after_nbytes_per_token == pytest.approx(counted(model), rel=0.01)
+    assert sum(row.after_nbytes_per_token or 0 for row in report.rows) == pytest.approx(report.after_nbytes_per_token)
+    assert sum(row.before_nbytes_per_token or 0 for row in report.rows) == pytest.approx(report.before_nbytes_per_token)
+
+
+def test_a_llama_block_keeps_what_the_formula_says() -> None:
+    """AGoQ's Table 1 in units of one bf16 hidden vector per token, scales included, attention exact."""
+    hidden, ffn, heads = 128, 512, 4
+    model = make_model(
+        "llama", hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=heads
+    ).to(torch.bfloat16)
+    report = laconic.compress_activations(model)
+    unit = 2 * hidden
+    rows = {row.name: row for row in report.rows}
+    before = sum(r.before_nbytes_per_token or 0 for n, r in rows.items() if n.startswith("model.layers.1."))
+    after = sum(r.after_nbytes_per_token or 0 for n, r in rows.items() if n.startswith("model.layers.1."))
+    log_sum_exp, inverse_rms = 4 * heads, 2 * 4
+    assert before == 28 * unit + log_sum_exp + inverse_rms
+    packed = BlockFormat("nf4").nbytes((hidden,)) * 2 + BlockFormat("nf4").nbytes((ffn,)) * 2
+    assert after == 4 * unit + log_sum_exp + packed
+    assert after <= 7.75 / 28 * before
+    assert after <= 8.3 * unit
+
+
+def test_the_report_prints_every_site_and_the_total() -> None:
+    report = laconic.compress_activations(make_model("llama"))
+    text = str(report)
+    for row in report.rows:
+        assert (row.name or "(model)") in text
+    assert f"{report.before_nbytes_per_token:,.0f} -> {report.after_nbytes_per_token:,.0f} bytes" in text
+    assert "model.layers.0.self_attn" in report.left_exact
+    data = report.to_dict()
+    assert sum(data["by_kind_after"].values()) == pytest.approx(report.after_nbytes_per_token)
+    assert {row["name"] for row in data["sites"]} == {row.name for row in report.rows}
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = make_model("gpt2")
+    state = torch.get_rng_state()
+    laconic.compress_activations(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_bf16_reference_is_what_the_model_would_keep() -> None:
+    model = make_model("llama")
+    reference = saved_nbytes_per_token(model, sequence_length=64)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert reference == pytest.approx(counted(model.to(torch.bfloat16)), rel=0.01)
+
+
+def test_a_policy_decides_by_site_and_the_plan_is_data() -> None:
+    def early_layers_only(site: Site) -> BlockFormat | None:
+        return BlockFormat("int8") if site.layer == 0 else None
+
+    model = make_model("llama")
+    sites = find_sites(model)
+    plan = ActivationPlan.make(sites, early_layers_only)
+    assert ActivationPlan.from_json(plan.to_json()) == plan
+    ids = make_ids()
+    by_policy = laconic.compress_activations(model, policy=early_layers_only)
+    loss_of(model, ids).backward()
+    expected = gradients_of(model)
+    laconic.decompress_activations(model)
+    by_plan = laconic.compress_activations(model, plan=ActivationPlan.from_json(plan.to_json()))
+    loss_of(model, ids).backward()
+    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(model).items())
+    assert by_policy.rows == by_plan.rows
+    assert {row.format for row in by_plan.rows if row.name.startswith("model.layers.1.")} == {"exact"}
+    assert {row.bits for row in by_plan.rows if row.name == "model.layers.0.mlp"} == {8}
+
+
+def test_hooks_work_on_any_module() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.GELU(), nn.Conv2d(16, 16, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2304, 4)
+    )
+    x = torch.randn(8, 3, 16, 16)
+    model(x).sum().backward()
+    expected = gradients_of(model)
+    value = model(x)
+    report = laconic.compress_activations(model, bits=8, mode="hooks", example_inputs={"input": x})
+    assert report.before_nbytes_per_token is not None
+    assert torch.equal(model(x), value)
+    model(x).sum().backward()
+    got = gradients_of(model)
+    assert any(not torch.equal(got[name], expected[name]) for name in got)
+    for name, grad in got.items():
+        assert relative_error(grad, expected[name]) < 0.02, name
+    laconic.decompress_activations(model)
+    model(x).sum().backward()
+    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(model).items())
+
+
+def test_hooks_pack_once_what_is_saved_twice_and_never_parameters() -> None:
+    model = make_model("llama")
+    ids = make_ids()
+    plain = saved_nbytes_per_token(model, dtype=None)
+    loss_of(model, ids).backward()
+    expected = gradients_of(model)
+    laconic.compress_activations(model, bits=4, mode="hooks")
+    packed: list[int] = []
+    original = BlockFormat.quantize
+
+    def count(self: BlockFormat, x: torch.Tensor, *args: object, **kwargs: object) -> object:
+        packed.append(x.numel() * x.element_size())
+        return original(self, x, *args, **kwargs)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockFormat, "quantize", count)
+        loss = loss_of(model, ids)
+    loss.backward()
+    assert sum(packed) < plain * ids.numel()
+    got = gradients_of(model)
+    everything = torch.cat([got[name].flatten() for name in got]), torch.cat([expected[name].flatten() for name in got])
+    assert relative_error(*everything) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bits": 3}, FormatError, r"bits is 3, but it must be 4, 8 or 16"),
+        ({"block_size": 48}, FormatError, r"block_size is 48, but it must be"),
+        ({"bits": 8, "format": "nf4"}, FormatError, r"nf4"),
+        ({"format": "fp4"}, FormatError, r"fp4"),
+        ({"mode": "magic"}, ModelError, r"mode is 'magic', but it must be 'sites' or 'hooks'"),
+        ({"mode": "hooks", "policy": uniform(None)}, ModelError, r"need mode='sites'"),
+        (
+            {"plan": ActivationPlan({"model.layers.9.mlp": None})},
+            ModelError,
+            r"'model.layers.9.mlp', but the model has no",
+        ),
+    ],
+)
+def test_bad_input_is_refused_and_the_model_stays_as_it_was(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    model = make_model("llama")
+    with pytest.raises(error, match=message):
+        laconic.compress_activations(model, **options)  # type: ignore[arg-type]
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_without_sites_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no site recognized in Sequential.*mode='hooks'"):
+        laconic.compress_activations(nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU()))
+
+
+def test_compressing_twice_and_decompressing_nothing_are_refused() -> None:
+    model = make_model("llama")
+    with pytest.raises(ModelError, match="nothing to take out"):
+        laconic.decompress_activations(model)
+    laconic.compress_activations(model)
+    with pytest.raises(ModelError, match=r"compressed activations already; call laconic.decompress_activations"):
+        laconic.compress_activations(model)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', '{"version": 1, "sites": {"a": {"code": "nf4"}}}'])
+def test_a_damaged_plan_is_refused(text: str) -> None:
+    with pytest.raises(FormatError, match="activation plan"):
+        ActivationPlan.from_json(text)
+
+
+def test_the_tracker_counts_each_storage_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(4, 8)
+    with SavedTensorTracker(model) as tracker:
+        out = model(x) + model(x)
+    assert tracker.by_module == {"0": 4 * 8 * 4, "1": 2 * 4 * 8 * 4}
+    assert tracker.nbytes == 3 * 4 * 8 * 4
+    del out

@@ -1,0 +1,123 @@
+"""Sites are found by what modules compute, in every supported family."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laconic.activations import find_sites
+from laconic.activations.functions import NormSpec
+from laconic.activations.sites import LinearSpec, MlpSpec
+from tests.activations.models import make_model
+
+# Per model of two layers: norms, linears (output projection included), feed-forward blocks.
+EXPECTED = {
+    "llama": (5, 15, 2),
+    "mistral": (5, 15, 2),
+    "qwen2": (5, 15, 2),
+    "qwen3": (9, 15, 2),
+    "olmo2": (9, 15, 2),
+    "gemma2": (9, 15, 2),
+    "phi3": (5, 9, 2),
+    "gpt2": (5, 9, 2),
+}
+
+
+def test_every_norm_linear_and_mlp_is_found(family: str) -> None:
+    kinds = Counter(site.kind for site in find_sites(make_model(family)))
+    assert (kinds["norm"], kinds["linear"], kinds["mlp"]) == EXPECTED[family]
+
+
+def test_sites_on_the_meta_device_are_the_same(family: str) -> None:
+    model = make_model(family)
+    assert find_sites(model) == find_sites(model.to("meta"))
+
+
+def test_specs_tell_the_families_apart() -> None:
+    def first(family: str, kind: str) -> object:
+        return next(site.spec for site in find_sites(make_model(family)) if site.kind == kind)
+
+    assert first("llama", "norm") == NormSpec("rms", 1e-6)
+    assert first("gemma2", "norm") == NormSpec("rms", 1e-6, unit_offset=True)
+    assert first("gpt2", "norm") == NormSpec("layer", 1e-5)
+    assert first("gpt2", "linear") == LinearSpec(transposed=True)
+    assert first("llama", "linear") == LinearSpec(transposed=False)
+    assert first("llama", "mlp") == MlpSpec("gate_proj", "up_proj", "down_proj", "act_fn", "silu")
+    assert first("gemma2", "mlp") == MlpSpec("gate_proj", "up_proj", "down_proj", "act_fn", "gelu_tanh")
+    assert first("phi3", "mlp") == MlpSpec("gate_up_proj", None, "down_proj", "activation_fn", "silu", fused=True)
+    assert first("gpt2", "mlp") == MlpSpec("c_fc", None, "c_proj", "act", "gelu_tanh", dropout="dropout")
+
+
+def test_a_site_knows_its_layer_and_its_shape() -> None:
+    sites = {site.name: site for site in find_sites(make_model("llama"))}
+    assert sites["model.layers.1.mlp"].layer == 1
+    assert sites["model.layers.1.mlp"].features == (2 * 160,)
+    assert sites["model.layers.0.input_layernorm"].features == (64,)
+    assert sites["model.layers.0.mlp.down_proj"].features == (160,)
+    assert sites["lm_head"].layer is None
+
+
+class FamiliarNamesOnly(nn.Module):
+    """Looks like a gated feed-forward block and multiplies twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
+        return out
+
+
+class ScaledNorm(nn.Module):
+    """Calls itself a norm and normalizes to length two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.rms_norm(x, (8,), self.weight, self.eps)
+
+
+def test_a_block_that_computes_something_else_is_left_alone() -> None:
+    kinds = Counter(site.kind for site in find_sites(nn.ModuleList([FamiliarNamesOnly(), ScaledNorm()])))
+    assert kinds == {"linear": 3}
+
+
+class UnheardOf(nn.Module):
+    """A norm of a class that nobody has heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.zeros(8)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (8,), 1 + self.weight.float(), self.variance_epsilon).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "spec"),
+    [
+        (UnheardOf(), NormSpec("rms", 1e-5, unit_offset=True)),
+        (nn.RMSNorm(8, eps=1e-6), NormSpec("rms", 1e-6)),
+        (nn.LayerNorm(8), NormSpec("layer", 1e-5)),
+        (nn.LayerNorm(8, bias=False), NormSpec("layer", 1e-5)),
+    ],
+)
+def test_a_norm_is_recognized_by_its_values(norm: nn.Module, spec: NormSpec) -> None:
+    (site,) = find_sites(nn.Sequential(norm))
+    assert site.spec == spec
+
+
+def test_parametrized_and_derived_linears_are_left_alone() -> None:
+    class Quantized(nn.Linear):
+        pass
+
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    assert find_sites(nn.Sequential(Quantized(4, 4), normed)) == []
