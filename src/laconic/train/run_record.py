@@ -1,0 +1,197 @@
+"""A run directory, read back: config.toml, metrics.jsonl, activations.json and summary.json.
+
+A run that died early lacks some of them and still deserves to be looked at, so a file that is missing or damaged leaves
+its part empty and a note in `Run.notes`; only a directory that is no run at all is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import DataError
+from laconic.train.metrics import METRICS_FILE, read_metrics
+
+__all__ = ["Run", "load_run", "load_runs"]
+
+_FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
+LOSS_WINDOW = 20
+"""Steps over which the training loss is averaged where one number stands for it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind. Numbers are None where the run does not tell."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    """config.toml, flattened to dotted names."""
+    rows: Sequence[Mapping[str, Any]]
+    """metrics.jsonl."""
+    activations: Mapping[str, Any]
+    """activations.json."""
+    summary: Mapping[str, Any]
+    """summary.json."""
+    notes: tuple[str, ...]
+    """Files that are missing or damaged, in words."""
+
+    def series(self, field: str) -> list[tuple[int, float]]:
+        """(step, value) of each row that has a number under `field`."""
+        return [(row["step"], float(row[field])) for row in self.rows if _is_number(row.get(field))]
+
+    def median(self, field: str) -> float | None:
+        """Median of `field` over the steps, without the first one, which pays for warming up."""
+        values = [value for _, value in self.series(field)]
+        return statistics.median(values[1:] or values) if values else None
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that were trained."""
+        losses = self.series("loss")
+        return losses[-1][0] if losses else _number(self.summary, "steps", int)
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss, mean of the last LOSS_WINDOW steps."""
+        means = self._mean_losses()
+        return means[-1] if means else _number(self.summary, "loss")
+
+    @property
+    def best_loss(self) -> float | None:
+        """Lowest mean of LOSS_WINDOW consecutive training losses."""
+        means = [mean for mean in self._mean_losses() if math.isfinite(mean)]
+        return min(means, default=None)
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Last validation loss."""
+        losses = self.series("validation_loss")
+        return losses[-1][1] if losses else _number(self.summary, "validation_loss")
+
+    @property
+    def best_validation_loss(self) -> float | None:
+        """Lowest validation loss."""
+        losses = [value for _, value in self.series("validation_loss") if math.isfinite(value)]
+        return min(losses) if losses else _number(self.summary, "best_validation_loss")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over steps."""
+        return self.median("tokens_per_second") or _number(self.summary, "tokens_per_second")
+
+    @property
+    def peak_memory_nbytes(self) -> float | None:
+        """Most memory a process held."""
+        values = [value for _, value in self.series("peak_memory_nbytes")]
+        return max(values) if values else _number(self.summary, "peak_memory_nbytes")
+
+    @property
+    def wire_nbytes(self) -> float | None:
+        """Bytes that a process sends per step, median."""
+        return self.median("wire_nbytes")
+
+    @property
+    def kept_nbytes_per_token(self) -> float | None:
+        """Bytes kept for backward per token."""
+        kept = _number(self.activations, "after_nbytes_per_token")
+        return kept if kept is not None else _number(self.summary, "saved_nbytes_per_token")
+
+    @property
+    def exact_nbytes_per_token(self) -> float | None:
+        """Bytes the unmodified model would keep for backward per token."""
+        kept = _number(self.activations, "before_nbytes_per_token")
+        return kept if kept is not None else _number(self.summary, "bf16_nbytes_per_token")
+
+    @property
+    def activation_setting(self) -> str | None:
+        """How activations were kept, in a few words; None if the configuration does not say."""
+        bits = self.config.get("activations.bits")
+        if bits is None:
+            return None
+        if bits == 16:
+            return "exact"
+        name = self.config.get("activations.format") or {4: "nf4", 8: "int8"}.get(bits, f"{bits} bits")
+        mode = self.config.get("activations.mode", "sites")
+        block = self.config.get("activations.block_size")
+        return f"{name} b{block}" + ("" if mode == "sites" else f" {mode}")
+
+    def _mean_losses(self) -> list[float]:
+        losses = [value for _, value in self.series("loss")]
+        window = min(LOSS_WINDOW, len(losses))
+        if not window:
+            return []
+        return [math.fsum(losses[end - window : end]) / window for end in range(window, len(losses) + 1)]
+
+
+def load_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """`load_run` of each directory, named by its last path component where that tells them apart."""
+    paths = [Path(run_dir) for run_dir in run_dirs]
+    if not paths:
+        raise DataError("compare needs at least one run directory")
+    names = [Path(os.path.abspath(path)).name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return [load_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def load_run(path: Path, name: str) -> Run:
+    """Read the run directory `path`. Raises DataError when it does not exist or holds none of a run's files."""
+    if not path.is_dir():
+        raise DataError(f"{path} is not a directory; give run directories, e.g. runs/20260102-030405")
+    if not any((path / file).exists() for file in _FILES):
+        raise DataError(f"{path} is no run directory: it holds none of {', '.join(_FILES)}")
+    notes: list[str] = []
+    return Run(
+        name=name,
+        path=path,
+        config=_flat(_read(path / "config.toml", lambda content: tomllib.loads(content.decode()), notes)),
+        rows=_read_rows(path, notes),
+        activations=_read(path / "activations.json", json.loads, notes),
+        summary=_read(path / "summary.json", json.loads, notes),
+        notes=tuple(notes),
+    )
+
+
+def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        return read_metrics(path)
+    except DataError as error:
+        notes.append(str(error))
+        return []
+
+
+def _read(path: Path, parse: Callable[[bytes], Any], notes: list[str]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no table")
+        return content
+    except OSError as error:
+        notes.append(f"{path} cannot be read: {error.strerror}")
+    except ValueError as error:
+        notes.append(f"{path} is damaged: {error}")
+    return {}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(table: Mapping[str, Any], key: str, kind: type[int] | type[float] = float) -> Any:
+    value: Any = table.get(key)
+    return kind(value) if _is_number(value) else None
