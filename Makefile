@@ -1,0 +1,44 @@
+# make demo    sets everything up and trains a small Llama for a minute or two
+# make test    sets everything up and runs the tests
+# make check   lint, types and import contracts
+# ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
+
+.PHONY: demo test slow check format clean
+
+demo: $(VENV)/.installed-all
+	$(BIN)/laconic train $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-all: $(BIN)/python $(BUILD_INPUTS)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[all]"
+	touch $@
+
+$(VENV)/.installed-dev: $(BIN)/python $(BUILD_INPUTS)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[all,dev]"
+	touch $@ $(VENV)/.installed-all
+
+clean:
+	rm -rf $(VENV) build dist runs
