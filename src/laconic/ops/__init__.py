@@ -6,23 +6,27 @@ Triton kernels for CUDA. All return the same bits. docs/formats.md has the layou
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops import reference, schemas
+from laconic.ops import native, reference
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
+from laconic.ops.schemas import LIBRARY
 
 __all__ = [
     "quantize_blockwise",
     "dequantize_blockwise",
+    "kernels_in_use",
     "bits_of",
     "BITS",
     "BLOCK_SIZES",
 ]
 
 for _op in (reference.quantize_blockwise, reference.dequantize_blockwise):
-    schemas.LIBRARY.impl(_op.__name__, _op, "CompositeExplicitAutograd")
+    LIBRARY.impl(_op.__name__, _op, "CompositeExplicitAutograd")
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
 _dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default
@@ -80,3 +84,8 @@ def dequantize_blockwise(
     Raises FormatError for an argument outside these.
     """
     return _dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+
+
+def kernels_in_use() -> dict[str, dict[str, str]]:
+    """For each device type that has kernels: "implementation" ("c++", "triton" or "reference"), "isa", "reason"."""
+    return {"cpu": asdict(native.SELECTION)}

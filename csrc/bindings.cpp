@@ -1,0 +1,84 @@
+// laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/schemas.py before they come here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "kernels/isa.h"
+#include "kernels/parallel.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using laconic::FloatType;
+
+// Below this many elements per thread, starting a thread costs more than it saves.
+constexpr int64_t kElementsPerThread = 1 << 18;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class Work>
+void run(int64_t rows, int64_t length, int64_t block_size, int64_t num_threads, const Work& work) {
+  if (rows <= 0 || length <= 0) return;
+  const int64_t threads = std::clamp<int64_t>(rows * length / kElementsPerThread, 1, std::max<int64_t>(num_threads, 1));
+  laconic::parallel_for(rows * ((length + block_size - 1) / block_size), threads, work);
+}
+
+void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type, int64_t rows, int64_t row_stride,
+                        int64_t length, int64_t block_size, uintptr_t codes, uintptr_t scales, int scale_type,
+                        float level_max, uintptr_t codebook, bool stochastic, int64_t seed, int64_t first_index) {
+  const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
+  const laconic::Quantize task{pointer<const void>(x),
+                               static_cast<FloatType>(x_type),
+                               row_stride,
+                               length,
+                               block_size,
+                               pointer<uint8_t>(codes),
+                               pointer<void>(scales),
+                               static_cast<FloatType>(scale_type),
+                               level_max,
+                               pointer<const laconic::Codebook>(codebook),
+                               stochastic,
+                               static_cast<uint64_t>(seed),
+                               static_cast<uint64_t>(first_index)};
+  run(rows, length, block_size, num_threads, [&](int64_t first, int64_t last) { kernels.quantize(task, first, last); });
+}
+
+void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uintptr_t scales, int scale_type,
+                          int64_t rows, int64_t length, int64_t block_size, uintptr_t values, int value_type,
+                          uintptr_t codebook) {
+  const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
+  const laconic::Dequantize task{pointer<const uint8_t>(codes),
+                                 pointer<const void>(scales),
+                                 static_cast<FloatType>(scale_type),
+                                 length,
+                                 block_size,
+                                 pointer<void>(values),
+                                 static_cast<FloatType>(value_type),
+                                 pointer<const laconic::Codebook>(codebook)};
+  run(rows, length, block_size, num_threads,
+      [&](int64_t first, int64_t last) { kernels.dequantize(task, first, last); });
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  m.doc() = "C++ kernels of laconic.ops. `isa` arguments are positions in supported_isas().";
+  m.def(
+      "supported_isas",
+      [] {
+        std::vector<std::string> names;
+        for (const laconic::Isa& isa : laconic::supported_isas()) names.emplace_back(isa.name);
+        return names;
+      },
+      "Instruction sets that this CPU runs, slowest first.");
+  m.def("quantize_blockwise", &quantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
+  m.def("dequantize_blockwise", &dequantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,245 @@
+// The block-wise kernels, written once over a vector vocabulary (simd_portable-inl.h says which) and compiled once per
+// instruction set. A block that is shorter than the vocabulary's group is filled up with zeros on the stack: zeros
+// never change a block's largest magnitude, and their codes are thrown away.
+#pragma once
+
+#include "scalar-inl.h"
+#include "simd_portable-inl.h"
+
+namespace laconic {
+namespace {
+
+constexpr int64_t kMaxBlock = 256;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Walks blocks [first, last) of rows cut into blocks.
+struct BlockWalk {
+  int64_t length, block_size, blocks_per_row, row, column, left;
+  BlockWalk(int64_t length, int64_t block_size, int64_t first, int64_t last)
+      : length(length),
+        block_size(block_size),
+        blocks_per_row(ceil_div(length, block_size)),
+        row(first / blocks_per_row),
+        column(first % blocks_per_row * block_size),
+        left(last - first) {}
+  bool done() const { return left == 0; }
+  int64_t size() const { return length - column < block_size ? length - column : block_size; }
+  void next() {
+    --left;
+    column += block_size;
+    if (column >= length) {
+      column = 0;
+      ++row;
+    }
+  }
+};
+
+// Random numbers for the group of elements that starts at `index`.
+template <class S>
+void draw(uint64_t seed, uint64_t index, typename S::F& even, typename S::F& odd) {
+  if (index >> 32 == (index + S::kGroup - 1) >> 32) {
+    S::uniform(Keys(seed, index), index, even, odd);
+    return;
+  }
+  float each[S::kGroup];
+  for (int i = 0; i < S::kGroup; ++i) each[i] = uniform(Keys(seed, index + i), index + i);
+  S::load(each, even, odd);
+}
+
+// --- from normalized values to codes: one class per family of codes ---
+
+template <class S, bool kStochastic>
+class TableEncoder {
+  using F = typename S::F;
+  using I = typename S::I;
+
+ public:
+  static constexpr int kBits = 4;
+  explicit TableEncoder(const Quantize& q)
+      : table_(kStochastic ? q.codebook->floor_thresholds : q.codebook->thresholds, q.level_max),
+        levels_(q.codebook->sorted_levels),
+        reciprocal_gaps_(q.codebook->reciprocal_gaps),
+        codes_(q.codebook->codes),
+        zeros_(static_cast<uint8_t>(static_cast<int>(q.codebook->zero_code) * 0x11)) {}
+  uint8_t zeros() const { return zeros_; }
+  void nearest(F even, F odd, uint8_t* out) const {
+    S::store_pairs(codes_, table_.count(even), table_.count(odd), out);
+  }
+  void stochastic(F even, F odd, F u_even, F u_odd, uint8_t* out) const {
+    S::store_pairs(codes_, one_of_two(even, u_even), one_of_two(odd, u_odd), out);
+  }
+
+ private:
+  I one_of_two(F n, F u) const {
+    const I lower = table_.count(n);
+    return S::add_where_less(lower, u, S::mul(S::sub(n, levels_(lower)), reciprocal_gaps_(lower)));
+  }
+  typename S::Table table_;
+  typename S::Lookup levels_, reciprocal_gaps_;
+  typename S::Codes codes_;
+  uint8_t zeros_;
+};
+
+template <class S, bool kStochastic>
+class Int8Encoder {
+  using F = typename S::F;
+
+ public:
+  static constexpr int kBits = 8;
+  explicit Int8Encoder(const Quantize&) {}
+  uint8_t zeros() const { return 0; }
+  void nearest(F even, F odd, uint8_t* out) const { S::store_bytes(S::round_to_int(even), S::round_to_int(odd), out); }
+  void stochastic(F even, F odd, F u_even, F u_odd, uint8_t* out) const {
+    S::store_bytes(one_of_two(even, u_even), one_of_two(odd, u_odd), out);
+  }
+
+ private:
+  static typename S::I one_of_two(F n, F u) {
+    const F lower = S::floor(n);
+    return S::add_where_less(S::round_to_int(lower), u, S::sub(n, lower));
+  }
+};
+
+// --- quantize ---
+
+// One block of n elements, a multiple of the group. `x` and `codes` may be stack buffers.
+template <class S, class T, class Encoder, bool kStochastic>
+inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x, int64_t n, int64_t scale_at,
+                           uint64_t index, uint8_t* codes) {
+  constexpr int kBytes = S::kGroup * Encoder::kBits / 8;
+  const uint32_t magnitude = S::magnitude_max(x, n);
+  const float exact = magnitude < kInfinityBits ? float_of(magnitude) / q.level_max : float_of(kInfinityBits);
+  const float scale = store_scale(q.scales, q.scale_type, scale_at, exact);
+  const uint32_t scale_bits = bits_of(scale);
+  if (__builtin_expect(scale_bits - kSmallestNormalBits >= kInfinityBits - kSmallestNormalBits, 0)) {
+    const bool broken = scale_bits >= kInfinityBits;
+    store_scale(q.scales, q.scale_type, scale_at, broken ? float_of(0x7FC00000) : 0.0f);
+    std::memset(codes, broken ? 0 : encoder.zeros(), n * Encoder::kBits / 8);
+    return;
+  }
+  const auto inverse = S::splat(1.0f / scale);
+  for (int64_t i = 0; i < n; i += S::kGroup, codes += kBytes) {
+    typename S::F even, odd;
+    S::load(x + i, even, odd);
+    even = S::mul(even, inverse);
+    odd = S::mul(odd, inverse);
+    if constexpr (kStochastic) {
+      typename S::F u_even, u_odd;
+      draw<S>(q.seed, index + i, u_even, u_odd);
+      encoder.stochastic(even, odd, u_even, u_odd, codes);
+    } else {
+      encoder.nearest(even, odd, codes);
+    }
+  }
+}
+
+template <class S, class T, template <class, bool> class EncoderOf, bool kStochastic>
+void quantize_range(const Quantize& q, int64_t first, int64_t last) {
+  using Encoder = EncoderOf<S, kStochastic>;
+  const Encoder encoder(q);
+  const int64_t codes_per_row = ceil_div(q.length * Encoder::kBits, 8);
+  BlockWalk walk(q.length, q.block_size, first, last);
+  for (int64_t b = first; !walk.done(); walk.next(), ++b) {
+    const T* x = static_cast<const T*>(q.x) + walk.row * q.row_stride + walk.column;
+    uint8_t* codes = q.codes + walk.row * codes_per_row + walk.column * Encoder::kBits / 8;
+    const uint64_t index = q.first_index + static_cast<uint64_t>(walk.row * q.length + walk.column);
+    const int64_t size = walk.size();
+    if (size % S::kGroup == 0) {
+      quantize_block<S, T, Encoder, kStochastic>(q, encoder, x, size, b, index, codes);
+      continue;
+    }
+    T padded[kMaxBlock];
+    uint8_t padded_codes[kMaxBlock];
+    const int64_t padded_size = ceil_div(size, S::kGroup) * S::kGroup;
+    std::memcpy(padded, x, size * sizeof(T));
+    std::memset(static_cast<void*>(padded + size), 0, (padded_size - size) * sizeof(T));
+    quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index, padded_codes);
+    std::memcpy(codes, padded_codes, ceil_div(size * Encoder::kBits, 8));
+    if (Encoder::kBits == 4 && size % 2 == 1) codes[size / 2] &= 0x0F;
+  }
+}
+
+template <class S, class T>
+void quantize_as(const Quantize& q, int64_t first, int64_t last) {
+  if (q.codebook != nullptr) {
+    q.stochastic ? quantize_range<S, T, TableEncoder, true>(q, first, last)
+                 : quantize_range<S, T, TableEncoder, false>(q, first, last);
+  } else {
+    q.stochastic ? quantize_range<S, T, Int8Encoder, true>(q, first, last)
+                 : quantize_range<S, T, Int8Encoder, false>(q, first, last);
+  }
+}
+
+template <class S>
+void quantize(const Quantize& q, int64_t first, int64_t last) {
+  switch (q.x_type) {
+    case FloatType::kFloat32:
+      return quantize_as<S, float>(q, first, last);
+    case FloatType::kBFloat16:
+      return quantize_as<S, BFloat16>(q, first, last);
+    case FloatType::kFloat16:
+      return quantize_as<S, Float16>(q, first, last);
+  }
+}
+
+// --- dequantize ---
+
+template <class S, class T, bool kTable>
+inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, float scale, int64_t n, T* values) {
+  if constexpr (kTable) {
+    const typename S::template Values<T> ready(codebook->levels, scale);
+    for (int64_t i = 0; i < n; i += S::kGroup) S::expand_pairs(ready, codes + i / 2, values + i);
+  } else {
+    for (int64_t i = 0; i < n; i += S::kGroup) S::expand_bytes(codes + i, scale, values + i);
+  }
+}
+
+template <class S, class T, bool kTable>
+void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
+  constexpr int kBits = kTable ? 4 : 8;
+  const int64_t codes_per_row = ceil_div(d.length * kBits, 8);
+  BlockWalk walk(d.length, d.block_size, first, last);
+  for (int64_t b = first; !walk.done(); walk.next(), ++b) {
+    const uint8_t* codes = d.codes + walk.row * codes_per_row + walk.column * kBits / 8;
+    T* values = static_cast<T*>(d.values) + walk.row * d.length + walk.column;
+    const float scale = load_scale(d.scales, d.scale_type, b);
+    const int64_t size = walk.size();
+    // The vector code rounds by integer arithmetic that knows no NaN; only a scale of infinity or NaN makes one.
+    const bool finite = (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits;
+    if (__builtin_expect(finite && size % S::kGroup == 0, 1)) {
+      dequantize_block<S, T, kTable>(d.codebook, codes, scale, size, values);
+      continue;
+    }
+    T padded[kMaxBlock];
+    uint8_t padded_codes[kMaxBlock] = {};
+    std::memcpy(padded_codes, codes, ceil_div(size * kBits, 8));
+    if (finite) {
+      dequantize_block<S, T, kTable>(d.codebook, padded_codes, scale, ceil_div(size, S::kGroup) * S::kGroup, padded);
+    } else {
+      constexpr int kGroup = Portable::kGroup;
+      dequantize_block<Portable, T, kTable>(d.codebook, padded_codes, scale, ceil_div(size, kGroup) * kGroup, padded);
+    }
+    std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
+  }
+}
+
+template <class S, class T>
+void dequantize_as(const Dequantize& d, int64_t first, int64_t last) {
+  d.codebook != nullptr ? dequantize_range<S, T, true>(d, first, last) : dequantize_range<S, T, false>(d, first, last);
+}
+
+template <class S>
+void dequantize(const Dequantize& d, int64_t first, int64_t last) {
+  switch (d.value_type) {
+    case FloatType::kFloat32:
+      return dequantize_as<S, float>(d, first, last);
+    case FloatType::kBFloat16:
+      return dequantize_as<S, BFloat16>(d, first, last);
+    case FloatType::kFloat16:
+      return dequantize_as<S, Float16>(d, first, last);
+  }
+}
+
+}  // namespace
+}  // namespace laconic

@@ -1,0 +1,60 @@
+// Block-wise quantization on raw pointers: what one call is told, and the two functions each instruction set provides.
+// docs/formats.md defines every byte; src/laconic/ops/reference.py is the specification.
+#pragma once
+
+#include <cstdint>
+
+namespace laconic {
+
+// Element types; the numbers are those of src/laconic/ops/native.py.
+enum class FloatType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// The tables of a 4-bit code, as src/laconic/ops/codebooks.py documents them.
+struct Codebook {
+  float levels[16];            // by code
+  float sorted_levels[16];     // by index
+  float codes[16];             // by index
+  float thresholds[16];        // index = how many lie strictly below n
+  float floor_thresholds[16];  // the same count gives the level at or below n
+  float reciprocal_gaps[16];   // by index
+  float zero_code;
+};
+
+struct Quantize {
+  const void* x;  // rows of `length` elements, `row_stride` elements apart
+  FloatType x_type;
+  int64_t row_stride;
+  int64_t length;
+  int64_t block_size;  // 16, 32, 64, 128 or 256
+  uint8_t* codes;      // rows of ceil(length * bits / 8), contiguous
+  void* scales;        // rows of ceil(length / block_size), contiguous
+  FloatType scale_type;
+  float level_max;
+  const Codebook* codebook;  // null: int8
+  bool stochastic;
+  uint64_t seed;
+  uint64_t first_index;  // linear index of the first element, for stochastic rounding
+};
+
+struct Dequantize {
+  const uint8_t* codes;
+  const void* scales;
+  FloatType scale_type;
+  int64_t length;
+  int64_t block_size;
+  void* values;  // rows of `length`, contiguous
+  FloatType value_type;
+  const Codebook* codebook;  // null: int8
+};
+
+// Process blocks [first, last); block b is block b % blocks_per_row of row b / blocks_per_row.
+struct BlockwiseKernels {
+  void (*quantize)(const Quantize&, int64_t first, int64_t last);
+  void (*dequantize)(const Dequantize&, int64_t first, int64_t last);
+};
+
+extern const BlockwiseKernels kBlockwisePortable;
+extern const BlockwiseKernels kBlockwiseAvx2;
+extern const BlockwiseKernels kBlockwiseAvx512;
+
+}  // namespace laconic

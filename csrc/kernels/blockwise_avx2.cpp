@@ -1,0 +1,8 @@
+#include "blockwise-inl.h"
+#include "simd_avx2-inl.h"
+
+namespace laconic {
+
+const BlockwiseKernels kBlockwiseAvx2 = {quantize<Avx2>, dequantize<Avx2>};
+
+}  // namespace laconic

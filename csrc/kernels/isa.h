@@ -1,0 +1,19 @@
+// Instruction sets: which ones this build has and this CPU runs.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "blockwise.h"
+
+namespace laconic {
+
+struct Isa {
+  std::string_view name;  // "portable", "avx2", "avx512"
+  const BlockwiseKernels* blockwise;
+};
+
+// Those that this CPU runs, slowest first; "portable" always comes first.
+const std::vector<Isa>& supported_isas();
+
+}  // namespace laconic
