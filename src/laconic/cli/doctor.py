@@ -20,6 +20,6 @@ def run(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     from laconic.cli.diagnosis import diagnose, render
 
-    report = diagnose()
-    print(json.dumps(report, indent=2) if options.json else render(report))
-    return 1 if report["problems"] else 0
+    diagnosis = diagnose()
+    print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else render(diagnosis))
+    return 1 if diagnosis.problems else 0

@@ -1,0 +1,233 @@
+"""What `laconic doctor` finds out: versions, machine, kernels, devices, backends, and whether they work.
+
+`problems` are what keeps laconic from working here; `hints` are extras that are missing and what they would bring.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import laconic
+from laconic.errors import LaconicError
+from laconic.train.metrics import format_nbytes
+
+__all__ = ["Diagnosis", "diagnose", "render"]
+
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tyro", "tensorboard")
+_EXTRAS = {
+    "transformers": "laconic train needs transformers: pip install 'laconic[train]'",
+    "tqdm": "the live progress bar needs tqdm: pip install 'laconic[train]'",
+}
+# Half of the widest gap between neighbouring levels, as a share of the largest, with room for the rounding of a
+# bfloat16 scale (2**-9): no value may come back further away than this share of its block's largest.
+_ERROR_BOUNDS = {"nf4": 0.152 + 0.002, "e2m1": 1 / 6 + 0.002, "int4": 0.5 / 7 + 0.002, "int8": 0.5 / 127 + 0.002}
+
+Quantize = Callable[[Tensor, str], tuple[Tensor, Tensor]]
+Dequantize = Callable[[Tensor, Tensor, str, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The state of this machine; every part is plain data."""
+
+    versions: dict[str, str | None]
+    machine: dict[str, Any]
+    kernels: dict[str, dict[str, str]]
+    devices: list[dict[str, Any]]
+    backends: dict[str, bool]
+    self_test: dict[str, str]
+    """Implementation -> "ok" or what is wrong."""
+    problems: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine and run the self test (about a second)."""
+    problems: list[str] = []
+    kernels: dict[str, dict[str, str]] = {}
+    self_test: dict[str, str] = {}
+    try:
+        from laconic.ops import kernels_in_use
+
+        kernels = kernels_in_use()
+        self_test = _test_kernels()
+    except LaconicError as error:  # an environment variable asks for kernels that are not there
+        problems.append(str(error))
+    backends = _backends()
+    if backends.get("gloo"):
+        self_test["gloo"] = _test_gloo()
+    problems += [f"{name}: {result}" for name, result in self_test.items() if result != "ok"]
+    if not backends.get("gloo"):
+        problems.append("this torch has no gloo backend, so several processes cannot talk on CPU")
+    versions = {"laconic": laconic.__version__, "python": platform.python_version(), **_versions()}
+    return Diagnosis(
+        versions=versions,
+        machine=_machine(),
+        kernels=kernels,
+        devices=_devices(),
+        backends=backends,
+        self_test=self_test,
+        problems=problems,
+        hints=[hint for package, hint in _EXTRAS.items() if _version(package) is None],
+    )
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """`diagnosis` as text for a terminal."""
+    machine = diagnosis.machine
+    sections: list[tuple[str, list[tuple[str, str]]]] = [
+        ("versions", [(name, version or "not installed") for name, version in diagnosis.versions.items()]),
+        ("machine", [(name, str(value)) for name, value in machine.items()]),
+        ("kernels", [(device, _kernel_text(kernel)) for device, kernel in diagnosis.kernels.items()]),
+        ("devices", [(device["name"], device["detail"]) for device in diagnosis.devices]),
+        (
+            "backends",
+            [(name, "available" if there else "not in this torch") for name, there in diagnosis.backends.items()],
+        ),
+        ("self test", list(diagnosis.self_test.items())),
+    ]
+    width = max(len(name) for _, entries in sections for name, _ in entries)
+    lines = []
+    for title, entries in sections:
+        lines += [title, *(f"  {name:<{width}}  {value}" for name, value in entries), ""]
+    lines += [f"hint: {hint}" for hint in diagnosis.hints]
+    lines += [f"PROBLEM: {problem}" for problem in diagnosis.problems] or ["Everything laconic needs works here."]
+    return "\n".join(lines)
+
+
+def _kernel_text(kernel: dict[str, str]) -> str:
+    isa = f" ({kernel['isa']})" if kernel.get("isa") else ""
+    return f"{kernel.get('implementation', '?')}{isa}: {kernel.get('reason', '')}"
+
+
+def _versions() -> dict[str, str | None]:
+    return {package: _version(package) for package in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "torch threads": torch.get_num_threads(),
+        "memory": format_nbytes(psutil.virtual_memory().total),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices: list[dict[str, Any]] = [{"name": "cpu", "detail": "always"}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        detail = f"{properties.name}, {format_nbytes(properties.total_memory)}, {capability}"
+        devices.append({"name": f"cuda:{index}", "detail": detail})
+    return devices
+
+
+def _backends() -> dict[str, bool]:
+    if not dist.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+
+
+def _test_kernels() -> dict[str, str]:
+    """Every implementation that can run here: same bits as the reference, and values close to what went in."""
+    from laconic.ops import dequantize_blockwise, native, quantize_blockwise, reference
+
+    def quantize_reference(x: Tensor, code: str) -> tuple[Tensor, Tensor]:
+        return reference.quantize_blockwise(x, code, 64, torch.bfloat16, None)
+
+    def dequantize_reference(codes: Tensor, scales: Tensor, code: str, length: int) -> Tensor:
+        return reference.dequantize_blockwise(codes, scales, code, 64, length, torch.float32)
+
+    results = {"reference": _test_one(quantize_reference, dequantize_reference, quantize_reference, "cpu")}
+    for isa in native.supported_isas():
+
+        def quantize(x: Tensor, code: str, isa: str = isa) -> tuple[Tensor, Tensor]:
+            return native.quantize_blockwise(x, code, 64, torch.bfloat16, None, isa=isa)
+
+        def dequantize(codes: Tensor, scales: Tensor, code: str, length: int, isa: str = isa) -> Tensor:
+            return native.dequantize_blockwise(codes, scales, code, 64, length, torch.float32, isa=isa)
+
+        results[f"c++ {isa}"] = _test_one(quantize, dequantize, quantize_reference, "cpu")
+    if torch.cuda.is_available():
+        results["cuda"] = _test_one(
+            lambda x, code: quantize_blockwise(x, code=code),
+            lambda codes, scales, code, length: dequantize_blockwise(
+                codes, scales, length=length, code=code, dtype=torch.float32
+            ),
+            quantize_reference,
+            "cuda",
+        )
+    return results
+
+
+def _test_one(quantize: Quantize, dequantize: Dequantize, expected: Quantize, device: str) -> str:
+    x = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0))
+    blocks = torch.nn.functional.pad(x, (0, 24)).view(16, -1, 64)
+    largest = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).reshape(16, -1)[:, :1000]
+    for code, bound in _ERROR_BOUNDS.items():
+        try:
+            codes, scales = quantize(x.to(device), code)
+            values = dequantize(codes, scales, code, 1000).cpu()
+        except Exception as error:  # a self test reports whatever goes wrong, it does not stop at it
+            return f"{code} fails: {type(error).__name__}: {error}"
+        if not all(map(torch.equal, (codes.cpu(), scales.cpu()), expected(x, code))):
+            return f"{code} gives other bits than the reference"
+        if not bool(((values - x).abs() <= bound * largest).all()):
+            return f"{code} gives values back that are too far from what went in"
+    return "ok"
+
+
+def _test_gloo() -> str:
+    """One all-reduce in a group of one process: the network interface gloo picks must be usable."""
+    if dist.is_initialized():
+        return "ok"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            timeout = timedelta(seconds=10)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout)
+            try:
+                value = torch.ones(1)
+                dist.all_reduce(value)
+                return "ok" if value.item() == 1.0 else f"all_reduce of 1 over one process gives {value.item()}"
+            finally:
+                dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        return f"cannot start: {error}; name a network interface in GLOO_SOCKET_IFNAME, e.g. lo"
