@@ -8,14 +8,16 @@ same arguments gets the same bits. transformers is imported inside, because it i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config import ModelConfig
 from laconic.train.load_config import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["build_model"]
 
@@ -29,7 +31,7 @@ def build_model(
     max_sequence_length: int,
     seed: int,
     eos_token_id: int | None = None,
-) -> nn.Module:
+) -> PreTrainedModel:
     """Build the model `config` describes: parameters fp32, on the CPU, in training mode.
 
     `vocab_size` and `eos_token_id` come from the tokenizer and shape a model made from a family name; a directory keeps
@@ -110,19 +112,21 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
         raise ConfigError(f"family {family!r} does not take these model fields: {error}") from error
 
 
-def _from_config(hf_config: Any, seed: int) -> nn.Module:
+def _from_config(hf_config: Any, seed: int) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.float32, trust_remote_code=False
+            )
         except Exception as error:
             raise ModelError(f"transformers cannot build a {hf_config.model_type} model: {error}") from error
     return model.train()
 
 
-def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> nn.Module:
+def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = str(config.path)
@@ -161,5 +165,5 @@ def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> nn.M
             f"model.path {path!r} lacks {len(incomplete)} of the weights that its config.json asks for, "
             f"first {incomplete[0]!r}"
         )
-    pretrained: nn.Module = model
+    pretrained: PreTrainedModel = model
     return pretrained.train()

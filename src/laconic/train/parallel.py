@@ -1,0 +1,114 @@
+"""Data parallelism from outside: the model is built and compressed first, then wrapped; it knows nothing of this file.
+
+DDP keeps a full copy per process and averages gradients in buckets. FSDP2 shards parameters, gradients and optimizer
+state over the processes, one unit per decoder layer and one for the rest. One process runs the plain model through the
+same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from laconic.train.world import World
+
+__all__ = [
+    "accumulate",
+    "autocast",
+    "clip_gradients",
+    "decoder_layers",
+    "full_value",
+    "gradient_norm",
+    "plain_model",
+    "wrap_model",
+]
+
+
+def wrap_model(
+    model: nn.Module, world: World, parallel: Literal["ddp", "fsdp"], precision: Literal["fp32", "bf16"]
+) -> nn.Module:
+    """`model`, already on `world.device` and the same on every process, made data parallel; unchanged for one process.
+
+    With FSDP2 and bf16 the layers compute and are gathered in bf16, while shards, gradients and their reduction stay
+    fp32.
+    """
+    if world.size == 1:
+        return model
+    if parallel == "ddp":
+        return DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            broadcast_buffers=False,  # nothing here changes buffers in forward
+            gradient_as_bucket_view=True,
+        )
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The module inside a DDP wrapper, or `model` itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the largest module list of `model` by parameters, which is its stack of layers; or nothing."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest: nn.ModuleList | None = max(lists, key=_num_parameters, default=None)
+    return [] if largest is None else list(largest)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def autocast(
+    model: nn.Module, device: torch.device, precision: Literal["fp32", "bf16"]
+) -> AbstractContextManager[object]:
+    """The context a forward runs in: bf16 autocast, or nothing for fp32 and for FSDP2, which casts by itself."""
+    if precision == "bf16" and not isinstance(model, FSDPModule):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """The context of one micro-batch's forward and backward; gradients are final after the `last`.
+
+    DDP reduces once, after the last. FSDP2 reduces each micro-batch, so that gradients are never held in full.
+    """
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()
+
+
+class _Distributed(Protocol):
+    def full_tensor(self) -> torch.Tensor: ...
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The 2-norm of all gradients together, 0-dim fp32; under FSDP2 a DTensor, which `full_value` makes plain."""
+    return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+
+def full_value(norm: torch.Tensor) -> torch.Tensor:
+    """A scalar that may be spread over the processes as one plain tensor, the same on each of them."""
+    return cast(_Distributed, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients in place so that their 2-norm, `norm` now, is at most `max_norm`; 0 leaves them alone."""
+    if max_norm > 0:
+        clip_grads_with_norm_(parameters, max_norm, norm)

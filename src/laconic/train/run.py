@@ -1,0 +1,229 @@
+"""One run from its configuration to its summary, as every process of it executes it.
+
+The run directory holds config.toml, metrics.jsonl, activations.json, summary.json and checkpoints/. It appears only
+when data and model have been found good, so a run that could not start leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import laconic
+from laconic.activations import saved_nbytes_per_token
+from laconic.errors import ConfigError, LaconicError
+from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from laconic.train.config import TrainConfig
+from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
+from laconic.train.journal import Journal, closing_words
+from laconic.train.load_config import save_config
+from laconic.train.loop import Trainer, make_optimizer
+from laconic.train.model import build_model
+from laconic.train.parallel import wrap_model
+from laconic.train.stop import StopRequest
+from laconic.train.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TrainingError", "new_run_dir", "run"]
+
+_MAX_SKIPPED_STEPS = 5
+
+
+class TrainingError(LaconicError, RuntimeError):
+    """Training cannot go on."""
+
+
+def new_run_dir() -> str:
+    """The directory of a run that was given none: runs/<date>-<time>."""
+    return f"runs/{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
+    """Train as `config` says; all processes call it together. Returns the exit code: 0, or the stop request's.
+
+    Raises ConfigError, DataError, ModelError, FormatError or CheckpointError for what cannot be done, and TrainingError
+    when loss or gradients stay non-finite.
+    """
+    started = time.monotonic()
+
+    # 1. Everything that can be refused, before anything is written.
+    processes = world.size * config.accumulation
+    if config.batch_size % processes:
+        raise ConfigError(
+            f"batch_size is {config.batch_size}, but it must be a multiple of world size x accumulation "
+            f"({world.size} x {config.accumulation})"
+        )
+    run_dir = _check_run_dir(config, world)
+    corpus = prepare(config.data, verify=world.local_rank == 0)
+    train = TokenDataset(corpus.train, config.sequence_length)
+    wants_validation = config.eval_sequences > 0 and len(corpus.validation) > 0
+    validation = TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None
+    plain = build_model(config.model, corpus.vocab_size, config.sequence_length, config.seed, corpus.end_of_document)
+    check_vocab(corpus, next(plain.get_input_embeddings().parameters()).shape[0])
+    nn.Module.to(plain, world.device)
+    bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
+    report = laconic.compress_activations(
+        plain,
+        bits=config.activations.bits,
+        format=config.activations.format,
+        block_size=config.activations.block_size,
+        mode=config.activations.mode,
+        sequence_length=config.sequence_length,
+    )
+
+    # 2. The trainer, and where it starts.
+    model = wrap_model(plain, world, config.parallel, config.precision)
+    optimizer = make_optimizer(model, config.optimizer)
+    trainer = Trainer(config, world, model, optimizer, train, validation)
+    identity = _identity(config, corpus)
+    first_step = 0
+    if config.resume:
+        name = None if config.checkpoint.load is None else str(config.checkpoint.load)
+        checkpoint = find_checkpoint(run_dir, world, name)
+        _check_identity(identity, checkpoint.identity, checkpoint.path)
+        load_checkpoint(checkpoint, world, model, optimizer)
+        first_step = checkpoint.step
+
+    if first_step >= config.steps:
+        if world.is_main:
+            print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
+        return 0
+
+    # 3. The run directory.
+    if world.is_main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        repeatable = replace(config.checkpoint, load=None)
+        save_config(replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable), run_dir / "config.toml")
+        _write_json(run_dir / "activations.json", report.to_dict())
+        _copy_tokenizer(config.data.tokenizer, run_dir)
+
+    # 4. The steps.
+    def save(done: int) -> None:
+        save_checkpoint(
+            run_dir,
+            world,
+            model,
+            optimizer,
+            step=done,
+            identity=identity,
+            texts=_model_texts(plain),
+            keep=config.checkpoint.keep,
+        )
+
+    with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
+        stop.armed = True
+        journal.message(str(report).splitlines()[-1])
+        if first_step:
+            journal.message(f"resumed after step {first_step}")
+        done, stopped = _steps(config, trainer, journal, stop, first_step, save)
+    summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
+    if world.is_main:
+        _write_json(run_dir / "summary.json", summary)
+        print(closing_words(summary, run_dir, config), flush=True)
+    return stop.exit_code if stopped else 0
+
+
+def _steps(
+    config: TrainConfig,
+    trainer: Trainer,
+    journal: Journal,
+    stop: StopRequest,
+    first_step: int,
+    save: Callable[[int], None],
+) -> tuple[int, bool]:
+    """The steps from `first_step` on, with evaluations and saves; the number done, and whether a stop was asked for."""
+    skipped_in_a_row = 0
+    for done in range(first_step + 1, config.steps + 1):
+        started = time.perf_counter()
+        result = trainer.step(done - 1, stop.requested)
+        journal.step(done, result, time.perf_counter() - started, trainer)
+        skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+        if result.skipped:
+            journal.message(f"step {done}: loss or gradient is not finite on some process; no update")
+        if skipped_in_a_row == _MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"loss or gradient was not finite in {_MAX_SKIPPED_STEPS} steps in a row, "
+                f"{done - skipped_in_a_row + 1} to {done}; lower optimizer.learning_rate or look at the data of these "
+                "steps, then continue from the last checkpoint with --resume"
+            )
+        last = done == config.steps
+        stopped = result.stop and not last
+        if last or (config.eval_every and done % config.eval_every == 0):
+            journal.validation(done, trainer.evaluate())
+        if last or stopped or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            save(done)
+        if stopped:
+            return done, True
+    return config.steps, False
+
+
+def _check_run_dir(config: TrainConfig, world: World) -> Path:
+    """The run directory, the same on every process: new or empty, or holding a run to resume."""
+    chosen = world.gather(config.run_dir or new_run_dir())[0]
+    run_dir = Path(chosen)
+    error = None
+    if world.is_main:
+        if config.resume and not (run_dir / "config.toml").is_file():
+            error = f"run_dir is {chosen!r}, but it must hold the config.toml of a run for resume"
+        elif not config.resume and run_dir.is_dir() and any(run_dir.iterdir()):
+            error = f"run_dir is {chosen!r}, which is not empty; continue that run with --resume or choose another"
+        elif not config.resume and run_dir.exists() and not run_dir.is_dir():
+            error = f"run_dir is {chosen!r}, which is not a directory"
+    error = world.first_error(error)
+    if error is not None:
+        raise ConfigError(error)
+    return run_dir
+
+
+def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
+    """The settings that a continued run shares with its beginning, or it would be another run."""
+    return {
+        "model": asdict(replace(config.model, allow_download=False)),
+        "data": corpus.fingerprint,
+        "sequence_length": config.sequence_length,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+    }
+
+
+def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
+    for name, value in now.items():
+        before = then.get(name)
+        # Through JSON, as the manifest has been: tuples are lists there.
+        if json.loads(json.dumps(value)) != before:
+            raise ConfigError(
+                f"{name} is {value!r}, but the run that wrote {path} had {before!r}; resume it unchanged, or export "
+                "the model and start a new run from it with model.path"
+            )
+
+
+def _model_texts(model: PreTrainedModel) -> dict[str, str]:
+    """The Hugging Face files that describe `model`, to stand beside its weights."""
+    return {"config.json": model.config.to_json_string(use_diff=False)}
+
+
+def _copy_tokenizer(tokenizer: str, run_dir: Path) -> None:
+    """Keep the tokenizer with the run, so that it can be exported wherever the run is moved to."""
+    if tokenizer == "bytes":
+        return
+    source = Path(tokenizer)
+    for file in (source, source.with_name("tokenizer_config.json")):
+        if file.is_file():
+            shutil.copyfile(file, run_dir / ("tokenizer.json" if file == source else file.name))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,192 @@
+"""The processes of one run: who this one is, and the few things they tell each other outside of DDP and FSDP2.
+
+`World` is the same object for one process and for many; with one process there is no process group and every exchange
+is the identity. Objects are exchanged as JSON in byte tensors, so nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.errors import ConfigError
+
+__all__ = ["Place", "World", "join_world", "read_environment"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where torchrun (or our launcher) put this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def read_environment(environment: Mapping[str, str]) -> Place | None:
+    """This process's place as RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE tell it; None when none of the first
+    three is set.
+
+    Raises ConfigError naming the variable when one is missing, not a number, or contradicts another.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    present = [name for name in names if name in environment]
+    if not present:
+        return None
+    remedy = "start the processes with torchrun, or unset these variables to let laconic start its own"
+    values: dict[str, int] = {}
+    for name in (*names, "LOCAL_WORLD_SIZE"):
+        if name not in environment:
+            if name in names:
+                raise ConfigError(f"{name} is not set in the environment, but {present[0]} is; {remedy}")
+            continue
+        text = environment[name]
+        try:
+            values[name] = int(text)
+        except ValueError:
+            raise ConfigError(f"{name} is {text!r} in the environment, but it must be an integer; {remedy}") from None
+    place = Place(
+        rank=values["RANK"],
+        world_size=values["WORLD_SIZE"],
+        local_rank=values["LOCAL_RANK"],
+        local_world_size=values.get("LOCAL_WORLD_SIZE", values["WORLD_SIZE"]),
+    )
+    rules = [
+        ("WORLD_SIZE", place.world_size >= 1, "be at least 1"),
+        ("RANK", 0 <= place.rank < place.world_size, f"lie in [0, WORLD_SIZE) = [0, {place.world_size})"),
+        (
+            "LOCAL_WORLD_SIZE",
+            1 <= place.local_world_size <= place.world_size,
+            f"lie in [1, WORLD_SIZE] = [1, {place.world_size}]",
+        ),
+        (
+            "LOCAL_RANK",
+            0 <= place.local_rank < place.local_world_size,
+            f"lie in [0, LOCAL_WORLD_SIZE) = [0, {place.local_world_size})",
+        ),
+        ("LOCAL_RANK", place.local_rank <= place.rank, f"be at most RANK ({place.rank})"),
+    ]
+    for name, holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"{name} is {environment[name]} in the environment, but it must {rule}; {remedy}")
+    if place.world_size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environment.get(name):
+                raise ConfigError(f"{name} is not set in the environment, but WORLD_SIZE is above 1; {remedy}")
+        port = environment["MASTER_PORT"]
+        if not (port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(f"MASTER_PORT is {port!r} in the environment, but it must be a port number; {remedy}")
+    return place
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run; `size` 1 means there is no process group."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes for all of them."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum of `values` (any shape, CPU or `device`) over all processes, the same bits on each."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON value that each process passed, in rank order, on every process."""
+        if self.size == 1:
+            return [value]
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([payload.numel()]))
+        longest = max(int(length) for length in lengths)
+        padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(rows, padded)
+        return [json.loads(row[: int(length)].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def first_error(self, error: str | None) -> str | None:
+        """The error of the lowest rank that passed one, on every process; None when none did. Also a barrier."""
+        return next((other for other in self.gather(error) if other is not None), None)
+
+    def leave(self) -> None:
+        """Leave the process group, all processes together."""
+        if self.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def join_world(place: Place | None, timeout_seconds: float) -> World:
+    """Find this process's device and, with more than one process, join the process group.
+
+    NCCL carries CUDA tensors and gloo CPU tensors. A collective that waits longer than `timeout_seconds` fails. CPU
+    threads are divided between the processes of a machine unless OMP_NUM_THREADS says otherwise. Raises ConfigError
+    when the machine has too few GPUs, the master port is taken, or not all processes join in time.
+    """
+    place = place or Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        num_devices = torch.cuda.device_count()
+        if place.local_rank >= num_devices:
+            raise ConfigError(
+                f"LOCAL_RANK is {place.local_rank}, but this machine ({socket.gethostname()}) has {num_devices} GPUs; "
+                "start at most one process per GPU"
+            )
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
+    if place.world_size > 1:
+        _init_process_group(place, device, timeout_seconds)
+    return World(
+        rank=place.rank,
+        size=place.world_size,
+        local_rank=place.local_rank,
+        local_size=place.local_world_size,
+        device=device,
+    )
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _init_process_group(place: Place, device: torch.device, timeout_seconds: float) -> None:
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise ConfigError(
+                f"MASTER_PORT is {port}, but that port is in use on {address}; give another (torchrun --master-port)"
+            ) from error
+        raise ConfigError(
+            f"WORLD_SIZE is {place.world_size}, but rank {place.rank} on {socket.gethostname()} could not meet that "
+            f"many processes at {address}:{port} within {timeout_seconds:g} s: {text.splitlines()[0]}"
+        ) from error
