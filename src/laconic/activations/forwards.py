@@ -126,6 +126,8 @@ class MlpForward(SiteForward):
         return out if spec.dropout is None else child(spec.dropout)(out)
 
     def _inside(self, spec: MlpSpec, act: nn.Module, gate: Tensor, up: Tensor | None) -> Tensor:
+        """act(gate) * up (up may be None, or the second half of gate), noting how to rebuild it."""
+
         def forward(gate: Tensor, up: Tensor | None = None) -> Tensor:
             if spec.fused:
                 gate, up = gate.chunk(2, -1)
@@ -134,18 +136,24 @@ class MlpForward(SiteForward):
 
         if not (gate.requires_grad or (up is not None and up.requires_grad)):
             return forward(gate, up)
-        kept = tuple(keep(t, self.format, "mlp") for t in (gate, up) if t is not None)
-        self.origin = kept[0].origin
-        z = functions.activate(gate, up, kept, spec.activation, forward, fused=spec.fused)
-        function = ACTIVATIONS[spec.activation].forward
-
-        def rebuild(gate: Tensor, up: Tensor | None = None) -> Tensor:
-            if spec.fused:
-                gate, up = gate.chunk(2, -1)
-            return function(gate) if up is None else function(gate) * up
-
-        attach(z, derive(rebuild, kept, (), "mlp"))
+        first = keep(gate, self.format, "mlp")
+        self.origin = first.origin
+        kept_gate, kept_up = first, None if up is None else keep(up, self.format, "mlp")
+        if spec.fused:
+            kept_gate, kept_up = (derive(_half(index), (first,), (), "mlp") for index in (0, 1))
+        kept_act = derive(ACTIVATIONS[spec.activation].forward, (kept_gate,), (), "mlp")
+        if kept_up is None:
+            kept, product = (kept_gate,), kept_act
+        else:
+            # Both the down projection's input and the gradient of up want act(gate), so it is rebuilt once for the two.
+            kept, product = (kept_gate, kept_up, kept_act), derive(torch.mul, (kept_act, kept_up), (), "mlp")
+        z = functions.activate(gate, up, kept, spec.activation, forward)
+        attach(z, product)
         return z
+
+
+def _half(index: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.chunk(2, -1)[index]
 
 
 def forward_for(module: nn.Module, site: Site, format: BlockFormat) -> SiteForward:

@@ -197,40 +197,32 @@ class _Linear(torch.autograd.Function):
         return (dx, dweight, dbias, *[None] * (3 + len(saved)))
 
 
-def activate(
-    gate: Tensor, up: Tensor | None, kept: tuple[Kept, ...], activation: str, forward: Any, *, fused: bool = False
-) -> Tensor:
-    """The inside of a feed-forward site: act(gate) * up, or act(gate) where there is no `up`.
+def activate(gate: Tensor, up: Tensor | None, kept: tuple[Kept, ...], activation: str, forward: Any) -> Tensor:
+    """The inside of a feed-forward site: act(gate) * up, or act(gate).
 
     Args:
-        gate: [..., features]; if `fused`, gate and up side by side, [..., 2 * features].
+        gate: [..., features]; gate and up side by side, [..., 2 * features], if `up` is None but `kept` knows it.
         up: [..., features] or None.
-        kept: stands for gate, or for gate and up in this order.
+        kept: stands for gate, up and act(gate), or for gate alone.
         activation: a name in `ACTIVATIONS`.
         forward: computes the value from gate, or from gate and up.
     """
     saved = [tensor for part in kept for tensor in part.tensors]
-    result: Tensor = _Activate.apply(gate, up, kept, activation, fused, forward, *saved)
+    result: Tensor = _Activate.apply(gate, up, kept, activation, forward, *saved)
     return result
 
 
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor | None,
-        kept: tuple[Kept, ...],
-        activation: str,
-        fused: bool,
-        forward: Any,
-        *saved: Tensor,
+        ctx: Any, gate: Tensor, up: Tensor | None, kept: tuple[Kept, ...], activation: str, forward: Any, *saved: Tensor
     ) -> Tensor:
         for part in kept:
             part.memo.announce()
         ctx.memos = [part.memo for part in kept]
         ctx.counts = [len(part.tensors) for part in kept]
-        ctx.activation, ctx.fused = ACTIVATIONS[activation], fused
+        ctx.activation = ACTIVATIONS[activation]
+        ctx.side_by_side = up is None and len(kept) > 1
         ctx.save_for_backward(*saved)
         result: Tensor = forward(gate) if up is None else forward(gate, up)
         return result
@@ -244,12 +236,12 @@ class _Activate(torch.autograd.Function):
         for memo, count in zip(ctx.memos, ctx.counts, strict=True):
             values.append(memo.take(saved[start : start + count]))
             start += count
-        tail = [None] * (4 + len(saved))
-        if len(values) == 1 and not ctx.fused:
+        tail = [None] * (3 + len(saved))
+        if len(values) == 1:
             return (ctx.activation.backward(grad, values[0]), None, *tail)
-        gate, up = values[0].chunk(2, -1) if ctx.fused else values
+        gate, up, activated = values
         dgate = ctx.activation.backward(grad * up, gate)
-        dup = grad * ctx.activation.forward(gate)
-        if ctx.fused:
+        dup = grad * activated
+        if ctx.side_by_side:
             return (torch.cat((dgate, dup), -1), None, *tail)
         return (dgate, dup, *tail)
