@@ -112,9 +112,19 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name nearest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    """`; did you mean X?` for the known dotted name nearest to `name`, or an empty string.
+
+    A name may be misspelt, or right but in the wrong table: its own table is searched first, then the others.
+    """
+    names = list(known)
+    table, _, leaf = name.rpartition(".")
+    beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == table}
+    anywhere = {other.rpartition(".")[2]: other for other in names}
+    for candidates in (beside, anywhere):
+        matches = difflib.get_close_matches(leaf, candidates, n=1, cutoff=0.6)
+        if matches:
+            return f"; did you mean {candidates[matches[0]]}?"
+    return ""
 
 
 def _known_names(cls: type, prefix: str = "") -> list[str]:
@@ -137,15 +147,8 @@ def _checked(cls: type, values: Mapping[str, Any], prefix: str, source: str | No
     for key, value in values.items():
         name = prefix + key
         if key not in fields:
-            # A key may be misspelt, or right but in the wrong table: look beside it first, then everywhere.
-            hint = nearest(name, [prefix + field for field in fields])
-            if not hint:
-                known = _known_names(TrainConfig)
-                same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == key]
-                hint = f"; did you mean {same_leaf[0]}?" if same_leaf else nearest(name, known)
-            raise ConfigError(
-                f"unknown key {name}{where}" + (hint or f"; known keys here: {', '.join(sorted(fields))}")
-            )
+            hint = nearest(name, _known_names(TrainConfig)) or f"; known keys here: {', '.join(sorted(fields))}"
+            raise ConfigError(f"unknown key {name}{where}{hint}")
         checked[key] = _converted(value, hints[key], name, source)
     return checked
 

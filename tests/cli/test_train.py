@@ -1,0 +1,137 @@
+"""`laconic train`: flags over the configuration, without training."""
+
+import sys
+import tomllib
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.cli.main import main
+from laconic.cli.train import resolve
+from laconic.errors import ConfigError
+from laconic.train.config import TrainConfig
+from laconic.train.load_config import dump_config, load_config, save_config
+
+
+def config_of(*args: str) -> TrainConfig:
+    return resolve(args)[0]
+
+
+def test_no_flags_mean_the_demo() -> None:
+    assert config_of() == TrainConfig()
+
+
+def test_flags_reach_every_kind_of_field() -> None:
+    config = config_of(
+        *("--steps", "3", "--optimizer.learning-rate=1e-3", "--parallel", "fsdp", "--data.paths", "a", "b"),
+        *("--model.num-key-value-heads", "2", "--activations.format", "int4", "--run_dir", "somewhere"),
+        *("--model.extra.rope_theta", "5e5", "--model.extra.name=plain words", "--model.extra.flag", "true"),
+    )
+    assert (config.steps, config.optimizer.learning_rate, config.parallel) == (3, 1e-3, "fsdp")
+    assert config.data.paths == ("a", "b")
+    assert (config.model.num_key_value_heads, config.activations.format, config.run_dir) == (2, "int4", "somewhere")
+    assert config.model.extra == {"rope_theta": 5e5, "name": "plain words", "flag": True}
+
+
+@pytest.mark.parametrize("flag", ["--tensorboard", "--tensorboard=true", "--tensorboard=1", "--tensorboard=Yes"])
+def test_boolean_flags_switch_on(flag: str) -> None:
+    assert config_of(flag).tensorboard is True
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--model.no-tie-word-embeddings",
+        "--no-model.tie-word-embeddings",
+        "--model.tie-word-embeddings=false",
+        "--model.tie_word_embeddings=0",
+    ],
+)
+def test_boolean_flags_switch_off(flag: str) -> None:
+    assert config_of(flag).model.tie_word_embeddings is False
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('steps = 5\nseed = 9\n[model]\nfamily = "qwen3"\n[model.extra]\na = 1\nb = 2\n')
+    config = config_of("--config", str(path), "--steps", "6", "--model.extra.b", "3")
+    assert (config.steps, config.seed, config.model.family, config.model.extra) == (6, 9, "qwen3", {"a": 1, "b": 3})
+
+
+def test_resume_starts_from_the_saved_config(tmp_path: Path) -> None:
+    save_config(
+        load_config(None, {"seed": 4, "steps": 10, "run_dir": "/elsewhere/before/it/was/moved"}),
+        tmp_path / "config.toml",
+    )
+    config = config_of("--resume", "--run-dir", str(tmp_path), "--steps", "20")
+    assert (config.seed, config.steps, config.resume, config.run_dir) == (4, 20, True, str(tmp_path))
+
+
+def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="resume needs run_dir"):
+        config_of("--resume")
+    with pytest.raises(ConfigError, match=r"must hold the config.toml of a run"):
+        config_of("--resume", "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model.hiden-size", "3"], r"unknown flag --model.hiden-size; did you mean --model.hidden-size\?"),
+        (["--hidden-size", "3"], r"unknown flag --hidden-size; did you mean --model.hidden-size\?"),
+        (["--no-tensorbord"], r"unknown flag --no-tensorbord; did you mean --no-tensorboard\?"),
+        (["--qqq"], r"unknown flag --qqq; --help lists the known ones"),
+        (["--tensorboard=maybe"], r"--tensorboard is 'maybe', but it must be true or false"),
+        (["--model.extra", "a=1"], r"--model.extra is a table; give its fields one by one"),
+        (["--model.extra.a"], r"--model.extra.a needs a value"),
+        (["--activations.bits", "3"], r"activations.bits is 3, but it must be 4, 8 or 16"),
+    ],
+)
+def test_bad_flag_is_refused_by_name(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--steps", "many"], ["--steps", "many"]),
+        (["--parallel", "dpp"], ["--parallel", "dpp", "fsdp"]),
+        (["--steps"], ["--steps"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_value_that_does_not_parse_exits_2(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *args]) == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in words)
+
+
+def test_help_shows_defaults_groups_and_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("steps = 12345\n")
+    assert main(["train", "--config", str(path), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--model.hidden-size INT" in shown
+    assert "Width of the residual stream. (default: 128)" in shown
+    assert "(default: 12345)" in shown
+
+
+def test_printed_config_is_the_resolved_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "--print-config", "--steps", "3"]) == 0
+    text = capsys.readouterr().out
+    assert tomllib.loads(text)["steps"] == 3
+    assert text == dump_config(load_config(None, {"steps": 3}))
+
+
+def test_resolved_config_goes_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    stand_in = types.ModuleType("laconic.train.launch")
+    stand_in.launch = lambda config: launched.append(config) or 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "laconic.train.launch", stand_in)
+    assert main(["train", "--steps", "3"]) == 7
+    assert launched == [load_config(None, {"steps": 3})]

@@ -1,0 +1,171 @@
+"""Configuration: TOML in and out, layers, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.errors import ConfigError
+from laconic.train.config import (
+    ActivationsConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from laconic.train.load_config import build_config, dump_config, field_docs, load_config, read_toml, save_config
+
+SECTIONS = (TrainConfig, ModelConfig, DataConfig, ActivationsConfig, OptimizerConfig, CheckpointConfig)
+
+# Text that TOML can hold: any code points but lone surrogates.
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
+toml_values = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+configs = st.builds(
+    TrainConfig,
+    model=st.builds(
+        ModelConfig,
+        path=st.none() | texts,
+        num_key_value_heads=st.sampled_from([None, 1, 2, 4]),
+        tie_word_embeddings=st.booleans(),
+        extra=st.dictionaries(texts, toml_values, max_size=4),
+    ),
+    data=st.builds(DataConfig, paths=st.lists(texts, max_size=3).map(tuple), cache_dir=st.none() | texts),
+    activations=st.sampled_from(
+        [ActivationsConfig(), ActivationsConfig(bits=16), ActivationsConfig(format="e2m1", block_size=16, mode="hooks")]
+    ),
+    optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(1e-12, 1e3), weight_decay=st.floats(0, 1)),
+    run_dir=st.none() | texts,
+    seed=st.integers(0, 2**63 - 1),
+    tensorboard=st.booleans(),
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@given(config=configs)
+def test_saved_config_loads_equal(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    save_config(config, path)
+    assert load_config(path) == config
+    assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
+
+
+def test_every_field_is_documented_in_the_dump() -> None:
+    text = dump_config(TrainConfig())
+    for section in SECTIONS:
+        docs = field_docs(section)
+        assert set(docs) >= {f.name for f in dataclasses.fields(section)} - {
+            name for name, hint in get_type_hints(section).items() if dataclasses.is_dataclass(hint)
+        }
+    assert "# Width of the residual stream.\nhidden_size = 128" in text
+    assert "# num_key_value_heads: not set" in text
+
+
+def test_every_optional_field_is_none_by_default() -> None:
+    # TOML has no null: a field that is None is left out of the file, so None must be what leaving it out means.
+    for section in SECTIONS:
+        for name, hint in get_type_hints(section).items():
+            if type(None) in getattr(hint, "__args__", ()):
+                default = next(field.default for field in dataclasses.fields(section) if field.name == name)
+                assert default is None, name
+
+
+def test_file_and_overrides_meet_in_one_tree(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, 'steps = 7\n[model]\nhidden_size = 64\n[data]\npaths = ["a", "b"]\n[model.extra]\nrope = 1.5\n'
+    )
+    config = load_config(path, {"model.hidden_size": 256, "optimizer.learning_rate": 1})
+    assert (config.steps, config.model.hidden_size, config.data.paths) == (7, 256, ("a", "b"))
+    assert config.model.extra == {"rope": 1.5}
+    assert config.optimizer.learning_rate == 1.0
+    assert isinstance(config.optimizer.learning_rate, float)
+
+
+def test_rules_are_judged_on_the_merged_values(tmp_path: Path) -> None:
+    path = write(tmp_path, "[model]\nhidden_size = 130\n")  # not a multiple of the default 4 heads
+    assert load_config(path, {"model.num_attention_heads": 5}).model.hidden_size == 130
+    with pytest.raises(ConfigError, match=r"model.hidden_size is 130.*multiple of model.num_attention_heads \(4\)"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nhiden_size = 1", r"unknown key model.hiden_size in .*run.toml; did you mean model.hidden_size\?"),
+        ("hidden_size = 1", r"unknown key hidden_size in .*; did you mean model.hidden_size\?"),
+        ("[data]\nbatch_size = 1", r"unknown key data.batch_size in .*; did you mean batch_size\?"),
+        ("[optimiser]\neps = 1", r"unknown key optimiser in .*; did you mean optimizer\?"),
+        ("[checkpoint]\nzzz = 1", r"unknown key checkpoint.zzz in .*; known keys here: every, keep"),
+        ('steps = "7"', r"steps in .*run.toml is '7', but it must be an integer"),
+        ("steps = 7.0", r"steps in .* is 7.0, but it must be an integer"),
+        ("steps = true", r"steps in .* is True, but it must be an integer"),
+        ("tensorboard = 1", r"tensorboard in .* is 1, but it must be true or false"),
+        ('parallel = "dpp"', r"parallel in .* is 'dpp', but it must be one of 'ddp', 'fsdp'"),
+        ('[data]\npaths = "corpus"', r"data.paths in .* is 'corpus', but it must be a list of strings"),
+        ("[data]\npaths = [1]", r"data.paths in .* is \[1\], but it must be a list of strings"),
+        ("model = 3", r"model in .* is 3, but it must be a table"),
+        ("[model]\nextra = 3", r"model.extra in .* is 3, but it must be a table"),
+        ("[model]\npath = 3", r"model.path in .* is 3, but it must be a string"),
+        ("[optimizer]\neps = 'x'", r"optimizer.eps in .* is 'x', but it must be a number"),
+        ("steps = x\n", r"run.toml is not valid TOML: .*line 1"),
+    ],
+)
+def test_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*absent\.toml: No such file"):
+        load_config(tmp_path / "absent.toml")
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        read_toml(tmp_path / "run.toml")
+
+
+def test_value_that_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
+    config = TrainConfig(model=ModelConfig(extra={"sliding_window": None}))
+    with pytest.raises(ConfigError, match=r"model\.extra cannot be written as TOML"):
+        save_config(config, tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match="cannot write the configuration"):
+        save_config(TrainConfig(), tmp_path / "absent" / "config.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"activations": {"bits": 3}}, r"activations.bits is 3, but it must be 4, 8 or 16"),
+        ({"activations": {"block_size": 48}}, r"activations.block_size is 48, but it must be 16, 32, 64, 128 or 256"),
+        ({"activations": {"bits": 8, "format": "nf4"}}, r"activations.format is 'nf4', but it must be a 8-bit format"),
+        ({"activations": {"bits": 16, "format": "nf4"}}, r"activations.format is 'nf4', but it must be left out"),
+        ({"optimizer": {"learning_rate": float("nan")}}, r"optimizer.learning_rate is nan, but it must be finite"),
+        ({"optimizer": {"learning_rate": float("inf")}}, r"optimizer.learning_rate is inf, but it must be finite"),
+        ({"optimizer": {"beta1": 1.0}}, r"optimizer.beta1 is 1.0, but it must lie in \[0, 1\)"),
+        ({"batch_size": 8, "accumulation": 3}, r"batch_size is 8, but it must be a multiple of accumulation \(3\)"),
+        ({"nproc": 0}, r"nproc is 0, but it must be at least 1"),
+        ({"seed": -1}, r"seed is -1, but it must be at least 0"),
+        ({"model": {"num_key_value_heads": 3}}, r"model.num_key_value_heads is 3, but it must divide"),
+        (
+            {"data": {"validation_fraction": 1.0}},
+            r"data.validation_fraction is 1.0, but it must be at least 0 and below",
+        ),
+        ({"resume": True}, r"resume is True, but it must come with run_dir"),
+        ({"rank_timeout_seconds": 0.0}, r"rank_timeout_seconds is 0.0, but it must be above 0"),
+        ({"checkpoint": {"keep": 0}}, r"checkpoint.keep is 0, but it must be at least 1"),
+    ],
+)
+def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_config(values)
