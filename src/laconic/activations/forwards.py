@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.activations import functions
 from laconic.activations.functions import ACTIVATIONS, NormSpec
-from laconic.activations.kept import attach, derive, keep
+from laconic.activations.kept import Kept, attach, derive, keep
 from laconic.activations.sites import LinearSpec, MlpSpec, Site
 from laconic.formats import BlockFormat
 
@@ -142,6 +142,7 @@ class MlpForward(SiteForward):
         if spec.fused:
             kept_gate, kept_up = (derive(_half(index), (first,), (), "mlp") for index in (0, 1))
         kept_act = derive(ACTIVATIONS[spec.activation].forward, (kept_gate,), (), "mlp")
+        kept: tuple[Kept, ...]
         if kept_up is None:
             kept, product = (kept_gate,), kept_act
         else:
