@@ -248,8 +248,9 @@ def _split(offsets: _Ranges, fraction: float) -> tuple[_Ranges, _Ranges, npt.NDA
     if fraction == 0.0:
         return starts, stops, np.zeros(len(index), np.bool_)
     if len(index) == 1:
-        cut = int(stops[0]) - max(1, round(fraction * int(stops[0])))
-        return np.array([0, cut]), np.array([cut, int(stops[0])]), np.array([False, True])
+        end = int(stops[0])  # at least 2: a token and the end of the document
+        cut = min(max(1, round((1.0 - fraction) * end)), end - 1)
+        return np.array([0, cut]), np.array([cut, end]), np.array([False, True])
     keys = _hashed(index)
     held_out = keys < fraction
     held_out[np.argmin(keys)] = True
