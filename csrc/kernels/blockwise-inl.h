@@ -11,6 +11,16 @@ namespace {
 
 constexpr int64_t kMaxBlock = 256;
 
+// How far ahead of the block at hand its successors are fetched. Left alone, the hardware prefetcher loses track of
+// blocks of 64 and below: int8 ran at 3 instead of 10 GB/s on 32 MB.
+constexpr int64_t kPrefetchNbytes = 2048;
+
+inline void prefetch(const void* p, int64_t nbytes) {
+  // As an integer, because the address may lie beyond the tensor; fetching from there does nothing.
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + kPrefetchNbytes;
+  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Walks blocks [first, last) of rows cut into blocks.
@@ -145,6 +155,7 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
     uint8_t* codes = q.codes + walk.row * codes_per_row + walk.column * Encoder::kBits / 8;
     const uint64_t index = q.first_index + static_cast<uint64_t>(walk.row * q.length + walk.column);
     const int64_t size = walk.size();
+    prefetch(x, size * sizeof(T));
     if (size % S::kGroup == 0) {
       quantize_block<S, T, Encoder, kStochastic>(q, encoder, x, size, b, index, codes);
       continue;
