@@ -65,8 +65,13 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormS
     if spec.kind == "layer":
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
         return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(x.dtype)
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
-    return (y if weight is None else y * _scale(weight, spec)).to(x.dtype)
+    y = wide * _inverse_rms(wide, spec.eps)
+    return (y if weight is None else y.mul_(_scale(weight, spec))).to(x.dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension of x fp32, which is kept with size 1."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
@@ -120,18 +125,20 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 def _rms_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
 ) -> Grads:
-    """Gradients of RMS norm in fp32: dx = r (w g - n mean(w g n)) with r the inverse rms and n = x r."""
-    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
-    normalized = x * inverse_rms
-    dweight = None
-    if needs[1]:
-        dweight = (grad * normalized).flatten(0, -2).sum(0)
-    dx = None
+    """Gradients of RMS norm in fp32: dx = r (w g - n mean(w g n)) with r the inverse rms and n = x r.
+
+    Layer norm's kernel with a mean of zero gives r (w g - mean(w g) - n mean(w g n)) in one pass over memory; the term
+    in the middle, which RMS norm does not have, is added back.
+    """
+    inverse_rms = _inverse_rms(x, spec.eps)
+    scale = None if weight is None else _scale(weight, spec)
+    dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, x, x.shape[-1:], torch.zeros_like(inverse_rms), inverse_rms, scale, None, [*needs[:2], False]
+    )
     if needs[0]:
-        scaled = grad if weight is None else grad * _scale(weight, spec)
-        projection = (scaled * normalized).mean(-1, keepdim=True)
-        dx = (scaled - normalized * projection).mul_(inverse_rms)
-    return dx, dweight, None
+        mean = grad.mean(-1, keepdim=True) if scale is None else (grad @ scale).div_(x.shape[-1]).unsqueeze(-1)
+        dx.add_(mean.mul_(inverse_rms))
+    return (dx if needs[0] else None), (dweight if needs[1] else None), None
 
 
 def _layer_backward(
