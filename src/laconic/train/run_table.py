@@ -61,12 +61,12 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def config_differences(runs: Sequence[Run]) -> list[Row]:
-    """Fields of the configuration that are not the same in all `runs`."""
+    """Fields of the configuration that are not the same in all `runs` that have one."""
     names = sorted({name for run in runs for name in run.config if name not in _NOT_COMPARED})
     rows = []
     for name in names:
         texts = [_config_text(run, name) for run in runs]
-        if len(set(texts)) > 1:
+        if len(set(texts) - {MISSING}) > 1:
             rows.append(Row(name, tuple(map(Cell, texts))))
     return rows
 

@@ -1,0 +1,32 @@
+"""`laconic export`: its arguments reach the exporter."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from laconic.cli.main import main
+
+
+@pytest.mark.parametrize(("extra", "checkpoint"), [([], None), (["--checkpoint", "step-10"], "step-10")])
+def test_arguments_reach_the_exporter(
+    extra: list[str], checkpoint: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[str, str, str | None]] = []
+
+    def export(run_dir: str, out_dir: str, name: str | None) -> Path:
+        calls.append((run_dir, out_dir, name))
+        return Path(out_dir)
+
+    stand_in = types.ModuleType("laconic.train.export")
+    stand_in.export = export  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "laconic.train.export", stand_in)
+    assert main(["export", "runs/a", "out", *extra]) == 0
+    assert calls == [("runs/a", "out", checkpoint)]
+    assert capsys.readouterr().out == "wrote out\n"
+
+
+def test_missing_arguments_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "runs/a"]) == 2
+    assert "DIR" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Comparing runs: the table, the page, and runs that lack something."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.cli.main import main
+from laconic.errors import DataError
+from laconic.train.load_config import load_config, save_config
+from laconic.train.metrics import MetricsWriter
+from laconic.train.report import compare
+from laconic.train.report_page import downsample, smooth
+from laconic.train.run_record import load_runs
+from laconic.train.run_table import config_differences, summary_rows
+
+KINDS = {"norm": 100.0, "linear": 300.0, "mlp": 500.0, "attention": 100.0}
+
+
+def make_run(
+    folder: Path, name: str, *, bits: int = 16, loss: float = 1.0, speed: float = 1000.0, steps: int = 40
+) -> Path:
+    """A run directory as training writes it: loss falls to `loss`, and bits below 16 keep a fraction of the bytes."""
+    run_dir = folder / name
+    run_dir.mkdir(parents=True)
+    save_config(load_config(None, {"activations.bits": bits, "run_dir": str(run_dir)}), run_dir / "config.toml")
+    with MetricsWriter(run_dir) as writer:
+        for step in range(1, steps + 1):
+            writer.write(
+                step,
+                loss=loss + 3.0 * 0.5**step,
+                tokens_per_second=1.0 if step == 1 else speed,
+                peak_memory_nbytes=500_000_000 + step,
+                wire_nbytes=2_000_000,
+            )
+            if step % 10 == 0:
+                writer.write(step, validation_loss=loss + (0.2 if step == 20 else 0.1 + 1 / step))
+    kept = {kind: nbytes * (bits / 16 if kind != "attention" else 1) for kind, nbytes in KINDS.items()}
+    activations = {
+        "reference_dtype": "bfloat16",
+        "tokens": 64,
+        "before_nbytes_per_token": sum(KINDS.values()),
+        "after_nbytes_per_token": sum(kept.values()),
+        "by_kind_before": KINDS,
+        "by_kind_after": kept,
+        "sites": [],
+    }
+    (run_dir / "activations.json").write_text(json.dumps(activations))
+    (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "loss": loss, "seconds": 1.0}))
+    return run_dir
+
+
+def page_data(path: Path) -> dict[str, Any]:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    assert match
+    data: dict[str, Any] = json.loads(match.group(1))
+    return data
+
+
+def cells(run_dirs: list[Path]) -> dict[str, list[tuple[str, str, bool | None]]]:
+    rows = summary_rows(load_runs(run_dirs))
+    return {row.label: [(cell.text, cell.difference, cell.better) for cell in row.cells] for row in rows}
+
+
+def test_table_shows_values_and_differences(tmp_path: Path) -> None:
+    exact = make_run(tmp_path, "exact", loss=1.5, speed=1000)
+    nf4 = make_run(tmp_path, "nf4", bits=4, loss=1.49, speed=900)
+    shown = cells([exact, nf4])
+    assert shown["activations kept as"] == [("exact", "", None), ("nf4 b64", "", None)]
+    assert shown["steps"] == [("40", "", None), ("40", "=", None)]
+    assert shown["validation loss"] == [("1.6250", "", None), ("1.6150", "-0.0100", True)]
+    assert shown["validation loss, best"] == [("1.6250", "", None), ("1.6150", "-0.0100", True)]
+    assert shown["train loss, last 20 steps"] == [("1.5000", "", None), ("1.4900", "-0.0100", True)]
+    assert shown["tokens/s, median"] == [("1,000", "", None), ("900", "-10.0 %", False)]
+    assert shown["kept for backward per token"] == [("1 kB", "", None), ("325 B", "-67.5 %", True)]
+    assert shown["sent by a process per step"] == [("2 MB", "", None), ("2 MB", "=", None)]
+    assert config_differences(load_runs([exact, nf4]))[0].label == "activations.bits"
+    text = compare([exact, nf4], tmp_path / "report.html")
+    assert re.search(r"validation loss +1\.6250 +1\.6150 \(-0\.0100\)", text)
+    assert re.search(r"activations\.bits +16 +4", text)
+    assert "run_dir" not in text
+
+
+def test_best_is_the_lowest_not_the_last(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "run")
+    with MetricsWriter(run_dir) as writer:
+        for step in range(41, 61):
+            writer.write(step, loss=5.0)
+        writer.write(60, validation_loss=7.0)
+    shown = cells([run_dir])
+    assert shown["validation loss"][0][0] == "7.0000"
+    assert shown["validation loss, best"][0][0] == "1.1250"
+    assert shown["train loss, last 20 steps"][0][0] == "5.0000"
+    assert shown["train loss, best 20 steps"][0][0] == "1.0000"
+
+
+def test_diverged_run_shows_nan_and_still_renders(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "run")
+    with MetricsWriter(run_dir) as writer:
+        writer.write(41, loss=math.nan)
+        writer.write(41, validation_loss=math.inf)
+    shown = cells([make_run(tmp_path, "fine"), run_dir])
+    assert shown["validation loss"][1] == ("inf", "", None)
+    assert shown["train loss, last 20 steps"][1] == ("nan", "", None)
+    compare([run_dir], tmp_path / "report.html")
+    assert all(math.isfinite(value) for _, value in page_data(tmp_path / "report.html")["runs"][0]["loss"])
+
+
+def test_page_is_self_contained(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, "exact"), make_run(tmp_path, "nf4", bits=4)]
+    compare(runs, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "default-src 'none'" in page
+    assert set(re.findall(r"https?://[^\s\"'`]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert not re.search(r"<(link|img|iframe)|src=|@import|url\((?!#)", page)
+
+
+def test_page_holds_curves_kinds_and_verdict(tmp_path: Path) -> None:
+    compare([make_run(tmp_path, "exact"), make_run(tmp_path, "nf4", bits=4, loss=1.01)], tmp_path / "report.html")
+    data = page_data(tmp_path / "report.html")
+    exact, nf4 = data["runs"]
+    assert exact["validation_loss"][-1] == [40, pytest.approx(1.125)]
+    assert nf4["validation_gap"] == [[step, pytest.approx(0.01)] for step in (10, 20, 30, 40)]
+    assert exact["loss_gap"] == []
+    assert nf4["kept"] == {"mlp": 125.0, "attention": 100.0, "linear": 75.0, "norm": 25.0}
+    assert next(iter(nf4["kept"])) == "mlp"
+    assert data["verdicts"] == [
+        "Against exact, nf4 keeps 32 % of the bytes for backward, ends with a validation loss 0.0100 higher "
+        "and trains at 100 % of the speed."
+    ]
+
+
+def test_name_of_a_run_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    name = "<!--<script>alert(1)"
+    compare([make_run(tmp_path, name)], tmp_path / "report.html")
+    assert page_data(tmp_path / "report.html")["runs"][0]["name"] == name
+    assert "<script>alert" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_runs_of_the_same_name_keep_their_paths(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", "run"), make_run(tmp_path / "b", "run")]
+    assert [run.name for run in load_runs(runs)] == [str(path) for path in runs]
+
+
+@pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "activations.json", "summary.json"])
+def test_missing_file_shows_as_a_dash_and_is_named(tmp_path: Path, missing: str) -> None:
+    run_dir = make_run(tmp_path, "run")
+    (run_dir / missing).unlink()
+    text = compare([make_run(tmp_path, "whole"), run_dir], tmp_path / "report.html")
+    assert re.search(rf"note: .*{missing}.*No such file", text)
+    expected = {
+        "config.toml": "activations kept as",
+        "metrics.jsonl": "validation loss",
+        "activations.json": "unmodified",
+    }
+    if missing in expected:
+        assert re.search(rf"{expected[missing]}.* -$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("damaged", ["config.toml", "metrics.jsonl", "activations.json", "summary.json"])
+@pytest.mark.parametrize("content", [b"[1]]\n", b"{\n", b"\xff\xfe\n", b'"text"\n'])
+def test_damaged_file_is_survived_and_named(tmp_path: Path, damaged: str, content: bytes) -> None:
+    run_dir = make_run(tmp_path, "run")
+    (run_dir / damaged).write_bytes(content)
+    text = compare([run_dir, make_run(tmp_path, "whole")], tmp_path / "report.html")
+    assert re.search(rf"note: .*{damaged}.* (is damaged|holds no table)", text)
+
+
+def test_numbers_of_the_wrong_type_show_as_dashes(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "run")
+    (run_dir / "activations.json").write_text(
+        '{"by_kind_after": 3, "by_kind_before": {"mlp": "x"}, "after_nbytes_per_token": "x"}'
+    )
+    assert cells([run_dir])["kept for backward per token"] == [("-", "", None)]
+    compare([run_dir], tmp_path / "report.html")
+    assert page_data(tmp_path / "report.html")["runs"][0]["kept"] == {}
+
+
+def test_run_that_died_at_once_is_shown(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    save_config(load_config(), run_dir / "config.toml")
+    text = compare([make_run(tmp_path, "whole"), run_dir], tmp_path / "report.html")
+    assert re.search(r"validation loss +1\.1250 +-$", text, re.MULTILINE)
+    assert page_data(tmp_path / "report.html")["verdicts"] == ["run and whole have no measure in common."]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent is not a directory; give run directories"):
+        compare([tmp_path / "absent"])
+    with pytest.raises(DataError, match=r"is no run directory: it holds none of config.toml"):
+        compare([tmp_path])
+    with pytest.raises(DataError, match="at least one run"):
+        compare([])
+    with pytest.raises(DataError, match=r"cannot write the report .*: No such file"):
+        compare([make_run(tmp_path, "run")], tmp_path / "absent" / "report.html")
+
+
+def test_command_prints_the_table_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "page.html"
+    assert main(["compare", str(make_run(tmp_path, "run")), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "validation loss" in shown
+    assert shown.endswith(f"wrote {out}\n")
+    assert out.exists()
+
+
+def test_smoothing_keeps_lines_straight_and_skips_nan() -> None:
+    line = [(step, 2.0 * step) for step in range(20)]
+    smoothed = smooth(line, 5)
+    assert smoothed[2:-2] == line[2:-2]
+    assert smooth([(0, 1.0), (1, math.nan), (2, 3.0)], 1) == [(0, 1.0), (2, 3.0)]
+    assert smooth([], 5) == []
+
+
+def test_downsampling_keeps_the_mean_and_the_end() -> None:
+    points = [(step, float(step)) for step in range(1, 10_001)]
+    thinned = downsample(points, 1000)
+    assert len(thinned) == 1000
+    assert thinned[-1][0] == 10_000
+    assert sum(value for _, value in thinned) / 1000 == pytest.approx(5000.5)
+    assert downsample(points[:5], 1000) == points[:5]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_page_draws_its_charts_in_a_browser(tmp_path: Path) -> None:
+    compare([make_run(tmp_path, "exact"), make_run(tmp_path, "nf4", bits=4)], tmp_path / "report.html")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    browser = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    page = subprocess.run(
+        [*browser, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+    assert page.count("<svg") == 5
+    assert page.count("<path") >= 9
+    assert "NaN" not in page.partition("<script")[0]
