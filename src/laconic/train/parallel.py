@@ -7,9 +7,10 @@ same calls.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -43,11 +44,16 @@ def wrap_model(
     if world.size == 1:
         return model
     if parallel == "ddp":
+        # Nothing here changes buffers in forward, so they need no broadcast. torch 2.13 renamed the switch.
+        parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+        no_broadcast: dict[str, Any] = {
+            "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False
+        }
         return DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # nothing here changes buffers in forward
             gradient_as_bucket_view=True,
+            **no_broadcast,
         )
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
