@@ -7,6 +7,8 @@ same arguments gets the same bits. transformers is imported inside, because it i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from laconic.train.load_config import nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "no_progress_bars"]
 
 # What families call the width of the feed-forward layer; transformers' attribute_map does not cover it.
 _FEED_FORWARD_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -49,6 +51,20 @@ def build_model(
         hf_config = _family_config(config, vocab_size, max_sequence_length, eos_token_id)
         return _from_config(hf_config, seed)
     return _from_path(config, max_sequence_length, seed)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars for files while the block runs."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: int, eos_token_id: int | None) -> Any:
@@ -153,9 +169,10 @@ def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreT
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         return _from_config(hf_config, seed)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
-        )
+        with no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=hf_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+            )
     except Exception as error:
         raise ModelError(f"model.path {path!r} has weights that cannot be loaded: {error}") from error
     model, loading = loaded

@@ -210,7 +210,10 @@ def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> No
 
 def _model_texts(model: PreTrainedModel) -> dict[str, str]:
     """The Hugging Face files that describe `model`, to stand beside its weights."""
-    return {"config.json": model.config.to_json_string(use_diff=False)}
+    texts = {"config.json": model.config.to_json_string(use_diff=False)}
+    if model.can_generate():
+        texts["generation_config.json"] = model.generation_config.to_json_string(use_diff=False)
+    return texts
 
 
 def _copy_tokenizer(tokenizer: str, run_dir: Path) -> None:
