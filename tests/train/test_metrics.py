@@ -139,11 +139,11 @@ def test_peak_memory_is_at_least_what_is_resident_now() -> None:
     [
         (0, "0 B"),
         (999, "999 B"),
-        (1000, "1 kB"),
+        (1000, "1.00 kB"),
         (1536, "1.54 kB"),
         (99_950, "100 kB"),
-        (999_600, "1 MB"),
-        (2.5e13, "25 TB"),
+        (999_600, "1.00 MB"),
+        (2.5e13, "25.0 TB"),
     ],
 )
 def test_bytes_are_written_for_people(nbytes: float, text: str) -> None:
@@ -164,7 +164,7 @@ def test_lines_are_plain_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> N
         progress.message("done")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["10/25", "20/25", "25/25"]
-    assert lines[0].startswith("step 10/25  loss 2.0000  12,346 tokens/s  kept 2 MB  0:00 left")
+    assert lines[0].startswith("step 10/25  loss 2.0000  12,346 tokens/s  kept 2.00 MB  0:00 left")
     assert lines[-1] == "done"
 
 

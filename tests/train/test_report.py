@@ -51,7 +51,7 @@ def make_run(
         "sites": [],
     }
     (run_dir / "activations.json").write_text(json.dumps(activations))
-    (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "loss": loss, "seconds": 1.0}))
+    (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "loss": loss, "bf16_nbytes_per_token": 900.0}))
     return run_dir
 
 
@@ -77,8 +77,8 @@ def test_table_shows_values_and_differences(tmp_path: Path) -> None:
     assert shown["validation loss, best"] == [("1.6250", "", None), ("1.6150", "-0.0100", True)]
     assert shown["train loss, last 20 steps"] == [("1.5000", "", None), ("1.4900", "-0.0100", True)]
     assert shown["tokens/s, median"] == [("1,000", "", None), ("900", "-10.0 %", False)]
-    assert shown["kept for backward per token"] == [("1 kB", "", None), ("325 B", "-67.5 %", True)]
-    assert shown["sent by a process per step"] == [("2 MB", "", None), ("2 MB", "=", None)]
+    assert shown["kept for backward per token"] == [("1.00 kB", "", None), ("325 B", "-67.5 %", True)]
+    assert shown["sent by a process per step"] == [("2.00 MB", "", None), ("2.00 MB", "=", None)]
     assert config_differences(load_runs([exact, nf4]))[0].label == "activations.bits"
     text = compare([exact, nf4], tmp_path / "report.html")
     assert re.search(r"validation loss +1\.6250 +1\.6150 \(-0\.0100\)", text)
@@ -156,7 +156,8 @@ def test_missing_file_shows_as_a_dash_and_is_named(tmp_path: Path, missing: str)
     expected = {
         "config.toml": "activations kept as",
         "metrics.jsonl": "validation loss",
-        "activations.json": "unmodified",
+        "activations.json": "unmodified model keeps",
+        "summary.json": "in bf16",
     }
     if missing in expected:
         assert re.search(rf"{expected[missing]}.* -$", text, re.MULTILINE)

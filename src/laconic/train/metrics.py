@@ -119,7 +119,7 @@ def format_nbytes(nbytes: float) -> str:
     """`nbytes` for people, in powers of 1000: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(nbytes) < 999.5 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or abs(nbytes) >= 99.95 else f"{nbytes:.3g} {unit}"
+            return f"{nbytes:.0f} {unit}" if unit == "B" or abs(nbytes) >= 99.95 else f"{nbytes:#.3g} {unit}"
         nbytes /= 1000
     raise AssertionError
 

@@ -106,9 +106,13 @@ class Run:
 
     @property
     def exact_nbytes_per_token(self) -> float | None:
-        """Bytes the unmodified model would keep for backward per token."""
-        kept = _number(self.activations, "before_nbytes_per_token")
-        return kept if kept is not None else _number(self.summary, "bf16_nbytes_per_token")
+        """Bytes that the unmodified model keeps for backward per token, in the precision of the run."""
+        return _number(self.activations, "before_nbytes_per_token")
+
+    @property
+    def bf16_nbytes_per_token(self) -> float | None:
+        """Bytes that the unmodified model in bf16 would keep."""
+        return _number(self.summary, "bf16_nbytes_per_token")
 
     @property
     def activation_setting(self) -> str | None:

@@ -56,6 +56,7 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row("peak memory of a process", lambda run: run.peak_memory_nbytes, nbytes),
         row("kept for backward per token", lambda run: run.kept_nbytes_per_token, nbytes),
         row("unmodified model keeps", lambda run: run.exact_nbytes_per_token, nbytes),
+        row("unmodified model in bf16 keeps", lambda run: run.bf16_nbytes_per_token, nbytes),
         row("sent by a process per step", lambda run: run.wire_nbytes, nbytes),
     ]
 
@@ -101,7 +102,11 @@ class _Form:
         if value is None:
             return Cell(MISSING)
         text = self.write(value) if math.isfinite(value) else str(value)
-        if first is None or not math.isfinite(first) or not math.isfinite(value) or (self.relative and not first):
+        if first is None or not math.isfinite(first) or not math.isfinite(value):
+            return Cell(text)
+        if value == first:
+            return Cell(text, "=")
+        if self.relative and not first:
             return Cell(text)
         change = value - first
         if self.relative:
