@@ -206,7 +206,7 @@ class TrainConfig:
     """fp32, or bf16 autocast with fp32 parameters and optimizer state."""
     steps: int = 200
     """Optimizer steps in the whole run."""
-    batch_size: int = 8
+    batch_size: int = 16
     """Sequences per optimizer step over all processes; a multiple of world size x accumulation."""
     accumulation: int = 1
     """Micro-batches per optimizer step and process."""
