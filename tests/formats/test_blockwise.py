@@ -1,0 +1,83 @@
+"""BlockFormat and BlockTensor: choosing a format, exact sizes, and the way back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from laconic.errors import FormatError
+from laconic.formats import BlockFormat, BlockTensor
+
+CODES = ("nf4", "e2m1", "int4", "int8")
+SHAPES = [(), (0,), (1,), (5, 0), (0, 5), (70,), (3, 64), (2, 3, 257)]
+
+
+def test_bits_choose_the_code() -> None:
+    assert BlockFormat.from_bits(4) == BlockFormat("nf4", 64, torch.bfloat16)
+    assert BlockFormat.from_bits(8) == BlockFormat("int8", 64, torch.bfloat16)
+    assert BlockFormat.from_bits(4, code="e2m1", block_size=16, scale_dtype=torch.float16) == BlockFormat(
+        "e2m1", 16, torch.float16
+    )
+    assert BlockFormat.from_bits(16) is None
+    assert [BlockFormat(code).bits for code in CODES] == [4, 4, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("bits", "code", "message"),
+    [
+        (3, None, r"bits is 3, but it must be 4, 8 or 16 \(16 keeps the tensor as it is\)"),
+        (4, "int8", "code is 'int8', which has 8 bits, but bits is 4; change one of them"),
+        (16, "nf4", "code is 'nf4', which has 4 bits, but bits is 16; change one of them"),
+        (4, "nf5", "code is 'nf5', but it must be one of nf4, e2m1, int4, int8"),
+    ],
+)
+def test_bits_without_a_format_are_refused(bits: int, code: str | None, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        BlockFormat.from_bits(bits, code=code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"code": "fp4"}, "code is 'fp4', but it must be one of nf4, e2m1, int4, int8"),
+        ({"block_size": 100}, "block_size is 100, but it must be one of 16, 32, 64, 128, 256"),
+        ({"scale_dtype": torch.int8}, "scale_dtype is torch.int8, but it must be one of float32, bfloat16, float16"),
+    ],
+)
+def test_format_that_does_not_exist_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        BlockFormat(**arguments)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_sizes_are_exact_and_shapes_come_back(code: str, scale_dtype: torch.dtype) -> None:
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16, torch.float16)):
+        format = BlockFormat(code, 32, scale_dtype)
+        x = torch.randn(shape, dtype=dtype)
+        quantized = format.quantize(x)
+        assert isinstance(quantized, BlockTensor)
+        assert quantized.nbytes == format.nbytes(shape)
+        assert quantized.nbytes == quantized.codes.numel() + quantized.scales.numel() * scale_dtype.itemsize
+        back = quantized.dequantize()
+        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+        assert quantized.dequantize(torch.float32).dtype == torch.float32
+
+
+def test_nf4_takes_the_documented_4_25_bits() -> None:
+    assert BlockFormat().nbytes((1024, 1024)) * 8 == 4.25 * 1024 * 1024
+
+
+def test_seed_rounds_stochastically() -> None:
+    x = torch.randn(4, 256)
+    format = BlockFormat("int8")
+    assert not torch.equal(format.quantize(x, seed=1).codes, format.quantize(x).codes)
+    assert torch.equal(format.quantize(x, seed=1).codes, format.quantize(x, seed=1).codes)
+
+
+def test_zero_dimensional_tensor_comes_back() -> None:
+    quantized = BlockFormat("int8", 16, torch.float32).quantize(torch.tensor(-3.0))
+    assert quantized.codes.shape == (1,)
+    assert quantized.dequantize().item() == -3.0

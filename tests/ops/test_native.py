@@ -1,0 +1,187 @@
+"""The C++ kernels return the reference's bits, under every instruction set, and are chosen as asked."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from laconic.ops import kernels_in_use, native, reference
+from laconic.ops.codebooks import codebook
+from tests.ops.cases import (
+    BLOCK_SIZES,
+    CODES,
+    DTYPES,
+    FIRST_INDEX,
+    SEEDS,
+    awkward_tensors,
+    every_pattern,
+    implementations,
+    same_bits,
+)
+
+pytestmark = pytest.mark.skipif(not native.supported_isas(), reason="the C++ kernels are not built")
+
+NATIVE = implementations()[1:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_all_bits_are_the_references(dtype: torch.dtype, code: str, block_size: int) -> None:
+    for (name, x), scale_dtype, seed in itertools.product(awkward_tensors(dtype), DTYPES, SEEDS):
+        codes, scales = reference.quantize_blockwise(x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX)
+        length = x.shape[-1] if x.dim() else 1
+        for ops in NATIVE:
+            where = (name, scale_dtype, seed, ops.name)
+            native_codes, native_scales = ops.quantize(x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX)
+            assert same_bits(native_scales, scales), where
+            assert same_bits(native_codes, codes), where
+        if seed is not None:
+            continue
+        for out in DTYPES:
+            back = reference.dequantize_blockwise(codes, scales, code, block_size, length, out)
+            for ops in NATIVE:
+                where = (name, scale_dtype, out, ops.name)
+                assert same_bits(ops.dequantize(codes, scales, code, block_size, length, out), back), where
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code: str) -> None:
+    # In rising blocks; next to a fixed neighbour that sets the scale.
+    x = every_pattern(dtype)
+    cases = [(x, scale_dtype, seed) for scale_dtype in DTYPES for seed in SEEDS]
+    cases.append((torch.stack((torch.full_like(x, 0.37), x), dim=1), torch.float32, None))
+    for tensor, scale_dtype, seed in cases:
+        codes, scales = reference.quantize_blockwise(tensor, code, 16, scale_dtype, seed)
+        for ops in NATIVE:
+            native_codes, native_scales = ops.quantize(tensor, code, 16, scale_dtype, seed)
+            assert same_bits(native_scales, scales), (ops.name, scale_dtype, seed)
+            assert same_bits(native_codes, codes), (ops.name, scale_dtype, seed)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_bytes_that_quantize_never_writes_dequantize_alike(code: str, dtype: torch.dtype, block_size: int) -> None:
+    # Each of the 256 bytes under scales of every kind: signs, subnormals, infinities, NaNs, products that overflow.
+    scales = torch.cat((torch.randn(40) * torch.exp2(60 * torch.randn(40)), torch.tensor([1e-40, -1e-40, 3e38, -0.0])))
+    length = 256 if code == "int8" else 512
+    codes = torch.arange(256, dtype=torch.uint8).expand(len(scales) + 300, 256)
+    for scale_dtype in DTYPES:
+        rows = scales.to(scale_dtype)
+        if scale_dtype != torch.float32:
+            rows = torch.cat((rows, every_pattern(scale_dtype)[::219]))
+        rows = rows.unsqueeze(1).expand(-1, length // block_size)
+        back = reference.dequantize_blockwise(codes[: len(rows)], rows, code, block_size, length, dtype)
+        for ops in NATIVE:
+            where = (ops.name, scale_dtype)
+            assert same_bits(ops.dequantize(codes[: len(rows)], rows, code, block_size, length, dtype), back), where
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_threads_do_not_change_bits(code: str) -> None:
+    before = torch.get_num_threads()
+    x = torch.randn(1031, 1027)
+    try:
+        torch.set_num_threads(1)
+        codes, scales = native.quantize_blockwise(x, code, 64, torch.bfloat16, 7)
+        back = native.dequantize_blockwise(codes, scales, code, 64, 1027, torch.float32)
+        torch.set_num_threads(3)
+        assert same_bits(native.quantize_blockwise(x, code, 64, torch.bfloat16, 7)[0], codes)
+        assert same_bits(native.dequantize_blockwise(codes, scales, code, 64, 1027, torch.float32), back)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_flushed_subnormals_of_the_caller_do_not_change_bits() -> None:
+    x = torch.tensor([[2.0**-125, 2.0**-127, -(2.0**-127)]])
+    expected = native.quantize_blockwise(x, "nf4", 16, torch.float32, None)
+    assert [codebook("nf4").levels[c] for c in (expected[0][0, 0] >> 4, expected[0][0, 1])] != [0.0, 0.0]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        flushed = native.quantize_blockwise(x, "nf4", 16, torch.float32, None)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(flushed[0], expected[0])
+    assert same_bits(flushed[1], expected[1])
+
+
+def run_python(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_widest_instruction_set_is_the_default() -> None:
+    if not {"LACONIC_ISA", "LACONIC_KERNELS"} & os.environ.keys():
+        assert kernels_in_use()["cpu"]["isa"] == native.supported_isas()[-1]
+        assert kernels_in_use()["cpu"]["implementation"] == "c++"
+
+
+@pytest.mark.parametrize("isa", native.supported_isas())
+def test_environment_variable_forces_an_instruction_set(isa: str) -> None:
+    result = run_python("from laconic.ops import kernels_in_use as k; print(k()['cpu']['isa'])", LACONIC_ISA=isa)
+    assert result.stdout.strip() == isa
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"LACONIC_ISA": "neon"}, "LACONIC_ISA is 'neon', but it must be portable, avx2 or avx512, or not be set"),
+        ({"LACONIC_KERNELS": "fast"}, "LACONIC_KERNELS is 'fast', but it must be 'reference' or not be set"),
+    ],
+)
+def test_unknown_choice_is_refused(environment: dict[str, str], message: str) -> None:
+    result = run_python("import laconic.ops", **environment)
+    assert result.returncode != 0
+    assert f"ConfigError: {message}" in result.stderr
+
+
+PRETEND_OLD_CPU = """
+import laconic._kernels as k
+k.supported_isas = lambda: ["portable"]
+import laconic.ops
+"""
+PRETEND_NOT_BUILT = """
+import sys
+sys.modules["laconic._kernels"] = None
+import torch, laconic.ops
+for _ in range(2):
+    codes, scales = laconic.ops.quantize_blockwise(torch.ones(3))
+print(laconic.ops.kernels_in_use()["cpu"]["implementation"], codes.tolist())
+"""
+
+
+def test_instruction_set_that_the_cpu_lacks_is_refused() -> None:
+    result = run_python(PRETEND_OLD_CPU, LACONIC_ISA="avx512")
+    assert "ConfigError: LACONIC_ISA is 'avx512', but this CPU runs only portable" in result.stderr
+
+
+def test_missing_extension_means_the_reference_and_is_said_once() -> None:
+    result = run_python(PRETEND_NOT_BUILT, LACONIC_ISA="", LACONIC_KERNELS="")
+    assert result.stdout.strip() == "reference [255, 15]"
+    assert result.stderr.count("slow plain-torch reference: the compiled kernels cannot be imported") == 1
+
+
+def test_missing_extension_refuses_a_forced_instruction_set() -> None:
+    result = run_python(PRETEND_NOT_BUILT, LACONIC_ISA="avx2")
+    assert "ConfigError: LACONIC_ISA is 'avx2', but the compiled kernels cannot be imported" in result.stderr
+
+
+def test_reference_can_be_forced() -> None:
+    result = run_python(
+        "from laconic.ops import kernels_in_use as k; print(*k()['cpu'].values(), sep='|')", LACONIC_KERNELS="reference"
+    )
+    assert result.stdout.strip() == "reference||LACONIC_KERNELS asks for it"

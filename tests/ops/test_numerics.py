@@ -1,0 +1,335 @@
+"""What the numbers are, for every CPU implementation: the examples and rules of docs/formats.md."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import Tensor
+
+from laconic.ops import reference
+from laconic.ops.codebooks import LEVEL_MAX, MIN_SCALE, codebook
+from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, Implementation, every_pattern, implementations, same_bits
+
+IMPLEMENTATIONS = implementations()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=[i.name for i in IMPLEMENTATIONS])
+def ops(request: pytest.FixtureRequest) -> Implementation:
+    return request.param
+
+
+def levels_of(code: str) -> Tensor:
+    """The levels that quantize produces, ascending, in float64."""
+    if code == "int8":
+        return torch.arange(-127, 128, dtype=torch.float64)
+    return torch.tensor(sorted(set(codebook(code).sorted_levels)), dtype=torch.float64)
+
+
+# docs/formats.md, "Worked examples": code, values, scale, bytes, values read back.
+EXAMPLES = [
+    (
+        "nf4",
+        [2, -2, 1, 0.1, -0.1, 0],
+        2.0,
+        "0f 8c 76",
+        [2, -2, 0.88141966, 0.1591606, -0.18210007, 0],
+    ),
+    (
+        "e2m1",
+        [6, -6, 0.25, 0.75, 5, -3.5, 2.6, -0.2, 1.25],
+        1.0,
+        "f7 20 e6 05 02",
+        [6, -6, 0, 1, 4, -4, 3, 0, 1],
+    ),
+    (
+        "int4",
+        [7, -7, 0.5, 1.5, 2.5, -0.5, -1.5, 3.4],
+        1.0,
+        "97 20 02 3e",
+        [7, -7, 0, 2, 2, 0, -2, 3],
+    ),
+    (
+        "int8",
+        [127, -127, 0.5, 1.5, -2.5, 100.4, 0],
+        1.0,
+        "7f 81 00 02 fe 64 00",
+        [127, -127, 0, 2, -2, 100, 0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "values", "scale", "code_bytes", "back"), EXAMPLES)
+def test_worked_example_is_true(
+    ops: Implementation, code: str, values: list[float], scale: float, code_bytes: str, back: list[float]
+) -> None:
+    codes, scales = ops.quantize(torch.tensor(values), code, 16, torch.float32, None)
+    assert bytes(codes.tolist()).hex(" ") == code_bytes
+    assert scales.tolist() == [scale]
+    assert torch.equal(ops.dequantize(codes, scales, code, 16, len(values), torch.float32), torch.tensor(back))
+
+
+# (arange(70) - 35) / 8 in blocks of 32 with bf16 scales, nearest and with seed 1. A change here breaks what is stored.
+GOLDEN = {
+    ("nf4", None): "0000001111111122223233334454556566778798a9aabbccccddedeeeeeefffffeffff",
+    ("nf4", 1): "0000111111111122212233334354556566768889a9babbcbdddcdeeeeeeffffffefffe",
+    ("e2m1", None): "ffffffeeeeeeeededdddcdccbcbbaa9a99001021323344545555666666767777777777",
+    ("e2m1", 1): "ffffeeefeeeeeedddeddccccbcbbaa9a99091112324344545555666666677777767777",
+    ("int4", None): "99a9aaaabbbbcbccccddddedeeeeffff0f000011212222334344445565666677667677",
+    ("int4", 1): "999aaababbbbbbccccccedddeeeefffff0001111212233324443455555667677766676",
+    ("int8", None): "8185888c8f93979a9ea2a5a9acb0b4b7bbbfc2c6cacdd1d4d8dcdfe3e7eaeef1f2f7fb0005090e12"
+    "171b2024292d32363b3f44484d52565b5f64686d71767a7f6c7074787b7f",
+    ("int8", 1): "8184888b9093979b9ea2a6a9acb0b4b8bbbfc2c6cacdd1d4d8dcdfe3e7eaeef2f3f6fb0005090e12"
+    "171b2025292d32373b4044494d51565a5f63696d71767b7f6c7074777b7f",
+}
+GOLDEN_SCALES = {
+    "nf4": [4.375, 3.5, 4.25],
+    "e2m1": [0.73046875, 0.58203125, 0.70703125],
+    "int4": [0.625, 0.5, 0.60546875],
+    "int8": [0.034423828125, 0.027587890625, 0.033447265625],
+}
+
+
+@pytest.mark.parametrize(("code", "seed"), GOLDEN)
+def test_golden_bytes_stay(ops: Implementation, code: str, seed: int | None) -> None:
+    codes, scales = ops.quantize((torch.arange(70) - 35) / 8, code, 32, torch.bfloat16, seed)
+    assert bytes(codes.tolist()).hex() == GOLDEN[code, seed]
+    assert scales.tolist() == GOLDEN_SCALES[code]
+
+
+def test_random_numbers_are_the_documented_ones() -> None:
+    index = torch.tensor([0, 1, 2, 3, 2**32 - 1, 2**32, 2**62])
+    integers = [13440492, 9627422, 3605398, 13976068, 9554806, 3494144, 13574166]
+    assert (reference.uniform(1, index) * 2**24).int().tolist() == integers
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_bf16_goes_to_the_nearest_level(ops: Implementation, code: str) -> None:
+    # The first element makes the scale exactly 1, so the second is compared with the levels themselves.
+    x = every_pattern(torch.bfloat16)
+    x = x[x.abs() <= LEVEL_MAX[code]]
+    pairs = torch.stack((torch.full_like(x, LEVEL_MAX[code]), x), dim=1)
+    codes, scales = ops.quantize(pairs, code, 16, torch.bfloat16, None)
+    assert scales.eq(1).all()
+    back = ops.dequantize(codes, scales, code, 16, 2, torch.float32)
+    assert back[:, 0].eq(LEVEL_MAX[code]).all()
+    levels, exact = levels_of(code), x.double().unsqueeze(1)
+    distance = (levels - exact).abs()
+    assert torch.equal((back[:, 1].double() - x.double()).abs(), distance.amin(1))
+    # Where two levels are equally near, the even code wins. No bf16 number is half-way between two levels of nf4.
+    ties = distance.eq(distance.amin(1, keepdim=True)).sum(1) > 1
+    assert ties.any() == (code != "nf4")
+    chosen = codes[ties, 1] if code == "int8" else codes[ties, 0] >> 4
+    assert (chosen % 2 == 0).all()
+
+
+def test_nf4_tie_goes_to_the_lower_level(ops: Implementation) -> None:
+    thresholds = torch.tensor(codebook("nf4").thresholds[:15])
+    for n, expected in ((thresholds, 0), (torch.nextafter(thresholds, torch.tensor(2.0)), 1)):
+        x = torch.stack((torch.ones(15), n), dim=1)
+        codes, _ = ops.quantize(x, "nf4", 16, torch.float32, None)
+        assert torch.equal(codes[:, 0] >> 4, (torch.arange(15) + expected).to(torch.uint8))
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Implementation, code: str, dtype: torch.dtype) -> None:
+    # Alone, a number is its block's maximum: it comes back exactly up to the rounding of level * (x / level).
+    x = every_pattern(dtype)
+    codes, scales = ops.quantize(x.unsqueeze(1), code, 16, torch.float32, None)
+    back = ops.dequantize(codes, scales, code, 16, 1, torch.float32).squeeze(1)
+    finite = x.isfinite()
+    assert back[~finite].isnan().all()
+    assert (codes[~finite] == 0).all()
+    vanished = finite & (x.float().abs() / LEVEL_MAX[code] < MIN_SCALE)
+    assert back[vanished].eq(0).all()
+    ordinary = finite & ~vanished
+    error = (back[ordinary].double() - x[ordinary].double()).abs()
+    # The scale is rounded once to 24 bits, and the product once more.
+    assert (error <= x[ordinary].double().abs() * 2.0**-23).all()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_round_trip_error_stays_within_the_derived_bound(
+    code: str, scale_dtype: torch.dtype, data: st.DataObject
+) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 80)))
+    exponent = data.draw(st.integers(-20, 10))
+    x = torch.from_numpy(
+        data.draw(hnp.arrays(np.float32, shape, elements=st.floats(-1, 1, width=32, allow_subnormal=False)))
+    )
+    x = x * 2.0**exponent
+    block_size = data.draw(st.sampled_from(BLOCK_SIZES))
+    seed = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1))
+    results = [i.quantize(x, code, block_size, scale_dtype, seed) for i in IMPLEMENTATIONS]
+    codes, scales = results[0]
+    for other_codes, other_scales in results[1:]:
+        assert same_bits(codes, other_codes)
+        assert same_bits(scales, other_scales)
+    back = reference.dequantize_blockwise(codes, scales, code, block_size, shape[1], torch.float32)
+
+    gap = levels_of(code).diff().max()
+    scale = scales.double().repeat_interleave(block_size, -1)[:, : shape[1]]
+    # Half a gap to the nearest level, a whole one to the farther of two; a scale that was rounded down leaves its
+    # block's largest values that much outside the levels; 2**-20 covers the fp32 roundings on the way.
+    rounding = torch.finfo(scale_dtype).eps * LEVEL_MAX[code]
+    bound = scale * ((gap if seed is not None else gap / 2) + rounding) * (1 + 2.0**-20)
+    # fp16 scales below 2**-14 lose precision step by step: half a step is 2**-25.
+    smallest = 2.0**-25 if scale_dtype == torch.float16 else MIN_SCALE
+    bound = bound + smallest * LEVEL_MAX[code]
+    assert ((back.double() - x.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_make_their_block_nan_and_no_other(
+    ops: Implementation, code: str, dtype: torch.dtype, scale_dtype: torch.dtype, value: float
+) -> None:
+    x = torch.randn(3, 100).to(dtype)
+    x[1, 37] = value
+    codes, scales = ops.quantize(x, code, 32, scale_dtype, None)
+    back = ops.dequantize(codes, scales, code, 32, 100, dtype)
+    expected = torch.zeros(3, 100, dtype=torch.bool)
+    expected[1, 32:64] = True
+    assert torch.equal(back.isnan(), expected)
+    assert scales.isnan().sum() == 1
+    bits = 4 if code != "int8" else 8
+    assert codes[1, 32 * bits // 8 : 64 * bits // 8].eq(0).all()
+
+
+def test_every_nan_comes_out_the_same(ops: Implementation) -> None:
+    for dtype, nan_bits in zip(DTYPES, (0x7FC00000, 0x7FC0, 0x7E00), strict=True):
+        nans = every_pattern(dtype) if dtype != torch.float32 else torch.tensor([-1, 0x7F800001]).int().view(dtype)
+        nans = nans[nans.isnan()].unsqueeze(1)
+        as_int = torch.int32 if dtype == torch.float32 else torch.int16
+        codes, scales = ops.quantize(nans, "nf4", 16, dtype, None)
+        assert scales.view(as_int).eq(nan_bits).all()
+        # Scales that something else wrote: any NaN, either sign.
+        back = ops.dequantize(torch.full_like(codes, 0x0F), nans, "nf4", 16, 1, dtype)
+        assert back.view(as_int).eq(nan_bits).all()
+
+
+@pytest.mark.parametrize(("scale_dtype", "largest"), [(torch.float16, 65520.0), (torch.bfloat16, 3.3961775e38)])
+def test_scale_that_overflows_is_nan(ops: Implementation, scale_dtype: torch.dtype, largest: float) -> None:
+    # `largest` is the first number that rounds to infinity.
+    x = torch.tensor([[largest], [np.nextafter(np.float32(largest), np.float32(0))]])
+    codes, scales = ops.quantize(x, "nf4", 16, scale_dtype, None)
+    assert scales.isnan().flatten().tolist() == [True, False]
+    assert ops.dequantize(codes, scales, "nf4", 16, 1, torch.float32).isfinite().flatten().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_vanishing_block_becomes_zeros(
+    ops: Implementation, code: str, scale_dtype: torch.dtype, seed: int | None
+) -> None:
+    smallest_kept = 2.0**-24 if scale_dtype == torch.float16 else MIN_SCALE
+    # fp16 rounds half its smallest step to even, which is zero; the other types are cut off at 2**-126.
+    vanishes = smallest_kept / 2 if scale_dtype == torch.float16 else smallest_kept * (1 - 2.0**-7)
+    x = torch.tensor([[0.0], [-0.0], [1e-45], [vanishes * LEVEL_MAX[code]], [smallest_kept * LEVEL_MAX[code]]])
+    codes, scales = ops.quantize(x, code, 16, scale_dtype, seed)
+    assert scales.flatten().tolist() == [0.0, 0.0, 0.0, 0.0, smallest_kept]
+    zero_code = 0 if code == "int8" else codebook(code).zero_code
+    assert codes[:4].eq(zero_code).all()
+    back = ops.dequantize(codes, scales, code, 16, 1, torch.float32)
+    assert back.flatten().tolist() == [0.0, 0.0, 0.0, 0.0, smallest_kept * LEVEL_MAX[code]]
+    assert not back.signbit().any()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257])
+def test_rows_are_quantized_one_by_one(ops: Implementation, code: str, length: int) -> None:
+    x = torch.randn(4, length)
+    codes, scales = ops.quantize(x, code, 64, torch.bfloat16, None)
+    for row in range(4):
+        row_codes, row_scales = ops.quantize(x[row], code, 64, torch.bfloat16, None)
+        assert torch.equal(codes[row], row_codes)
+        assert torch.equal(scales[row], row_scales)
+    if code != "int8" and length % 2:
+        assert (codes[:, -1] >> 4).eq(0).all()
+
+
+@pytest.mark.parametrize("code", ["e2m1", "int4"])
+def test_code_8_can_be_read_but_is_never_written(ops: Implementation, code: str) -> None:
+    codes, scales = torch.tensor([[0x88]], dtype=torch.uint8), torch.tensor([[2.0]])
+    back = ops.dequantize(codes, scales, code, 16, 2, torch.float32)
+    assert back.tolist() == [[-16.0, -16.0]] if code == "int4" else [[0.0, 0.0]]
+    x = every_pattern(torch.bfloat16)
+    x = x[x.isfinite()].view(-1, 2)
+    for seed in (None, 1):
+        written, scales = ops.quantize(x, code, 16, torch.float32, seed)
+        written = written[scales.isfinite() & (scales > 0)]
+        assert not ((written & 15) == 8).any()
+        assert not ((written >> 4) == 8).any()
+
+
+# --- stochastic rounding ---
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: Implementation, code: str) -> None:
+    count = 1 << 14
+    levels = levels_of(code)
+    for value in (-0.93, -0.31, 0.017, 0.5, 0.77):
+        n = value * LEVEL_MAX[code]
+        # Each row is one block: the maximum, then 15 copies of the value.
+        x = torch.full((count, 16), n, dtype=torch.float32)
+        x[:, 0] = LEVEL_MAX[code]
+        codes, scales = ops.quantize(x, code, 16, torch.float32, 11)
+        back = ops.dequantize(codes, scales, code, 16, 16, torch.float32).double()
+        assert back[:, 0].eq(LEVEL_MAX[code]).all()
+        exact = x[0, 1].double()
+        upper = int(torch.searchsorted(levels, exact))
+        low, high = levels[upper - 1], levels[upper]
+        samples = back[:, 1:].flatten()
+        assert (samples.eq(low) | samples.eq(high)).all()
+        fraction = (exact - low) / (high - low)
+        standard_error = (high - low) * (fraction * (1 - fraction) / samples.numel()).sqrt()
+        assert (samples.mean() - exact).abs() <= 4 * standard_error
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_stochastic_rounding_keeps_levels(ops: Implementation, code: str) -> None:
+    levels = levels_of(code).float()
+    x = torch.cat((levels[-1:], levels)).repeat(50, 1)
+    codes, scales = ops.quantize(x, code, 256, torch.float32, 2)
+    assert torch.equal(ops.dequantize(codes, scales, code, 256, x.shape[1], torch.float32), x)
+
+
+def test_stochastic_rounding_depends_on_seed_and_index_only(ops: Implementation) -> None:
+    x = torch.randn(8, 96)
+    codes, _ = ops.quantize(x, "int8", 32, torch.float32, 9)
+    again, _ = ops.quantize(x, "int8", 32, torch.float32, 9)
+    other, _ = ops.quantize(x, "int8", 32, torch.float32, 10)
+    moved, _ = ops.quantize(x[3:], "int8", 32, torch.float32, 9, first_index=3 * 96)
+    assert torch.equal(codes, again)
+    assert not torch.equal(codes, other)
+    assert torch.equal(codes[3:], moved)
+
+
+def test_random_numbers_are_uniform_and_uncorrelated() -> None:
+    count = 1 << 18
+    index = torch.arange(count)
+    streams = [reference.uniform(seed, index + start) for seed, start in ((0, 0), (1, 0), (2, 0), (0, 2**32), (-1, 0))]
+    for u in streams:
+        assert u.min() >= 0
+        assert u.max() < 1
+        observed = torch.histc(u, 256, 0, 1).double()
+        chi_square = ((observed - count / 256) ** 2 / (count / 256)).sum()
+        assert chi_square < 255 + 5 * math.sqrt(2 * 255)
+        for lag in (1, 2, 64, 4096):
+            correlation = torch.corrcoef(torch.stack((u[:-lag], u[lag:])))[0, 1]
+            assert correlation.abs() < 5 / math.sqrt(count)
+    correlations = torch.corrcoef(torch.stack(streams)) - torch.eye(len(streams))
+    assert correlations.abs().max() < 5 / math.sqrt(count)

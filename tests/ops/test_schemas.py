@@ -1,0 +1,103 @@
+"""What the ops accept, what they refuse, and what the compiler may assume about them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from laconic.errors import FormatError
+from laconic.ops import dequantize_blockwise, quantize_blockwise
+from tests.ops.cases import CODES, DTYPES, awkward_tensors, same_bits
+
+QUANTIZE = torch.ops.laconic.quantize_blockwise.default
+DEQUANTIZE = torch.ops.laconic.dequantize_blockwise.default
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": "nf5"}, "code is 'nf5', but it must be one of nf4, e2m1, int4, int8"),
+        ({"block_size": 48}, "block_size is 48, but it must be one of 16, 32, 64, 128, 256"),
+        ({"scale_dtype": torch.float64}, "scale_dtype is torch.float64, but it must be one of float32, bfloat16"),
+        ({"x": torch.ones(4, dtype=torch.int32)}, "x.dtype is torch.int32, but it must be one of float32"),
+        ({"seed": 2**63}, "seed is 9223372036854775808, but it must be None or fit in 64 bits"),
+    ],
+)
+def test_bad_argument_of_quantize_is_named(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"x": torch.ones(4), "code": "nf4", "block_size": 64} | change
+    with pytest.raises(FormatError, match=message.replace("(", r"\(")):
+        quantize_blockwise(arguments.pop("x"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": "nf5"}, "code is 'nf5', but it must be one of nf4, e2m1, int4, int8"),
+        ({"block_size": 48}, "block_size is 48, but it must be one of"),
+        ({"dtype": torch.float64}, "dtype is torch.float64, but it must be one of float32, bfloat16, float16"),
+        ({"codes": torch.zeros(2, 50, dtype=torch.int8)}, "codes.dtype is torch.int8, but it must be uint8"),
+        ({"scales": torch.zeros(2, 2, dtype=torch.int8)}, "scales.dtype is torch.int8, but it must be one of"),
+        ({"scales": torch.zeros(2, 2, device="meta")}, "codes are on cpu and scales on meta, but both must be on one"),
+        ({"scales": torch.zeros(3, 2)}, r"codes have shape \(2, 50\) and scales \(3, 2\), but they must .* agree"),
+        ({"scales": torch.zeros(2)}, "but they must have at least one dimension and agree"),
+        ({"scales": torch.zeros(2, 3)}, "scales in 3, but length 100 in nf4 with block_size 64 takes 50 and 2"),
+        ({"length": 102}, "codes end in 50 and scales in 2, but length 102 in nf4 with block_size 64 takes 51 and 2"),
+        ({"length": -1}, "length is -1, but it must be at least 0"),
+    ],
+)
+def test_bad_argument_of_dequantize_is_named(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "codes": torch.zeros(2, 50, dtype=torch.uint8),
+        "scales": torch.zeros(2, 2),
+        "length": 100,
+    } | change
+    with pytest.raises(FormatError, match=message):
+        dequantize_blockwise(arguments.pop("codes"), arguments.pop("scales"), **arguments)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("seed", [None, 4])
+def test_opcheck_passes(code: str, seed: int | None) -> None:
+    for x in (torch.randn(3, 70), torch.randn(2, 3, 64).bfloat16().requires_grad_(), torch.randn(()), torch.randn(0)):
+        torch.library.opcheck(QUANTIZE, (x, code, 32, torch.float16, seed))
+        codes, scales = QUANTIZE(x, code, 32, torch.float16, seed)
+        length = x.shape[-1] if x.dim() else 1
+        torch.library.opcheck(DEQUANTIZE, (codes, scales, code, 32, length, torch.bfloat16))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_fake_and_meta_results_have_the_real_shapes(code: str) -> None:
+    for _, x in awkward_tensors(torch.float16):
+        real = quantize_blockwise(x, code=code)
+        length = x.shape[-1] if x.dim() else 1
+        back = dequantize_blockwise(*real, length=length, code=code)
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fake = quantize_blockwise(mode.from_tensor(x), code=code)
+            fake_back = dequantize_blockwise(*fake, length=length, code=code)
+        meta = quantize_blockwise(x.to("meta"), code=code)
+        for expected, *others in zip((*real, back), (*fake, fake_back), meta, strict=False):
+            for other in others:
+                assert (expected.shape, expected.dtype) == (other.shape, other.dtype)
+                assert expected.stride() == other.stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_call_gives_the_same_bits(dtype: torch.dtype) -> None:
+    def there_and_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
+        codes, scales = quantize_blockwise(x * 2, code="nf4", block_size=32, seed=seed)
+        return dequantize_blockwise(codes, scales, length=x.shape[-1], block_size=32, dtype=x.dtype)
+
+    compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((4, 70), (4, 71), (7, 64)):
+        x = torch.randn(shape).to(dtype)
+        for seed in (None, 3):
+            assert same_bits(compiled(x, seed), there_and_back(x, seed))
+
+
+def test_results_carry_no_gradient() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    codes, scales = quantize_blockwise(x)
+    back = dequantize_blockwise(codes, scales.requires_grad_(), length=64)
+    assert not codes.requires_grad
+    assert not back.requires_grad
