@@ -7,6 +7,7 @@ JSON has no NaN: non-finite values are written as the strings "NaN", "Infinity" 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -139,9 +140,10 @@ class Progress:
         self._first_step = first_step
         self._bar: Any = None
         if self._shows and sys.stderr.isatty():
-            from tqdm import tqdm
+            with contextlib.suppress(ImportError):  # tqdm is an extra; lines do without it
+                from tqdm import tqdm
 
-            self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+                self._bar = tqdm(total=steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that `step` steps are done, with loss, tokens_per_second and saved_nbytes from `metrics` if present."""

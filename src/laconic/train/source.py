@@ -1,6 +1,6 @@
 """Where text comes from: files on disk, read as documents.
 
-Everything streams: a text file is read in pieces of about a mebibyte, a JSONL file line by line. Order is fixed by
+Everything streams: a text file is read in pieces of about 64 KiB, a JSONL file line by line. Order is fixed by
 sorting, so a corpus is the same on every machine that holds the same files.
 """
 
@@ -29,7 +29,7 @@ _SUFFIXES = (
 )
 TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
-_PIECE_NBYTES = 1 << 20
+_PIECE_NBYTES = 1 << 16
 # Tests of the standard library are two thirds of it, and full of generated tables and deliberately broken files.
 _STANDARD_LIBRARY_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -85,7 +85,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
     """Pieces of text of one file, each with True where a document ends after it.
 
     A .jsonl or .ndjson file holds one document per line, the string under `text_key`; any other file is one document,
-    cut after line ends into pieces of about a mebibyte. Raises DataError naming the file and the line or byte.
+    cut after line ends into pieces of about 64 KiB. Raises DataError naming the file and the line or byte.
     """
     try:
         yield from (_read_jsonl(path, text_key) if path.suffix.lower() in _JSONL_SUFFIXES else _read_text(path))
