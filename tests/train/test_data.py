@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import ConfigError, DataError
-from laconic.train import source
+from laconic.train import data, source
 from laconic.train.config import DataConfig
 from laconic.train.data import TokenCorpus, TokenDataset, TokenStream, batch, check_vocab, prepare
 from laconic.train.sampler import global_indices, sample_id
@@ -436,16 +436,16 @@ def test_one_large_file_is_split_by_sections(tmp_path: Path) -> None:
 # Streams and windows
 
 
-@given(data=st.data())
-def test_stream_reads_like_the_joined_ranges(data: st.DataObject) -> None:
+@given(drawn=st.data())
+def test_stream_reads_like_the_joined_ranges(drawn: st.DataObject) -> None:
     tokens = np.arange(60, dtype=np.uint16)
-    cuts = sorted(data.draw(st.sets(st.integers(0, 60), max_size=10)))
+    cuts = sorted(drawn.draw(st.sets(st.integers(0, 60), max_size=10)))
     starts, stops = cuts[: len(cuts) // 2 * 2 : 2], cuts[1 : len(cuts) // 2 * 2 : 2]
     joined = [token for start, stop in zip(starts, stops, strict=True) for token in range(start, stop)]
     stream = TokenStream(tokens, starts, stops)
     assert len(stream) == len(joined)
-    begin = data.draw(st.integers(0, len(joined)))
-    count = data.draw(st.integers(0, len(joined) - begin))
+    begin = drawn.draw(st.integers(0, len(joined)))
+    count = drawn.draw(st.integers(0, len(joined) - begin))
     assert stream.read(begin, count).tolist() == joined[begin : begin + count]
     with pytest.raises(IndexError):
         stream.read(begin, len(joined) - begin + 1)
@@ -537,3 +537,11 @@ def test_hidden_files_do_not_hide_in_globs(tmp_path: Path) -> None:
     (tmp_path / ".secret.txt").write_text("x")
     (tmp_path / "a.txt").write_text("x")
     assert [os.path.basename(file) for file in find_files([str(tmp_path / "*")])] == ["a.txt"]
+
+
+def test_long_tokenization_says_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data, "_REPORT_SECONDS", -1.0)
+    corpus_of(tmp_path, {"a.txt": "text"})
+    assert "still tokenizing: 0.0 million tokens so far" in caplog.messages
