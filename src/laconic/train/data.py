@@ -193,7 +193,7 @@ def _tokenize(files: Sequence[Path], tokenizer: Tokenizer, text_key: str, stem: 
                 writer.add(ids, ends_document=ends_document)
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
-                # A warning, because Python shows those even without logging set up, and a long silence looks like a hang.
+                # A warning, for Python shows those even without logging set up, and a long silence looks like a hang.
                 logger.warning("still tokenizing: %.1f million tokens so far", writer.num_tokens / 1e6)
         if not writer.num_tokens:
             raise DataError(f"the data is empty: no text in {len(files)} file(s), the first of them {files[0]}")
