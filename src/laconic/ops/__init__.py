@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops import native, reference
+from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
 from laconic.ops.schemas import LIBRARY
 
@@ -88,4 +88,4 @@ def dequantize_blockwise(
 
 def kernels_in_use() -> dict[str, dict[str, str]]:
     """For each device type that has kernels: "implementation" ("c++", "triton" or "reference"), "isa", "reason"."""
-    return {"cpu": asdict(native.SELECTION)}
+    return {"cpu": asdict(native.SELECTION), "cuda": asdict(triton.selection())}

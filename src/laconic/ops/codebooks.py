@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-__all__ = ["BITS", "BLOCK_SIZES", "LEVEL_MAX", "MIN_SCALE", "Codebook", "bits_of", "codebook"]
+__all__ = ["BITS", "BLOCK_SIZES", "LEVEL_MAX", "MIN_SCALE", "Codebook", "bits_of", "codebook", "codebook_tensor"]
 
 BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int8": 8}
 """Bits stored per element of each code."""
@@ -100,6 +102,20 @@ def codebook(code: str) -> Codebook:
         levels = tuple(float(c if c < 8 else c - 16) for c in range(16))
         return _build(levels, produced=without_8, ties_to_even_code=True)
     raise KeyError(code)
+
+
+@cache
+def codebook_tensor(code: str, device: torch.device) -> Tensor:
+    """The tables of `codebook` on a device, for kernels: six times 16 numbers and the zero code, fp32.
+
+    The order is that of struct Codebook in csrc/kernels/blockwise.h. int8 has no tables; its tensor is empty.
+    """
+    if code == "int8":
+        return torch.empty(0, dtype=torch.float32, device=device)
+    book = codebook(code)
+    tables = (book.levels, book.sorted_levels, book.codes, book.thresholds, book.floor_thresholds, book.reciprocal_gaps)
+    numbers = [*(number for table in tables for number in table), book.zero_code]
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def _build(levels: tuple[float, ...], produced: list[int], ties_to_even_code: bool) -> Codebook:

@@ -7,7 +7,6 @@ instruction set once: the widest that the CPU runs, or the one that LACONIC_ISA 
 from __future__ import annotations
 
 import math
-from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from laconic.errors import ConfigError
 from laconic.ops import reference
-from laconic.ops.codebooks import LEVEL_MAX, codebook
+from laconic.ops.codebooks import LEVEL_MAX, codebook_tensor
 from laconic.ops.schemas import LIBRARY, check_dequantize_blockwise, check_quantize_blockwise
 from laconic.ops.selection import Selection, forced_isa, reference_is_forced, say_once
 
@@ -28,6 +27,7 @@ try:
 except ImportError as error:
     _kernels, _missing = None, f"the compiled kernels cannot be imported ({error}); reinstall laconic to build them"
 
+_CPU = torch.device("cpu")
 # The enumeration FloatType of csrc/kernels/blockwise.h.
 _FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -52,16 +52,8 @@ def _select() -> Selection:
     return Selection("c++", supported[-1], f"the widest of what this CPU runs: {', '.join(supported)}")
 
 
-@cache
-def _codebook_tensor(code: str) -> Tensor:
-    """The struct Codebook of csrc/kernels/blockwise.h."""
-    book = codebook(code)
-    tables = (book.levels, book.sorted_levels, book.codes, book.thresholds, book.floor_thresholds, book.reciprocal_gaps)
-    return torch.tensor([*(value for table in tables for value in table), book.zero_code], dtype=torch.float32)
-
-
 def _codebook_address(code: str) -> int:
-    return 0 if code == "int8" else _codebook_tensor(code).data_ptr()
+    return 0 if code == "int8" else codebook_tensor(code, _CPU).data_ptr()
 
 
 def _isa_number(isa: str | None) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from laconic.ops.codebooks import LEVEL_MAX, MIN_SCALE, codebook
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
-__all__ = ["dequantize_blockwise", "quantize_blockwise", "uniform"]
+__all__ = ["dequantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
 
 _INFINITY_BITS = 0x7F800000
 # Quiet NaN, positive, empty payload: the one NaN that is ever written.
@@ -94,7 +94,7 @@ def uniform(seed: int, index: Tensor) -> Tensor:
     that SplitMix64's finalizer makes of the seed and the high half. The second key, between the two multiplications,
     keeps two seeds from giving the same numbers in another order.
     """
-    key = _mix64(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))).to(index.device) + (index >> 32))
+    key = _mix64((index >> 32) + seed_key(seed))
     h = (index ^ key) & 0xFFFFFFFF
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & 0xFFFFFFFF
@@ -103,6 +103,11 @@ def uniform(seed: int, index: Tensor) -> Tensor:
     h = (h * 0x846CA68B) & 0xFFFFFFFF
     h = h ^ (h >> 16)
     return (h >> 8).float() * 2.0**-24
+
+
+def seed_key(seed: int) -> int:
+    """The 64 bits, as a signed integer, that `uniform` makes of a seed before it meets an index."""
+    return int(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))))
 
 
 def _codes_int8(n: Tensor, u: Tensor | None) -> Tensor:

@@ -1,0 +1,318 @@
+"""Block-wise quantization in Triton: private kernels, and the two launchers that carry the names of the ops.
+
+One program handles a tile of whole blocks. To return the reference's bits on any GPU, divisions are IEEE (div_rn),
+fused multiply-add is off at launch, and floats are narrowed to bf16 by integer arithmetic. bf16 tensors are passed as
+int16: their bits are all that is needed, and Triton's interpreter has no bf16 arithmetic of its own.
+
+Levels and thresholds come from a table in memory (the struct of csrc/kernels/blockwise.h), which stays in L1. One table
+lookup per step of a binary search costs less than a chain of 15 comparisons, and serves every 4-bit code.
+"""
+
+# The parameters of kernels have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.ops.codebooks import LEVEL_MAX, codebook_tensor
+from laconic.ops.reference import seed_key
+from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
+
+__all__ = ["dequantize_blockwise", "quantize_blockwise"]
+
+_TILE = 2048
+"""Elements per program; with 4 warps, each thread moves 32 bytes of bf16."""
+
+# Where each table starts in the codebook.
+_LEVELS = tl.constexpr(0)
+_SORTED_LEVELS = tl.constexpr(16)
+_CODES = tl.constexpr(32)
+_THRESHOLDS = tl.constexpr(48)
+_FLOOR_THRESHOLDS = tl.constexpr(64)
+_RECIPROCAL_GAPS = tl.constexpr(80)
+
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
+# 1.5 * 2**23: adding it leaves the nearest integer, ties to even, in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+# Triton joins the types of all returns it meets, hence one return per function.
+
+
+@triton.jit
+def _widen(x):
+    """int16 (bf16 bits), fp16 or fp32 -> fp32, exactly."""
+    if x.dtype == tl.int16:
+        value = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = x.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _narrow(value, TYPE: tl.constexpr):
+    """fp32 -> the bits of "float32" (int32), "bfloat16" or "float16" (int16), to nearest even, every NaN alike."""
+    bits = value.to(tl.int32, bitcast=True)
+    if TYPE == "float32":
+        result = tl.where(value == value, bits, 0x7FC00000)
+    elif TYPE == "bfloat16":
+        unsigned = bits.to(tl.uint32, bitcast=True)
+        rounded = ((unsigned + 0x7FFF + ((unsigned >> 16) & 1)) >> 16).to(tl.int32)
+        result = tl.where(value == value, rounded, 0x7FC0).to(tl.int16)
+    else:
+        half = value.to(tl.float16).to(tl.int16, bitcast=True)
+        result = tl.where(value == value, half.to(tl.int32), 0x7E00).to(tl.int16)
+    return result
+
+
+@triton.jit
+def _widen_bits(bits, TYPE: tl.constexpr):
+    """The inverse of _narrow."""
+    if TYPE == "float32":
+        value = bits.to(tl.float32, bitcast=True)
+    elif TYPE == "bfloat16":
+        value = _widen(bits)
+    else:
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _search(n, thresholds, index, STEP: tl.constexpr):
+    return index + tl.where(n > tl.load(thresholds + index + (STEP - 1)), STEP, 0)
+
+
+@triton.jit
+def _count_below(n, thresholds):
+    """How many of the 15 ascending numbers at `thresholds` lie strictly below n: binary search."""
+    index = _search(n, thresholds, tl.zeros_like(n).to(tl.int32), 8)
+    index = _search(n, thresholds, index, 4)
+    index = _search(n, thresholds, index, 2)
+    return _search(n, thresholds, index, 1)
+
+
+@triton.jit
+def _mix64(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _uniform(seed_key, index):
+    """The random numbers of reference.uniform; seed_key is its first mix64, done by the host."""
+    index = index.to(tl.uint64, bitcast=True)
+    key = _mix64((index >> 32) + seed_key.to(tl.int64).to(tl.uint64, bitcast=True))
+    h = (index ^ key).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = h ^ (key >> 32).to(tl.uint32)
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = h ^ (h >> 16)
+    return (h >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def _place(num_blocks, length, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ONE_ROW: tl.constexpr):
+    """For this program's blocks: number, row and first column [BLOCKS], and whether each is there."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    if ONE_ROW:
+        row = tl.zeros_like(block)
+        column = block * BLOCK_SIZE
+    else:
+        blocks_per_row = tl.cdiv(length, BLOCK_SIZE)
+        row = block // blocks_per_row
+        column = (block - row * blocks_per_row) * BLOCK_SIZE
+    return block, row, column, block < num_blocks
+
+
+@triton.jit(do_not_specialize=["seed_key", "first_index"])
+def _quantize_blockwise_kernel(
+    x_ptr,
+    row_stride,
+    length,
+    num_blocks,
+    codes_ptr,
+    codes_per_row,
+    scales_ptr,
+    table_ptr,
+    seed_key,
+    first_index,
+    LEVEL_MAX: tl.constexpr,
+    INT8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+):
+    # 1. A tile of blocks [BLOCKS, BLOCK_SIZE] in fp32; what lies outside a row is zero.
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    x = _widen(tl.load(x_ptr + row[:, None] * row_stride + column, mask=exists, other=0))
+
+    # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
+    magnitude_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
+    scale_bits = _narrow(tl.div_rn(magnitude, tl.full([BLOCKS], LEVEL_MAX, tl.float32)), SCALE_TYPE)
+    scale = _widen_bits(scale_bits, SCALE_TYPE)
+    stored_bits = scale.to(tl.int32, bitcast=True)
+    broken = (magnitude_bits >= _INFINITY_BITS) | (stored_bits >= _INFINITY_BITS)
+    vanished = stored_bits < _SMALLEST_NORMAL_BITS
+    stored = tl.where(broken, float("nan"), tl.where(vanished, 0.0, scale))
+    tl.store(scales_ptr + block, _narrow(stored, SCALE_TYPE), mask=block_exists)
+
+    # 3. Each element becomes the code of a level near n.
+    ordinary = (broken | vanished) == 0
+    inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(ordinary, scale, 1.0))
+    n = x * tl.where(ordinary, inverse, 0.0)[:, None]
+    u = tl.zeros_like(n)
+    if STOCHASTIC:
+        u = _uniform(seed_key, first_index + row[:, None] * length + column)
+    if INT8:
+        rounded = n + _ROUNDER
+        index = rounded.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+        if STOCHASTIC:
+            nearest = rounded - _ROUNDER
+            lower = nearest - tl.where(nearest > n, 1.0, 0.0)
+            index = lower.to(tl.int32) + tl.where(u < n - lower, 1, 0)
+        codes = tl.minimum(tl.maximum(index, -127), 127) & 0xFF
+    else:
+        if STOCHASTIC:
+            index = _count_below(n, table_ptr + _FLOOR_THRESHOLDS)
+            lower = tl.load(table_ptr + _SORTED_LEVELS + index)
+            index += tl.where(u < (n - lower) * tl.load(table_ptr + _RECIPROCAL_GAPS + index), 1, 0)
+        else:
+            index = _count_below(n, table_ptr + _THRESHOLDS)
+        codes = tl.load(table_ptr + _CODES + index).to(tl.int32)
+    codes = tl.where(exists & (broken[:, None] == 0), codes, 0)
+
+    # 4. Two 4-bit codes per byte, the even element in the low half.
+    if INT8:
+        tl.store(codes_ptr + row[:, None] * codes_per_row + column, codes.to(tl.uint8), mask=exists)
+    else:
+        even, odd = tl.split(tl.reshape(codes, [BLOCKS, BLOCK_SIZE // 2, 2]))
+        at = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
+        exists = block_exists[:, None] & (at < codes_per_row)
+        tl.store(codes_ptr + row[:, None] * codes_per_row + at, (even | (odd << 4)).to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def _dequantize_blockwise_kernel(
+    codes_ptr,
+    codes_per_row,
+    scales_ptr,
+    length,
+    num_blocks,
+    values_ptr,
+    table_ptr,
+    INT8: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+):
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
+    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    if INT8:
+        bytes = tl.load(codes_ptr + row[:, None] * codes_per_row + column, mask=exists, other=0)
+        levels = bytes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        at = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
+        bytes_exist = block_exists[:, None] & (at < codes_per_row)
+        bytes = tl.load(codes_ptr + row[:, None] * codes_per_row + at, mask=bytes_exist, other=0).to(tl.int32)
+        codes = tl.reshape(tl.join(bytes & 15, bytes >> 4), [BLOCKS, BLOCK_SIZE])
+        levels = tl.load(table_ptr + _LEVELS + codes)
+    tl.store(values_ptr + row[:, None] * length + column, _narrow(levels * scale[:, None], TYPE), mask=exists)
+
+
+def quantize_blockwise(
+    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None, *, first_index: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`reference.quantize_blockwise` in Triton, the same bits."""
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    leading = x.shape[:-1]
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
+    codes = x.new_empty((*leading, num_codes), dtype=torch.uint8)
+    scales = x.new_empty((*leading, num_scales), dtype=scale_dtype)
+    one_row = x.is_contiguous() and length % block_size == 0
+    num_blocks = scales.numel()
+    if num_blocks == 0:
+        return codes, scales
+    blocks = _TILE // block_size
+    with _on_device(x):
+        _quantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
+            _bits(x) if x.dtype == torch.bfloat16 else x,
+            x.stride(0) if x.dim() == 2 else length,
+            x.numel() if one_row else length,
+            num_blocks,
+            codes,
+            codes.numel() if one_row else num_codes,
+            _bits(scales),
+            codebook_tensor(code, x.device),
+            seed_key(seed or 0),
+            first_index,
+            LEVEL_MAX=LEVEL_MAX[code],
+            INT8=code == "int8",
+            STOCHASTIC=seed is not None,
+            SCALE_TYPE=_name(scale_dtype),
+            BLOCK_SIZE=block_size,
+            BLOCKS=blocks,
+            ONE_ROW=one_row,
+            enable_fp_fusion=False,
+        )
+    return codes, scales
+
+
+def dequantize_blockwise(
+    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+) -> Tensor:
+    """`reference.dequantize_blockwise` in Triton, the same bits."""
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    values = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+    one_row = length % block_size == 0
+    num_blocks = scales.numel()
+    if num_blocks == 0:
+        return values
+    blocks = _TILE // block_size
+    with _on_device(codes):
+        _dequantize_blockwise_kernel[(triton.cdiv(num_blocks, blocks),)](
+            codes,
+            codes.numel() if one_row else codes.shape[-1],
+            _bits(scales) if scales.dtype == torch.bfloat16 else scales,
+            values.numel() if one_row else length,
+            num_blocks,
+            _bits(values),
+            codebook_tensor(code, codes.device),
+            INT8=code == "int8",
+            TYPE=_name(dtype),
+            BLOCK_SIZE=block_size,
+            BLOCKS=blocks,
+            ONE_ROW=one_row,
+            enable_fp_fusion=False,
+        )
+    return values
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _on_device(x: Tensor) -> AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,131 @@
+"""The Triton kernels return the reference's bits: on a GPU where there is one, else in Triton's interpreter.
+
+Triton decides at import whether it interprets, so without a GPU this file runs itself once more in a fresh process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from laconic.ops import kernels_in_use, reference
+from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, FIRST_INDEX, awkward_tensors, every_pattern, same_bits
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_device = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
+)
+# The interpreter computes with numpy, which warns where NaN, infinity and 64-bit wrap-around are meant to happen.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
+    repository = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", str(Path(__file__))],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("code", CODES)
+def test_all_bits_are_the_references(dtype: torch.dtype, code: str) -> None:
+    from laconic.ops.triton import blockwise
+
+    everything = list(itertools.product((None, 5), BLOCK_SIZES, DTYPES, DTYPES))
+    for number, (name, x) in enumerate(awkward_tensors(dtype)):
+        # The interpreter is slow: there each tensor takes every 37th choice, starting elsewhere each time.
+        for seed, block_size, scale_dtype, out in everything[number % 37 :: 37] if INTERPRETED else everything:
+            where = (name, seed, block_size, scale_dtype, out)
+            codes, scales = reference.quantize_blockwise(
+                x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX
+            )
+            found_codes, found_scales = blockwise.quantize_blockwise(
+                x.to(DEVICE), code, block_size, scale_dtype, seed, first_index=FIRST_INDEX
+            )
+            assert same_bits(found_scales.cpu(), scales), where
+            assert same_bits(found_codes.cpu(), codes), where
+            length = x.shape[-1] if x.dim() else 1
+            back = reference.dequantize_blockwise(codes, scales, code, block_size, length, out)
+            found = blockwise.dequantize_blockwise(codes.to(DEVICE), scales.to(DEVICE), code, block_size, length, out)
+            assert same_bits(found.cpu(), back), where
+
+
+@on_device
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code: str) -> None:
+    from laconic.ops.triton import blockwise
+
+    x = every_pattern(dtype)
+    for scale_dtype, seed in ((torch.float32, None), (torch.bfloat16, 5), (torch.float16, None)):
+        codes, scales = reference.quantize_blockwise(x, code, 16, scale_dtype, seed)
+        found_codes, found_scales = blockwise.quantize_blockwise(x.to(DEVICE), code, 16, scale_dtype, seed)
+        assert same_bits(found_scales.cpu(), scales)
+        assert same_bits(found_codes.cpu(), codes)
+        # Scales that quantize never writes: signs, subnormals, infinities, NaNs.
+        some = every_pattern(scale_dtype)[::5] if scale_dtype != torch.float32 else scales
+        every_code = torch.arange(len(some) * 16).remainder(251).to(torch.uint8)
+        length = len(some) * 16
+        every_code = every_code if code == "int8" else every_code[: length // 2]
+        back = reference.dequantize_blockwise(every_code, some, code, 16, length, dtype)
+        found = blockwise.dequantize_blockwise(every_code.to(DEVICE), some.to(DEVICE), code, 16, length, dtype)
+        assert same_bits(found.cpu(), back)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_take_the_triton_kernels() -> None:
+    from laconic.ops import quantize_blockwise
+
+    assert kernels_in_use()["cuda"]["implementation"] == "triton"
+    x = torch.randn(8, 100)
+    for found, expected in zip(quantize_blockwise(x.cuda()), quantize_blockwise(x), strict=True):
+        assert same_bits(found.cpu(), expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("code", ["nf4", "int8"])
+def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int, code: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from laconic.ops.triton import blockwise
+
+    def ptx_of(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object]) -> str:
+        signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        return triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"enable_fp_fusion": False},
+        ).asm["ptx"]
+
+    shape = {"INT8": code == "int8", "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False}
+    pointers = {"codes_ptr": "*u8", "scales_ptr": "*i16", "table_ptr": "*fp32", "seed_key": "i64"}
+    rounding = {"STOCHASTIC": code == "int8", "SCALE_TYPE": "bfloat16", "LEVEL_MAX": 127.0}
+    for ptx in (
+        ptx_of(blockwise._quantize_blockwise_kernel, pointers | {"x_ptr": "*i16"}, shape | rounding),
+        ptx_of(blockwise._dequantize_blockwise_kernel, pointers | {"values_ptr": "*i16"}, shape | {"TYPE": "bfloat16"}),
+    ):
+        assert "fma" not in ptx
+        assert ".ftz" not in ptx
+        assert ".approx" not in ptx
