@@ -122,29 +122,38 @@ def _explain(failures: Mapping[int, ProcessFailure], stopped: list[int], run_dir
     culprits = [rank for rank, failure in failures.items() if failure.exitcode not in _BYSTANDER_CODES]
     rank = culprits[0] if culprits else next(iter(failures))
     failure = failures[rank]
-    recorded: Any = failure.error_file_data.get("message")
-    report: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-    text = str(report.get("message", ""))
+    text = _recorded(failure)
     error = _laconic_error(text)
     if error is not None:
         raise error
     who = f"rank {rank} (pid {failure.pid} on {socket.gethostname()})"
-    if failure.exitcode == EXIT_PEER_LOST:
+    if failure.exitcode in _BYSTANDER_CODES:
         what = f"{who} lost contact with another process: {text[:200]}"
+    elif failure.exitcode == -signal.SIGKILL and any("timed out" in _recorded(f).lower() for f in failures.values()):
+        # The others gave up on it; the agent then killed it, because it did not react to SIGTERM either.
+        what = f"{who} did not answer within rank_timeout_seconds and was killed"
     elif failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
         what = f"{who} was killed by {name}{hint}"
     else:
-        trace = report.get("extraInfo", {}).get("py_callstack", "").rstrip()
-        what = f"{who} failed with exit code {failure.exitcode}" + (f":\n{trace}\n" if trace else "")
+        what = f"{who} failed with exit code {failure.exitcode}" + (f" ({text})" if text else "")
     print(f"laconic: {what}; the other processes were stopped", file=sys.stderr)
     checkpoint = latest_name(run_dir)
     if checkpoint is None:
-        print("laconic: no checkpoint had been saved (see checkpoint.every); start the run again", file=sys.stderr)
+        print(
+            f"laconic: no checkpoint had been saved (see checkpoint.every); remove {run_dir} and start again",
+            file=sys.stderr,
+        )
     else:
         print(f"laconic: continue after {checkpoint} with: laconic train --resume --run-dir {run_dir}", file=sys.stderr)
     return 1
+
+
+def _recorded(failure: ProcessFailure) -> str:
+    """What a worker wrote into its error file, "<class>: <message>", or an empty string."""
+    message: Any = failure.error_file_data.get("message")
+    return str(message["message"]) if isinstance(message, dict) else ""
 
 
 def _laconic_error(text: str) -> LaconicError | None:

@@ -90,7 +90,10 @@ def main() -> None:
 
     place = read_environment(os.environ)
     assert place is not None, "started by hand: use laconic train"
-    leave(work(load_config(sys.argv[1]), place, stop).code)
+    ending = work(load_config(sys.argv[1]), place, stop)
+    if ending.code == EXIT_FAILED:  # the launcher names the rank and the error; the traceback is ours to show
+        print(ending.message, file=sys.stderr)
+    leave(ending.code)
 
 
 if __name__ == "__main__":

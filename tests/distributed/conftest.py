@@ -1,0 +1,27 @@
+"""Two processes, started once for all tests that only read what they left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pair import SMOOTH
+from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.train.runs import resumed, tiny_config, train_alone
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two processes have done all that `tests.distributed.pair` lists."""
+    folder = tmp_path_factory.mktemp("pair")
+    # Alone: the reference of all smooth runs, and the first third of one that the two go on with.
+    train_alone(tiny_config(folder, "smooth-alone", SMOOTH))
+    train_alone(tiny_config(folder, "smooth-1-2-1", SMOOTH), stop_after=2)
+    port = free_port()
+    arguments = ["-m", "tests.distributed.pair", str(folder)]
+    processes = [start(arguments, rank_environment(rank, 2, port)) for rank in range(2)]
+    for rank, ending in enumerate([finish(process) for process in processes]):
+        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+    train_alone(resumed(tiny_config(folder, "smooth-1-2-1", SMOOTH)))
+    return folder

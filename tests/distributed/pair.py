@@ -1,0 +1,176 @@
+"""What two processes do together, started once: `python -m tests.distributed.pair FOLDER` with torchrun's variables.
+
+Each scenario is a run (or several) in FOLDER; the tests read what it left there. Errors that a scenario expects are
+written to FOLDER/<scenario>.<rank>.txt.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+
+from laconic.errors import LaconicError
+from laconic.train import loop
+from laconic.train.config import TrainConfig
+from laconic.train.run import run
+from laconic.train.stop import StopRequest
+from laconic.train.world import World, join_world, read_environment
+from tests.train.runs import StopAfter, resumed, tiny_config
+
+SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
+FSDP = {"parallel": "fsdp"}
+LONG = {"steps": 100, "eval_every": 0, "checkpoint.every": 10, "nproc": 2}
+DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
+
+# name: changes to the tiny configuration; each is run in one piece, and with a stop after step 3 as "<name>-broken".
+RUNS: dict[str, dict[str, Any]] = {
+    "ddp": DROPOUT,
+    "fsdp": DROPOUT | FSDP | {"accumulation": 2},
+    "ddp-bf16": {"precision": "bf16"},
+    "fsdp-bf16": FSDP | {"precision": "bf16", "model.tie_word_embeddings": False},
+}
+
+
+class Pair:
+    """The scenarios, as seen by one of the two processes."""
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder = folder
+        self.world = world
+
+    def train(self, config: TrainConfig, stop_after: int | None = None, on_rank: int = 0) -> int:
+        """Run `config`; with `stop_after`, the process `on_rank` alone hears the request to stop."""
+        stops = stop_after is not None and self.world.rank == on_rank
+        return run(config, self.world, StopAfter(stop_after or 0) if stops else StopRequest())
+
+    def expect_error(self, name: str, config: TrainConfig) -> None:
+        try:
+            self.train(config)
+        except LaconicError as error:
+            (self.folder / f"{name}.{self.world.rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        else:
+            raise AssertionError(f"{name} did not fail")
+
+    def copy(self, source: str, target: str) -> None:
+        if self.world.is_main:
+            shutil.copytree(self.folder / source, self.folder / target)
+        self.world.gather(None)
+
+    def interrupted_runs(self) -> None:
+        for name, changes in RUNS.items():
+            assert self.train(tiny_config(self.folder, name, changes)) == 0
+            broken = tiny_config(self.folder, f"{name}-broken", changes)
+            assert self.train(broken, stop_after=3, on_rank=1) == 130
+            torch.manual_seed(self.world.rank + 77)
+            assert self.train(resumed(broken)) == 0
+
+    def long_run(self) -> None:
+        """What the runs of `test_faults` would be if nothing happened to them."""
+        self.train(tiny_config(self.folder, "long", LONG))
+
+    def smooth_runs(self) -> None:
+        """Runs whose losses differ by rounding only, whatever the parallelism."""
+        self.train(tiny_config(self.folder, "smooth-ddp", SMOOTH))
+        self.train(tiny_config(self.folder, "smooth-fsdp", SMOOTH | FSDP))
+        self.train(tiny_config(self.folder, "smooth-accumulated", SMOOTH | {"accumulation": 2}))
+
+    def changed_worlds(self) -> None:
+        """Go on with a run that one process began; DDP begins what FSDP2 ends, and the other way round."""
+        self.train(resumed(tiny_config(self.folder, "smooth-1-2-1", SMOOTH | FSDP)), stop_after=2)
+        for name, first, then in (("smooth-ddp-fsdp", {}, FSDP), ("smooth-fsdp-ddp", FSDP, {})):
+            self.train(tiny_config(self.folder, name, SMOOTH | first), stop_after=3)
+            self.train(resumed(tiny_config(self.folder, name, SMOOTH | then)))
+
+    def not_finite(self) -> None:
+        """The loss of rank 1 alone becomes NaN in steps 2 and 4."""
+        with spoilt(self.world.rank == 1, {1, 3}):
+            for name, changes in (("nan-ddp", {}), ("nan-fsdp", FSDP)):
+                self.train(tiny_config(self.folder, name, changes))
+        with spoilt(self.world.rank == 1, set(range(2, 9))):
+            self.expect_error("nan-all", tiny_config(self.folder, "nan-all", {"checkpoint.every": 1, "steps": 9}))
+
+    def failed_saves(self) -> None:
+        """The disk is full for rank 1 alone."""
+        config = tiny_config(self.folder, "full", FSDP | {"checkpoint.every": 3})
+        self.train(config, stop_after=3)
+        with full_disk(self.world.rank == 1):
+            self.expect_error("full", resumed(config))
+
+    def refusals(self) -> None:
+        self.expect_error("batch", tiny_config(self.folder, "batch", {"batch_size": 3}))
+        config = tiny_config(self.folder, "damaged", {"checkpoint.every": 3})
+        self.train(config)
+        if self.world.is_main:
+            newest = self.folder / "damaged" / "checkpoints" / "step-00000006"
+            for shard in newest.glob("__1_*"):
+                shard.write_bytes(shard.read_bytes()[:-7])
+        self.world.gather(None)
+        self.expect_error("damaged", resumed(config))
+        self.train(replace(resumed(config), checkpoint=replace(config.checkpoint, load=3)))
+
+
+@contextmanager
+def spoilt(here: bool, steps: set[int]) -> Iterator[None]:
+    """Make the training loss NaN in the forward of these steps (0-based), if `here`."""
+    step, loss = loop.Trainer.step, loop.Trainer._loss
+    current = {"step": 0}
+
+    def counted_step(self: Any, number: int, stop_requested: bool = False) -> Any:
+        current["step"] = number
+        return step(self, number, stop_requested)
+
+    def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        value = loss(self, model, tokens)
+        return value * float("nan") if here and model.training and current["step"] in steps else value
+
+    loop.Trainer.step, loop.Trainer._loss = counted_step, spoilt_loss  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        loop.Trainer.step, loop.Trainer._loss = step, loss  # type: ignore[method-assign]
+
+
+@contextmanager
+def full_disk(here: bool) -> Iterator[None]:
+    """Make DCP's files report a full disk, if `here`."""
+    create = filesystem.FileSystem.create_stream
+
+    @contextmanager
+    def create_stream(self: Any, path: Any, mode: str) -> Iterator[Any]:
+        if here and "w" in mode:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        with create(self, path, mode) as stream:
+            yield stream
+
+    filesystem.FileSystem.create_stream = create_stream  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        filesystem.FileSystem.create_stream = create  # type: ignore[method-assign]
+
+
+def main() -> None:
+    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
+    pair = Pair(Path(sys.argv[1]), world)
+    pair.interrupted_runs()
+    pair.long_run()
+    pair.smooth_runs()
+    pair.changed_worlds()
+    pair.not_finite()
+    pair.failed_saves()
+    pair.refusals()
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Starting processes under test and waiting for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from laconic.train.config import TrainConfig
+from laconic.train.load_config import save_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a process under test: one thread, warnings are errors, nothing of an outer torchrun."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    inherited.pop("MASTER_PORT", None)
+    paths = [str(ROOT / "src"), str(ROOT), inherited.get("PYTHONPATH", "")]
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return inherited | fixed | changes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rank_environment(rank: int, world_size: int, port: int, **changes: str) -> dict[str, str]:
+    """What torchrun sets for one process of a machine."""
+    names = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return environment(**names, **changes)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Exit code and output of a process."""
+
+    code: int
+    out: str
+    err: str
+
+
+def start(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start this Python with `arguments` in the repository's root."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=dict(environment),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_seconds: float = 120) -> Ending:
+    """Wait for a process; its exit code and what it printed."""
+    try:
+        out, err = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout_seconds} s:\n{out}\n{err}") from None
+    return Ending(process.returncode, out, err)
+
+
+def start_training(config: TrainConfig, file: Path) -> subprocess.Popen[str]:
+    """`laconic train --config FILE` with `config` written to `file`."""
+    save_config(config, file)
+    return start(["-m", "laconic", "train", "--config", str(file)], environment())
+
+
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60) -> None:
+    """Return once `condition` holds; fails when it does not in time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def num_steps(run_dir: str | Path | None) -> int:
+    """Training steps written down so far."""
+    file = Path(str(run_dir)) / "metrics.jsonl"
+    return file.read_text().count('"loss"') if file.exists() else 0
+
+
+def workers_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The processes that a launcher started, by rank."""
+    children = psutil.Process(launcher.pid).children()
+    return {int(child.environ()["RANK"]): child for child in children if "laconic.train.worker" in child.cmdline()}

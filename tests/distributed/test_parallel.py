@@ -1,0 +1,128 @@
+"""One process, two with DDP, two with FSDP2: the same training, and the same decisions on every process."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laconic.train.checkpoint import find_checkpoint, latest_name
+from laconic.train.export import export
+from laconic.train.metrics import read_metrics
+from laconic.train.model import build_model
+from laconic.train.parallel import decoder_layers
+from tests.distributed.pair import RUNS
+from tests.train.runs import ALONE, exact_metrics, losses, tiny_config
+
+# A loss near log(257) = 5.5 is a mean of 128 fp32 values: 5.5 * 128 * 2^-24 = 4e-5 if all roundings add up. The runs
+# compared use an Adam whose eps keeps updates within 0.2 times their gradient, so rounding stays rounding.
+ROUNDING = 4e-5
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["smooth-ddp", "smooth-fsdp", "smooth-accumulated", "smooth-1-2-1", "smooth-ddp-fsdp", "smooth-fsdp-ddp"],
+)
+def test_losses_do_not_depend_on_the_processes(pair: Path, name: str) -> None:
+    expected = losses(pair / "smooth-alone")
+    found = losses(pair / name)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, abs=ROUNDING), step
+    rows, expected_rows = read_metrics(pair / name), read_metrics(pair / "smooth-alone")
+    validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    expected_validation = [row["validation_loss"] for row in expected_rows if "validation_loss" in row]
+    # A run that was stopped at a step with an evaluation has that evaluation too.
+    assert validation == pytest.approx(expected_validation, abs=ROUNDING)
+
+
+def test_weights_do_not_depend_on_the_processes(pair: Path, tmp_path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(export(pair / "smooth-alone", tmp_path / "alone"))
+    for name in ("smooth-ddp", "smooth-fsdp"):
+        found = AutoModelForCausalLM.from_pretrained(export(pair / name, tmp_path / name))
+        for one, two in zip(expected.parameters(), found.parameters(), strict=True):
+            # Six updates of at most lr / eps = 0.2 times a gradient error of 2^-20 each.
+            assert torch.allclose(one, two, rtol=0, atol=6 * 0.2 * 2**-20)
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(pair: Path, name: str) -> None:
+    assert exact_metrics(pair / f"{name}-broken") == exact_metrics(pair / name)
+    assert find_checkpoint(pair / name, ALONE).world_size == 2
+
+
+def test_bf16_stays_close_to_fp32(pair: Path) -> None:
+    # bf16 rounds to 2^-9; a loss near 5.5 from logits near 0 moves by less than four such steps.
+    ddp = losses(pair / "ddp-bf16")
+    assert ddp[1] == pytest.approx(losses(pair / "smooth-alone")[1], abs=2**-7)
+    for run in ("ddp-bf16", "fsdp-bf16"):
+        assert losses(pair / run)[6] < losses(pair / run)[1]
+
+
+def test_the_summary_counts_both_processes(pair: Path) -> None:
+    summary = json.loads((pair / "smooth-fsdp" / "summary.json").read_text())
+    assert (summary["world_size"], summary["parallel"]) == (2, "fsdp")
+
+
+def test_ddp_sends_each_gradient_once(pair: Path) -> None:
+    model = build_model(tiny_config(pair, "-").model, 257, 32, 0)
+    gradients_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    votes_nbytes = 3 * 8
+    # 2 (W - 1) / W = 1 for two processes.
+    for row in read_metrics(pair / "smooth-ddp"):
+        if "loss" in row:
+            assert row["wire_nbytes"] == gradients_nbytes + votes_nbytes
+    accumulated = read_metrics(pair / "smooth-accumulated")[0]
+    assert accumulated["wire_nbytes"] == gradients_nbytes + votes_nbytes
+
+
+def test_fsdp_gathers_layers_twice_and_the_rest_once(pair: Path) -> None:
+    model = build_model(tiny_config(pair, "-").model, 257, 32, 0)
+    layers = sum(parameter.numel() for layer in decoder_layers(model) for parameter in layer.parameters())
+    rest = model.num_parameters() - layers
+    # Per parameter (W = 2): half of it sent per gather, and half per reduce-scatter. 257 rows are padded to 258.
+    expected_nbytes = 4 * (layers * (0.5 + 0.5 + 0.5) + (rest + 32) * (0.5 + 0.5))
+    found = read_metrics(pair / "smooth-fsdp")[0]["wire_nbytes"]
+    assert expected_nbytes <= found <= expected_nbytes + 100  # the norm and the votes
+
+
+@pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp"])
+def test_a_bad_loss_on_one_process_is_skipped_by_both(pair: Path, name: str) -> None:
+    values = losses(pair / name)
+    assert [step for step, loss in values.items() if math.isnan(loss)] == [2, 4]
+    rows = [row for row in read_metrics(pair / name) if "loss" in row]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 2, 2, 2]
+    assert latest_name(pair / name) == "step-00000006"
+
+
+def errors(pair: Path, name: str) -> list[str]:
+    return [(pair / f"{name}.{rank}.txt").read_text() for rank in range(2)]
+
+
+def test_both_stop_when_one_has_nothing_finite_any_more(pair: Path) -> None:
+    for error in errors(pair, "nan-all"):
+        assert error.startswith("TrainingError: loss or gradient was not finite in 5 steps in a row, 3 to 7")
+    assert find_checkpoint(pair / "nan-all", ALONE).step == 6
+
+
+def test_a_full_disk_on_one_process_fails_the_save_on_both(pair: Path) -> None:
+    for error in errors(pair, "full"):
+        assert error.startswith("CheckpointError: checkpoint ")
+        assert "step-00000006: rank " in error
+        assert "No space left on device" in error
+    assert sorted(path.name for path in (pair / "full" / "checkpoints").iterdir()) == ["latest", "step-00000003"]
+    assert find_checkpoint(pair / "full", ALONE).step == 3
+
+
+def test_both_refuse_a_batch_that_does_not_divide(pair: Path) -> None:
+    for error in errors(pair, "batch"):
+        assert error == ("ConfigError: batch_size is 3, but it must be a multiple of world size x accumulation (2 x 1)")
+
+
+def test_both_refuse_a_damaged_checkpoint(pair: Path) -> None:
+    for error in errors(pair, "damaged"):
+        assert "step-00000006 is damaged: __1_0.distcp has" in error
+        assert "--checkpoint.load 3" in error
+    assert find_checkpoint(pair / "damaged", ALONE).step == 6

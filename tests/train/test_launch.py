@@ -1,0 +1,183 @@
+"""What a process takes from its environment, and what is said about workers that died."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from laconic.errors import ConfigError, DataError
+from laconic.train import launch as launch_module
+from laconic.train.launch import _explain, _rendezvous_port, launch
+from laconic.train.run import TrainingError
+from laconic.train.stop import EXIT_PEER_LOST, STOP_SIGNAL
+from laconic.train.world import Place, read_environment
+from tests.train.runs import tiny_config
+
+GOOD = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def without(*names: str) -> dict[str, str]:
+    return {name: value for name, value in GOOD.items() if name not in names}
+
+
+def test_torchruns_variables_are_understood() -> None:
+    assert read_environment(GOOD) == Place(rank=3, world_size=8, local_rank=1, local_world_size=2)
+    assert read_environment(without("LOCAL_WORLD_SIZE")) == Place(3, 8, 1, 8)
+    assert read_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Place(0, 1, 0, 1)
+
+
+def test_an_environment_without_them_is_no_place() -> None:
+    assert read_environment({"MASTER_PORT": "1", "HOME": "/"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (without("RANK"), "RANK is not set in the environment, but WORLD_SIZE is; start the processes with torchrun"),
+        (without("WORLD_SIZE"), "WORLD_SIZE is not set"),
+        (without("LOCAL_RANK"), "LOCAL_RANK is not set"),
+        (GOOD | {"RANK": "two"}, "RANK is 'two' in the environment, but it must be an integer"),
+        (GOOD | {"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        (GOOD | {"RANK": "8"}, r"RANK is 8 .* must lie in \[0, WORLD_SIZE\) = \[0, 8\)"),
+        (GOOD | {"RANK": "-1"}, "RANK is -1"),
+        (GOOD | {"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        (GOOD | {"LOCAL_RANK": "2"}, r"LOCAL_RANK is 2 .* \[0, LOCAL_WORLD_SIZE\) = \[0, 2\)"),
+        (GOOD | {"LOCAL_WORLD_SIZE": "9"}, r"LOCAL_WORLD_SIZE is 9 .* \[1, 8\]"),
+        (GOOD | {"RANK": "0"}, r"LOCAL_RANK is 1 .* at most RANK \(0\)"),
+        (without("MASTER_ADDR"), "MASTER_ADDR is not set"),
+        (without("MASTER_PORT"), "MASTER_PORT is not set"),
+        (GOOD | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        (GOOD | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+    ],
+)
+def test_a_wrong_environment_is_named(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_environment(environment)
+
+
+def test_a_wrong_environment_stops_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK is not set in the environment, but WORLD_SIZE is"):
+        launch(tiny_config(tmp_path, "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_process_needs_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "elastic_launch", None)
+    assert launch(tiny_config(tmp_path, "run", {"steps": 1})) == 0
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert launch(tiny_config(tmp_path, "under-torchrun", {"steps": 1, "nproc": 7})) == 0
+
+
+def test_a_demanded_port_is_used_if_it_is_free_and_named_if_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert _rendezvous_port() == 0
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ConfigError, match=f"MASTER_PORT is {port}, but that port cannot be used"):
+            _rendezvous_port()
+    assert _rendezvous_port() == port
+    monkeypatch.setenv("MASTER_PORT", "eighty")
+    with pytest.raises(ConfigError, match="MASTER_PORT is 'eighty'"):
+        _rendezvous_port()
+
+
+def failure(tmp_path: Path, rank: int, code: int, error: str | None = None) -> ProcessFailure:
+    """A worker's end as the elastic agent hands it over."""
+    file = tmp_path / f"error-{rank}.json"
+    if error is not None:
+        details = {"message": error, "extraInfo": {"py_callstack": "...", "timestamp": "1"}}
+        file.write_text(json.dumps({"message": details}))
+    return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(file))
+
+
+LOST = "RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer"
+TIMED_OUT = "RuntimeError: gloo/transport/tcp/unbound_buffer.cc:78 Timed out waiting 3000ms"
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        # The agent may see the bystander first.
+        ([(0, EXIT_PEER_LOST, LOST), (1, -9, None)], r"rank 1 \(pid 1001 on .*\) was killed by SIGKILL, as the kernel"),
+        ([(1, -11, None), (0, -15, None)], r"rank 1 .* was killed by SIGSEGV; the other processes were stopped"),
+        ([(0, -15, None), (2, 3, None)], "rank 2 .* failed with exit code 3;"),
+        ([(1, 1, "ZeroDivisionError: oh"), (0, EXIT_PEER_LOST, LOST)], r"rank 1 .* code 1 \(ZeroDivisionError: oh\)"),
+        ([(0, EXIT_PEER_LOST, TIMED_OUT), (1, -9, None)], "rank 1 .* did not answer within rank_timeout_seconds"),
+        ([(0, EXIT_PEER_LOST, TIMED_OUT), (1, EXIT_PEER_LOST, TIMED_OUT)], "rank 0 .* lost contact .* Timed out"),
+    ],
+)
+def test_the_culprit_is_named(
+    ends: list[tuple[int, int, str | None]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {rank: failure(tmp_path, rank, code, error) for rank, code, error in ends}
+    assert _explain(failures, [], tmp_path) == 1
+    said = capsys.readouterr().err
+    assert re.search(message, said)
+    assert "no checkpoint had been saved" in said
+
+
+def test_the_last_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000040\n")
+    assert _explain({0: failure(tmp_path, 0, -9)}, [], tmp_path) == 1
+    said = capsys.readouterr().err
+    assert f"continue after step-00000040 with: laconic train --resume --run-dir {tmp_path}" in said
+
+
+@pytest.mark.parametrize("cls", [DataError, TrainingError, ConfigError])
+def test_an_error_of_ours_is_raised_here_as_it_was_there(cls: type[Exception], tmp_path: Path) -> None:
+    failures = {
+        0: failure(tmp_path, 0, EXIT_PEER_LOST, LOST),
+        1: failure(tmp_path, 1, 2, f"{cls.__name__}: the data: is empty"),
+    }
+    with pytest.raises(cls, match=r"^the data: is empty$"):
+        _explain(failures, [], tmp_path)
+
+
+def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = {rank: failure(tmp_path, rank, code) for rank, code in ((0, 130), (1, 130), (2, -signal.SIGTERM))}
+    assert _explain(saved, [143], tmp_path) == 143
+    assert capsys.readouterr().err == ""
+    too_early = {0: failure(tmp_path, 0, -STOP_SIGNAL), 1: failure(tmp_path, 1, EXIT_PEER_LOST)}
+    assert _explain(too_early, [130], tmp_path) == 130
+    assert "nothing was saved" in capsys.readouterr().err
+    crashed_meanwhile = {0: failure(tmp_path, 0, 130), 1: failure(tmp_path, 1, -signal.SIGSEGV)}
+    assert _explain(crashed_meanwhile, [130], tmp_path) == 1
+
+
+def test_threads_are_shared_by_the_processes_of_a_machine() -> None:
+    program = (
+        "import torch; from laconic.train.world import Place, join_world; from laconic.train import world;"
+        "world._num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
+        "join_world(Place(rank=0, world_size=4, local_rank=0, local_world_size=2), 1.0);"
+        "print(torch.get_num_threads())"
+    )
+
+    def threads(**changes: str) -> int:
+        environment: dict[str, Any] = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | changes
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert threads() == 3
+    assert threads(OMP_NUM_THREADS="1") == 1

@@ -1,0 +1,273 @@
+"""One process from configuration to summary: steps, accumulation, resume, refusals."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laconic.errors import CheckpointError, ConfigError, DataError, ModelError
+from laconic.train import loop
+from laconic.train.checkpoint import latest_name
+from laconic.train.config import OptimizerConfig
+from laconic.train.load_config import load_config
+from laconic.train.loop import make_optimizer
+from laconic.train.metrics import read_metrics
+from laconic.train.run import TrainingError
+from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
+
+# Adam divides by the root of the second moment, which turns the last bits of a small gradient into a large step. With
+# this eps an update moves at most lr / eps = 0.2 times as far as its gradient, and rounding stays rounding.
+SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
+# A loss near log(257) = 5.5 is a mean of 128 fp32 values: 5.5 * 128 * 2^-24 = 4e-5 if all roundings add up.
+ROUNDING = 4e-5
+
+
+def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, "run", {"checkpoint.every": 2, "checkpoint.keep": 1})
+    assert train_alone(config) == 0
+    run_dir = tmp_path / "run"
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "activations.json",
+        "checkpoints",
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    assert load_config(run_dir / "config.toml") == config
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4, 5, 6, 6]
+    training = [row for row in rows if "loss" in row]
+    tokens = 4 * 32
+    for row in training:
+        assert row["tokens"] == row["step"] * tokens
+        assert row["wire_nbytes"] == 0
+        assert row["grad_norm"] > 0
+        assert row["tokens_per_second"] == pytest.approx(tokens / row["step_seconds"])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    assert summary["steps"] == 6
+    assert summary["loss"] == training[-1]["loss"]
+    assert summary["validation_loss"] == validation[-1]
+    assert summary["best_validation_loss"] == min(validation)
+    assert summary["saved_nbytes_per_token"] == training[-1]["saved_nbytes"] / tokens
+    assert summary["saved_nbytes_per_token"] < summary["bf16_nbytes_per_token"]
+    assert (summary["world_size"], summary["parallel"]) == (1, "ddp")
+    words = capsys.readouterr().out
+    for part in ("6 of 6 steps", "validation loss", "tokens/s", "bytes per token", "peak memory", str(run_dir)):
+        assert part in words
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["latest", "step-00000006"]
+
+
+def test_the_loss_falls(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", {"steps": 40, "optimizer.learning_rate": 1e-2, "eval_every": 0})
+    assert train_alone(config) == 0
+    values = losses(config.run_dir)
+    assert values[40] < values[1] - 2.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activations.bits": 16},
+        {"model.extra": {"attention_dropout": 0.3}, "accumulation": 2},
+        {"precision": "bf16"},
+        {"model.family": "gpt2", "model.extra": {"resid_pdrop": 0.2}, "model.tie_word_embeddings": False},
+    ],
+    ids=["nf4", "exact", "dropout", "bf16", "gpt2"],
+)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
+    whole = tiny_config(tmp_path, "whole", changes)
+    broken = replace(whole, run_dir=str(tmp_path / "broken"))
+    assert train_alone(whole) == 0
+    assert train_alone(broken, stop_after=3) == 130
+    assert latest_name(tmp_path / "broken") == "step-00000003"
+    torch.manual_seed(1234)
+    assert train_alone(resumed(broken)) == 0
+    assert exact_metrics(broken.run_dir) == exact_metrics(whole.run_dir)
+
+
+def test_rows_after_the_last_checkpoint_are_not_written_twice(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", {"checkpoint.every": 2})
+    assert train_alone(config) == 0
+    expected = exact_metrics(config.run_dir)
+    back = replace(resumed(config), checkpoint=replace(config.checkpoint, load=4))
+    assert train_alone(back) == 0
+    assert exact_metrics(config.run_dir) == expected
+
+
+def test_a_finished_run_has_nothing_to_resume_but_can_go_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, "run")
+    assert train_alone(config) == 0
+    before = exact_metrics(config.run_dir)
+    assert train_alone(resumed(config)) == 0
+    assert "has done 6 of 6 steps" in capsys.readouterr().out
+    assert exact_metrics(config.run_dir) == before
+    assert train_alone(replace(resumed(config), steps=8)) == 0
+    assert sorted(losses(config.run_dir)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_accumulation_equals_the_large_batch(tmp_path: Path) -> None:
+    whole = tiny_config(tmp_path, "whole", SMOOTH)
+    parts = tiny_config(tmp_path, "parts", SMOOTH | {"accumulation": 4})
+    assert train_alone(whole) == 0
+    assert train_alone(parts) == 0
+    for step, loss in losses(whole.run_dir).items():
+        assert losses(parts.run_dir)[step] == pytest.approx(loss, abs=ROUNDING)
+
+
+def test_bf16_stays_close_to_fp32(tmp_path: Path) -> None:
+    exact = tiny_config(tmp_path, "fp32", SMOOTH)
+    rough = tiny_config(tmp_path, "bf16", SMOOTH | {"precision": "bf16"})
+    assert train_alone(exact) == 0
+    assert train_alone(rough) == 0
+    assert exact_metrics(exact.run_dir) != exact_metrics(rough.run_dir)
+    for step, loss in losses(exact.run_dir).items():
+        # Logits of size about 1, each rounded to 8 bits: 2^-8 = 0.004, and the loss is 1-Lipschitz in them.
+        assert losses(rough.run_dir)[step] == pytest.approx(loss, abs=2**-7)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss NaN in the forward of these steps (0-based)."""
+    original = loop.Trainer.step
+
+    def step(self: Any, number: int, stop_requested: bool = False) -> Any:
+        self.spoilt = number in steps
+        return original(self, number, stop_requested)
+
+    loss = loop.Trainer._loss
+
+    def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = loss(self, model, tokens)
+        return value * float("nan") if model.training and self.spoilt else value
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(loop.Trainer, "_loss", spoilt_loss)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = tiny_config(tmp_path, "clean")
+    assert train_alone(clean) == 0
+    spoil(monkeypatch, {2, 4})
+    config = tiny_config(tmp_path, "run")
+    assert train_alone(config) == 0
+    values = losses(config.run_dir)
+    assert [step for step, loss in values.items() if math.isnan(loss)] == [3, 5]
+    assert [values[step].hex() for step in (1, 2)] == [losses(clean.run_dir)[step].hex() for step in (1, 2)]
+    assert [row["skipped_steps"] for row in read_metrics(tmp_path / "run") if "loss" in row] == [0, 0, 1, 1, 2, 2]
+    assert latest_name(tmp_path / "run") == "step-00000006"
+
+
+def test_the_run_stops_when_nothing_is_finite_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, set(range(2, 100)))
+    config = tiny_config(tmp_path, "run", {"steps": 20, "checkpoint.every": 1})
+    with pytest.raises(TrainingError, match=r"not finite in 5 steps in a row, 3 to 7; .*--resume"):
+        train_alone(config)
+    assert latest_name(tmp_path / "run") == "step-00000006"
+    assert len(losses(config.run_dir)) == 7
+
+
+def test_vectors_are_not_decayed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    model[0].bias.requires_grad_(False)
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.5))
+    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.5), (2, 0.0)]
+
+
+def test_clipping_bounds_the_update(tmp_path: Path) -> None:
+    # With a huge eps Adam's update is proportional to the gradient, so a hundredth of it moves the loss a hundredth.
+    free = tiny_config(tmp_path, "free", SMOOTH | {"optimizer.clip_norm": 0.0, "optimizer.warmup_steps": 0})
+    tight = replace(free, run_dir=str(tmp_path / "tight"), optimizer=replace(free.optimizer, clip_norm=1e-9))
+    assert train_alone(free) == 0
+    assert train_alone(tight) == 0
+    free_rows, tight_rows = read_metrics(tmp_path / "free"), read_metrics(tmp_path / "tight")
+    assert free_rows[0]["grad_norm"] == tight_rows[0]["grad_norm"] > 0.1
+    assert losses(free.run_dir)[6] < losses(tight.run_dir)[6]
+
+
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batch_size": 4, "accumulation": 3}, ConfigError, "batch_size is 4"),
+    ({"data.paths": ("/nowhere/*.txt",)}, DataError, "/nowhere"),
+    ({"sequence_length": 10**6}, DataError, "sequence_length is 1000000"),
+    ({"model.family": "lama"}, ConfigError, "did you mean"),
+    ({"activations.bits": 3}, ConfigError, "activations.bits is 3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSALS, ids=[message for _, _, message in REFUSALS])
+def test_bad_input_leaves_no_run_directory(
+    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        train_alone(tiny_config(tmp_path, "run", changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
+    from laconic.train.config import ModelConfig
+    from laconic.train.model import build_model
+
+    small = build_model(ModelConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1), 100, 64, seed=0)
+    small.save_pretrained(tmp_path / "small")
+    with pytest.raises(DataError, match=r"holds token id \d+, but the model's vocabulary ends at 99"):
+        train_alone(tiny_config(tmp_path, "run", {"model.path": str(tmp_path / "small")}))
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "letter.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="which is not empty; continue that run with --resume or choose another"):
+        train_alone(tiny_config(tmp_path, "run"))
+    with pytest.raises(ConfigError, match=r"must hold the config.toml of a run"):
+        train_alone(resumed(tiny_config(tmp_path, "run")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "seed is 1, but the run that wrote .* had 0"),
+        ({"batch_size": 8}, "batch_size is 8"),
+        ({"sequence_length": 16}, "sequence_length is 16"),
+        ({"model.hidden_size": 64}, "model is"),
+        ({"data.validation_fraction": 0.2}, "data is"),
+    ],
+)
+def test_a_resumed_run_must_be_the_same_run(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert train_alone(tiny_config(tmp_path, "run"), stop_after=1) == 130
+    with pytest.raises(ConfigError, match=message):
+        train_alone(resumed(tiny_config(tmp_path, "run", changes)))
+
+
+def test_a_damaged_checkpoint_is_not_resumed_from_but_an_older_one_can_be(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", {"checkpoint.every": 2})
+    assert train_alone(config) == 0
+    expected = exact_metrics(config.run_dir)
+    shard = tmp_path / "run" / "checkpoints" / "step-00000006" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has .* --resume --checkpoint.load 4"):
+        train_alone(resumed(config))
+    assert exact_metrics(config.run_dir) == expected
+    assert train_alone(replace(resumed(config), checkpoint=replace(config.checkpoint, load=4))) == 0
+    assert exact_metrics(config.run_dir) == expected
+    assert train_alone(resumed(config)) == 0
+
+
+def test_no_validation_data_means_no_validation_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, changes in (("a", {"data.validation_fraction": 0.0}), ("b", {"eval_sequences": 0})):
+        assert train_alone(tiny_config(tmp_path, name, changes)) == 0
+        assert json.loads((tmp_path / name / "summary.json").read_text())["validation_loss"] is None
+    assert "validation loss" not in capsys.readouterr().out
+
+
+def test_a_model_that_nothing_is_recognized_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from laconic.activations import apply
+
+    monkeypatch.setattr(apply, "find_sites", lambda model: [])
+    with pytest.raises(ModelError, match="no site recognized"):
+        train_alone(tiny_config(tmp_path, "run"))
