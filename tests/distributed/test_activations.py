@@ -1,0 +1,69 @@
+"""Compressed activations under DDP and FSDP2, in real processes: the gradients of one process, to rounding."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.activations import SavedTensorTracker
+from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+
+WORLD = 2
+
+
+def gradients_and_bytes(model: nn.Module, inner: nn.Module, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    with SavedTensorTracker(inner) as tracker:
+        loss = loss_of(model, ids)
+    loss.backward()
+    found = {}
+    for name, grad in gradients_of(inner).items():
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found, tracker.nbytes
+
+
+def work(rank: int, wrapping: str, directory: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=WORLD)
+    try:
+        model = make_model("llama")
+        laconic.compress_activations(model, bits=4)
+        wrapped: nn.Module = model
+        if wrapping == "ddp":
+            wrapped = DistributedDataParallel(model)
+        else:
+            bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = bf16 if wrapping == "fsdp-bf16" else MixedPrecisionPolicy()
+            for layer in model.model.layers:
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        ids = make_ids(batch=2 * WORLD)
+        got, nbytes = gradients_and_bytes(wrapped, model, ids[2 * rank : 2 * rank + 2].clone())
+        if rank == 0:
+            torch.save((got, nbytes), f"{directory}/result.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("wrapping", "bound"), [("ddp", 1e-5), ("fsdp", 1e-5), ("fsdp-bf16", 0.05)])
+def test_gradients_and_kept_bytes_are_those_of_one_process(wrapping: str, bound: float, tmp_path: Path) -> None:
+    mp.spawn(work, args=(wrapping, str(tmp_path)), nprocs=WORLD)
+    got, nbytes = torch.load(tmp_path / "result.pt")
+    model = make_model("llama")
+    laconic.compress_activations(model, bits=4)
+    expected, _ = gradients_and_bytes(model, model, make_ids(batch=2 * WORLD))
+    assert got.keys() == expected.keys()
+    everything = torch.cat([got[n].flatten() for n in got]), torch.cat([expected[n].flatten() for n in got])
+    assert relative_error(*everything) < bound
+    reference = model.bfloat16() if wrapping == "fsdp-bf16" else model
+    assert nbytes == gradients_and_bytes(reference, reference, make_ids(batch=2))[1]
