@@ -51,6 +51,9 @@ def work(rank: int, wrapping: str, directory: str) -> None:
         got, nbytes = gradients_and_bytes(wrapped, model, ids[2 * rank : 2 * rank + 2].clone())
         if rank == 0:
             torch.save((got, nbytes), f"{directory}/result.pt")
+        # gloo's thread may still have to release Python objects of the last work, for which it needs the interpreter;
+        # taking the group down at once would wait for that thread without letting go of the interpreter.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
