@@ -1,4 +1,5 @@
-// laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/schemas.py before they come here.
+// laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/schemas.py
+// before they come here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -27,13 +28,15 @@ T* pointer(uintptr_t address) {
 template <class Work>
 void run(int64_t rows, int64_t length, int64_t block_size, int64_t num_threads, const Work& work) {
   if (rows <= 0 || length <= 0) return;
-  const int64_t threads = std::clamp<int64_t>(rows * length / kElementsPerThread, 1, std::max<int64_t>(num_threads, 1));
+  const int64_t threads =
+      std::clamp<int64_t>(rows * length / kElementsPerThread, 1, std::max<int64_t>(num_threads, 1));
   laconic::parallel_for(rows * ((length + block_size - 1) / block_size), threads, work);
 }
 
-void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type, int64_t rows, int64_t row_stride,
-                        int64_t length, int64_t block_size, uintptr_t codes, uintptr_t scales, int scale_type,
-                        float level_max, uintptr_t codebook, bool stochastic, int64_t seed, int64_t first_index) {
+void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type, int64_t rows,
+                        int64_t row_stride, int64_t length, int64_t block_size, uintptr_t codes,
+                        uintptr_t scales, int scale_type, float level_max, uintptr_t codebook,
+                        bool stochastic, int64_t seed, int64_t first_index) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Quantize task{pointer<const void>(x),
                                static_cast<FloatType>(x_type),
@@ -48,12 +51,13 @@ void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type
                                stochastic,
                                static_cast<uint64_t>(seed),
                                static_cast<uint64_t>(first_index)};
-  run(rows, length, block_size, num_threads, [&](int64_t first, int64_t last) { kernels.quantize(task, first, last); });
+  run(rows, length, block_size, num_threads,
+      [&](int64_t first, int64_t last) { kernels.quantize(task, first, last); });
 }
 
-void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uintptr_t scales, int scale_type,
-                          int64_t rows, int64_t length, int64_t block_size, uintptr_t values, int value_type,
-                          uintptr_t codebook) {
+void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uintptr_t scales,
+                          int scale_type, int64_t rows, int64_t length, int64_t block_size,
+                          uintptr_t values, int value_type, uintptr_t codebook) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Dequantize task{pointer<const uint8_t>(codes),
                                  pointer<const void>(scales),

@@ -1,6 +1,7 @@
-// The block-wise kernels, written once over a vector vocabulary (simd_portable-inl.h says which) and compiled once per
-// instruction set. A block that is shorter than the vocabulary's group is filled up with zeros on the stack: zeros
-// never change a block's largest magnitude, and their codes are thrown away.
+// The block-wise kernels, written once over a vector vocabulary (simd_portable-inl.h says which)
+// and compiled once per instruction set. A block that is shorter than the vocabulary's group is
+// filled up with zeros on the stack: zeros never change a block's largest magnitude, and their
+// codes are thrown away.
 #pragma once
 
 #include "scalar-inl.h"
@@ -11,14 +12,15 @@ namespace {
 
 constexpr int64_t kMaxBlock = 256;
 
-// How far ahead of the block at hand its successors are fetched. Left alone, the hardware prefetcher loses track of
-// blocks of 64 and below: int8 ran at 3 instead of 10 GB/s on 32 MB.
+// How far ahead of the block at hand its successors are fetched. Left alone, the hardware
+// prefetcher loses track of blocks of 64 and below: int8 ran at 3 instead of 10 GB/s on 32 MB.
 constexpr int64_t kPrefetchNbytes = 2048;
 
 inline void prefetch(const void* p, int64_t nbytes) {
   // As an integer, because the address may lie beyond the tensor; fetching from there does nothing.
   const uintptr_t address = reinterpret_cast<uintptr_t>(p) + kPrefetchNbytes;
-  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
+  for (int64_t i = 0; i < nbytes; i += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(address + i));
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -99,7 +101,9 @@ class Int8Encoder {
   static constexpr int kBits = 8;
   explicit Int8Encoder(const Quantize&) {}
   uint8_t zeros() const { return 0; }
-  void nearest(F even, F odd, uint8_t* out) const { S::store_bytes(S::round_to_int(even), S::round_to_int(odd), out); }
+  void nearest(F even, F odd, uint8_t* out) const {
+    S::store_bytes(S::round_to_int(even), S::round_to_int(odd), out);
+  }
   void stochastic(F even, F odd, F u_even, F u_odd, uint8_t* out) const {
     S::store_bytes(one_of_two(even, u_even), one_of_two(odd, u_odd), out);
   }
@@ -115,14 +119,16 @@ class Int8Encoder {
 
 // One block of n elements, a multiple of the group. `x` and `codes` may be stack buffers.
 template <class S, class T, class Encoder, bool kStochastic>
-inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x, int64_t n, int64_t scale_at,
-                           uint64_t index, uint8_t* codes) {
+inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x, int64_t n,
+                           int64_t scale_at, uint64_t index, uint8_t* codes) {
   constexpr int kBytes = S::kGroup * Encoder::kBits / 8;
   const uint32_t magnitude = S::magnitude_max(x, n);
-  const float exact = magnitude < kInfinityBits ? float_of(magnitude) / q.level_max : float_of(kInfinityBits);
+  const float exact =
+      magnitude < kInfinityBits ? float_of(magnitude) / q.level_max : float_of(kInfinityBits);
   const float scale = store_scale(q.scales, q.scale_type, scale_at, exact);
   const uint32_t scale_bits = bits_of(scale);
-  if (__builtin_expect(scale_bits - kSmallestNormalBits >= kInfinityBits - kSmallestNormalBits, 0)) {
+  if (__builtin_expect(scale_bits - kSmallestNormalBits >= kInfinityBits - kSmallestNormalBits,
+                       0)) {
     const bool broken = scale_bits >= kInfinityBits;
     store_scale(q.scales, q.scale_type, scale_at, broken ? float_of(0x7FC00000) : 0.0f);
     std::memset(codes, broken ? 0 : encoder.zeros(), n * Encoder::kBits / 8);
@@ -165,7 +171,8 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
     const int64_t padded_size = ceil_div(size, S::kGroup) * S::kGroup;
     std::memcpy(padded, x, size * sizeof(T));
     std::memset(static_cast<void*>(padded + size), 0, (padded_size - size) * sizeof(T));
-    quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index, padded_codes);
+    quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index,
+                                               padded_codes);
     std::memcpy(codes, padded_codes, ceil_div(size * Encoder::kBits, 8));
     if (Encoder::kBits == 4 && size % 2 == 1) codes[size / 2] &= 0x0F;
   }
@@ -197,7 +204,8 @@ void quantize(const Quantize& q, int64_t first, int64_t last) {
 // --- dequantize ---
 
 template <class S, class T, bool kTable>
-inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, float scale, int64_t n, T* values) {
+inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, float scale, int64_t n,
+                             T* values) {
   if constexpr (kTable) {
     const typename S::template Values<T> ready(codebook->levels, scale);
     for (int64_t i = 0; i < n; i += S::kGroup) S::expand_pairs(ready, codes + i / 2, values + i);
@@ -216,7 +224,8 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
     T* values = static_cast<T*>(d.values) + walk.row * d.length + walk.column;
     const float scale = load_scale(d.scales, d.scale_type, b);
     const int64_t size = walk.size();
-    // The vector code rounds by integer arithmetic that knows no NaN; only a scale of infinity or NaN makes one.
+    // The vector code rounds by integer arithmetic that knows no NaN; only a scale of infinity or
+    // NaN makes one.
     const bool finite = (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits;
     if (__builtin_expect(finite && size % S::kGroup == 0, 1)) {
       dequantize_block<S, T, kTable>(d.codebook, codes, scale, size, values);
@@ -226,10 +235,12 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
     uint8_t padded_codes[kMaxBlock] = {};
     std::memcpy(padded_codes, codes, ceil_div(size * kBits, 8));
     if (finite) {
-      dequantize_block<S, T, kTable>(d.codebook, padded_codes, scale, ceil_div(size, S::kGroup) * S::kGroup, padded);
+      dequantize_block<S, T, kTable>(d.codebook, padded_codes, scale,
+                                     ceil_div(size, S::kGroup) * S::kGroup, padded);
     } else {
       constexpr int kGroup = Portable::kGroup;
-      dequantize_block<Portable, T, kTable>(d.codebook, padded_codes, scale, ceil_div(size, kGroup) * kGroup, padded);
+      dequantize_block<Portable, T, kTable>(d.codebook, padded_codes, scale,
+                                            ceil_div(size, kGroup) * kGroup, padded);
     }
     std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
   }
@@ -237,7 +248,8 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
 
 template <class S, class T>
 void dequantize_as(const Dequantize& d, int64_t first, int64_t last) {
-  d.codebook != nullptr ? dequantize_range<S, T, true>(d, first, last) : dequantize_range<S, T, false>(d, first, last);
+  d.codebook != nullptr ? dequantize_range<S, T, true>(d, first, last)
+                        : dequantize_range<S, T, false>(d, first, last);
 }
 
 template <class S>

@@ -1,5 +1,6 @@
-// Block-wise quantization on raw pointers: what one call is told, and the two functions each instruction set provides.
-// docs/formats.md defines every byte; src/laconic/ops/reference.py is the specification.
+// Block-wise quantization on raw pointers: what one call is told, and the two functions each
+// instruction set provides. docs/formats.md defines every byte; src/laconic/ops/reference.py is the
+// specification.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,8 @@ void quantize_widest(const Quantize& q, int64_t first, int64_t last) {
 }
 
 void dequantize_widest(const Dequantize& d, int64_t first, int64_t last) {
-  d.block_size < Avx512::kGroup ? dequantize<Avx2>(d, first, last) : dequantize<Avx512>(d, first, last);
+  d.block_size < Avx512::kGroup ? dequantize<Avx2>(d, first, last)
+                                : dequantize<Avx512>(d, first, last);
 }
 
 }  // namespace

@@ -8,8 +8,9 @@ const std::vector<Isa>& supported_isas() {
 #ifdef LACONIC_X86
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq");
     if (avx2) found.push_back({"avx2", &kBlockwiseAvx2});
     if (avx512) found.push_back({"avx512", &kBlockwiseAvx512});
 #endif

@@ -27,7 +27,8 @@ class DefaultFloatingPointMode {
 
 }  // namespace
 
-void parallel_for(int64_t count, int64_t num_threads, const std::function<void(int64_t, int64_t)>& work) {
+void parallel_for(int64_t count, int64_t num_threads,
+                  const std::function<void(int64_t, int64_t)>& work) {
   const auto run = [&](int64_t part) {
     const DefaultFloatingPointMode mode;
     work(count * part / num_threads, count * (part + 1) / num_threads);

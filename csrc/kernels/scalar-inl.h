@@ -1,6 +1,7 @@
-// Scalar arithmetic that every instruction set shares: conversions between float types, and the random numbers of
-// stochastic rounding. Included once per instruction set, hence everything in an unnamed namespace: two translation
-// units must never share a function that one of them compiled for a newer CPU.
+// Scalar arithmetic that every instruction set shares: conversions between float types, and the
+// random numbers of stochastic rounding. Included once per instruction set, hence everything in an
+// unnamed namespace: two translation units must never share a function that one of them compiled
+// for a newer CPU.
 #pragma once
 
 #include <cstdint>
@@ -40,11 +41,13 @@ inline float widen(BFloat16 value) { return float_of(uint32_t{value.bits} << 16)
 inline float widen(Float16 value) {
   const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16, rest = value.bits & 0x7FFFu;
   if (rest >= 0x7C00) return float_of(sign | (rest << 13) | kInfinityBits);
-  // Shifted into place the exponent is 112 too small; a multiplication by 2**112 repairs it for subnormals too.
+  // Shifted into place the exponent is 112 too small; a multiplication by 2**112 repairs it for
+  // subnormals too.
   return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
 }
 
-// --- narrowing: round to nearest even; every NaN becomes the positive quiet NaN with an empty payload ---
+// --- narrowing: round to nearest even; every NaN becomes the positive quiet NaN with an empty
+// payload ---
 
 template <class T>
 T narrow(float value);

@@ -1,4 +1,5 @@
-// The vector vocabulary of blockwise-inl.h in AVX2 and F16C: groups of 16. simd_portable-inl.h documents each member.
+// The vector vocabulary of blockwise-inl.h in AVX2 and F16C: groups of 16. simd_portable-inl.h
+// documents each member.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +14,9 @@ struct Avx2 {
   using F = __m256;
   using I = __m256i;
 
-  static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static __m256i load256(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
   static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
   static __m128i load64(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 
@@ -40,7 +43,8 @@ struct Avx2 {
       const __m256i words = load256(static_cast<const uint16_t*>(x) + i);
       largest = _mm256_max_epu16(largest, _mm256_and_si256(words, _mm256_set1_epi16(0x7FFF)));
     }
-    return words_max(_mm_max_epu16(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1)));
+    return words_max(
+        _mm_max_epu16(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1)));
   }
   static uint32_t words_max(__m128i words) {
     // The only horizontal instruction finds a minimum, so it is given the complement.
@@ -59,9 +63,11 @@ struct Avx2 {
   static uint32_t magnitude_max(const float* x, int64_t n) {
     __m256i largest = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += 8) {
-      largest = _mm256_max_epu32(largest, _mm256_and_si256(load256(x + i), _mm256_set1_epi32(0x7FFFFFFF)));
+      largest = _mm256_max_epu32(largest,
+                                 _mm256_and_si256(load256(x + i), _mm256_set1_epi32(0x7FFFFFFF)));
     }
-    return dwords_max(_mm_max_epu32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1)));
+    return dwords_max(
+        _mm_max_epu32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1)));
   }
 
   static F splat(float value) { return _mm256_set1_ps(value); }
@@ -73,7 +79,8 @@ struct Avx2 {
     return _mm256_sub_epi32(index, _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)));
   }
 
-  // Binary search in four steps: each looks up the next threshold among 1, 2, 4, 8 and doubles the index.
+  // Binary search in four steps: each looks up the next threshold among 1, 2, 4, 8 and doubles the
+  // index.
   class Table {
    public:
     Table(const float (&t)[16], float)
@@ -97,12 +104,15 @@ struct Avx2 {
   };
 
   static F look_up(F low, F high, I index) {
-    const F upper_half = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // bit 3 becomes the sign
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), upper_half);
+    const F upper_half =
+        _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // bit 3 becomes the sign
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index),
+                            _mm256_permutevar8x32_ps(high, index), upper_half);
   }
   class Lookup {
    public:
-    explicit Lookup(const float (&table)[16]) : low_(_mm256_loadu_ps(table)), high_(_mm256_loadu_ps(table + 8)) {}
+    explicit Lookup(const float (&table)[16])
+        : low_(_mm256_loadu_ps(table)), high_(_mm256_loadu_ps(table + 8)) {}
     F operator()(I index) const { return look_up(low_, high_, index); }
 
    private:
@@ -110,14 +120,15 @@ struct Avx2 {
   };
 
   static void uniform(const Keys& keys, uint64_t index, F& even, F& odd) {
-    const I first =
-        _mm256_add_epi32(_mm256_set1_epi32(static_cast<int32_t>(index)), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
+    const I first = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int32_t>(index)),
+                                     _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
     even = uniform(keys, first);
     odd = uniform(keys, _mm256_add_epi32(first, _mm256_set1_epi32(1)));
   }
   static F uniform(const Keys& keys, I index) {
     I h = _mm256_xor_si256(index, _mm256_set1_epi32(static_cast<int32_t>(keys.first)));
-    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), _mm256_set1_epi32(0x7FEB352D));
+    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)),
+                           _mm256_set1_epi32(0x7FEB352D));
     h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int32_t>(keys.second)));
     h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)),
                            _mm256_set1_epi32(static_cast<int32_t>(0x846CA68Bu)));
@@ -160,7 +171,8 @@ struct Avx2 {
   static I to_bfloat16(F values) {
     const I bits = _mm256_castps_si256(values);
     const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+    return _mm256_srli_epi32(
+        _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
   }
   static __m256i narrow16(F a, F b, BFloat16) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(to_bfloat16(a), to_bfloat16(b)), 0xD8);
@@ -170,28 +182,33 @@ struct Avx2 {
                             _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  // 16 ready values: two-byte types as a table of low and one of high bytes, fp32 as two registers of eight.
+  // 16 ready values: two-byte types as a table of low and one of high bytes, fp32 as two registers
+  // of eight.
   template <class T>
   struct Values {
     __m128i low, high;
     Values(const float (&levels)[16], float scale) {
       const F s = splat(scale);
-      const I words = narrow16(mul(_mm256_loadu_ps(levels), s), mul(_mm256_loadu_ps(levels + 8), s), T{});
+      const I words =
+          narrow16(mul(_mm256_loadu_ps(levels), s), mul(_mm256_loadu_ps(levels + 8), s), T{});
       const __m128i a = _mm256_castsi256_si128(words), b = _mm256_extracti128_si256(words, 1);
-      low = _mm_packus_epi16(_mm_and_si128(a, _mm_set1_epi16(0xFF)), _mm_and_si128(b, _mm_set1_epi16(0xFF)));
+      low = _mm_packus_epi16(_mm_and_si128(a, _mm_set1_epi16(0xFF)),
+                             _mm_and_si128(b, _mm_set1_epi16(0xFF)));
       high = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
     }
   };
   template <class T>
   static void expand_pairs(const Values<T>& values, const uint8_t* codes, T* out) {
     const __m128i packed = load64(codes), mask = _mm_set1_epi8(15);
-    const __m128i index =
-        _mm_unpacklo_epi8(_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
+    const __m128i index = _mm_unpacklo_epi8(_mm_and_si128(packed, mask),
+                                            _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
     if constexpr (sizeof(T) == 4) {
       _mm256_storeu_ps(out, look_up(values.low, values.high, _mm256_cvtepu8_epi32(index)));
-      _mm256_storeu_ps(out + 8, look_up(values.low, values.high, _mm256_cvtepu8_epi32(_mm_srli_si128(index, 8))));
+      _mm256_storeu_ps(out + 8, look_up(values.low, values.high,
+                                        _mm256_cvtepu8_epi32(_mm_srli_si128(index, 8))));
     } else {
-      const __m128i low = _mm_shuffle_epi8(values.low, index), high = _mm_shuffle_epi8(values.high, index);
+      const __m128i low = _mm_shuffle_epi8(values.low, index),
+                    high = _mm_shuffle_epi8(values.high, index);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi8(low, high));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8), _mm_unpackhi_epi8(low, high));
     }
@@ -215,7 +232,8 @@ template <>
 struct Avx2::Values<float> {
   F low, high;
   Values(const float (&levels)[16], float scale)
-      : low(mul(_mm256_loadu_ps(levels), splat(scale))), high(mul(_mm256_loadu_ps(levels + 8), splat(scale))) {}
+      : low(mul(_mm256_loadu_ps(levels), splat(scale))),
+        high(mul(_mm256_loadu_ps(levels + 8), splat(scale))) {}
 };
 
 }  // namespace

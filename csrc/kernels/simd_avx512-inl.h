@@ -1,5 +1,5 @@
-// The vector vocabulary of blockwise-inl.h in AVX-512 F, BW, VL and DQ: groups of 32. simd_portable-inl.h documents
-// each member.
+// The vector vocabulary of blockwise-inl.h in AVX-512 F, BW, VL and DQ: groups of 32.
+// simd_portable-inl.h documents each member.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +15,9 @@ struct Avx512 {
   using F = __m512;
   using I = __m512i;
 
-  static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static __m256i load256(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
   static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
   static void load(const BFloat16* x, F& even, F& odd) {
@@ -41,8 +43,10 @@ struct Avx512 {
       const I words = _mm512_loadu_si512(static_cast<const uint16_t*>(x) + i);
       largest = _mm512_max_epu16(largest, _mm512_and_si512(words, _mm512_set1_epi16(0x7FFF)));
     }
-    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
-    return Avx2::words_max(_mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+    const __m256i half =
+        _mm256_max_epu16(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
+    return Avx2::words_max(
+        _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
   }
   static uint32_t magnitude_max(const BFloat16* x, int64_t n) { return words_max(x, n) << 16; }
   static uint32_t magnitude_max(const Float16* x, int64_t n) {
@@ -51,10 +55,13 @@ struct Avx512 {
   static uint32_t magnitude_max(const float* x, int64_t n) {
     I largest = _mm512_setzero_si512();
     for (int64_t i = 0; i < n; i += 16) {
-      largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF)));
+      largest = _mm512_max_epu32(
+          largest, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF)));
     }
-    const __m256i half = _mm256_max_epu32(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
-    return Avx2::dwords_max(_mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+    const __m256i half =
+        _mm256_max_epu32(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
+    return Avx2::dwords_max(
+        _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
   }
 
   static F splat(float value) { return _mm512_set1_ps(value); }
@@ -63,16 +70,19 @@ struct Avx512 {
   static F floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
   static I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
   static I add_where_less(I index, F a, F b) {
-    return _mm512_mask_add_epi32(index, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), index, _mm512_set1_epi32(1));
+    return _mm512_mask_add_epi32(index, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), index,
+                                 _mm512_set1_epi32(1));
   }
 
-  // 32 buckets over the range of the levels, narrow enough that each holds at most one threshold: one lookup gives the
-  // count below the bucket, another the threshold to compare with. Which bucket a number falls into is decided by the
-  // same instructions for thresholds and for values and never decreases, so the count is exact wherever borders lie.
+  // 32 buckets over the range of the levels, narrow enough that each holds at most one threshold:
+  // one lookup gives the count below the bucket, another the threshold to compare with. Which
+  // bucket a number falls into is decided by the same instructions for thresholds and for values
+  // and never decreases, so the count is exact wherever borders lie.
   class Table {
    public:
     Table(const float (&thresholds)[16], float level_max)
-        : level_max_(_mm512_set1_ps(level_max)), buckets_per_unit_(_mm512_set1_ps(15.4f / level_max)) {
+        : level_max_(_mm512_set1_ps(level_max)),
+          buckets_per_unit_(_mm512_set1_ps(15.4f / level_max)) {
       float inside[32];
       int32_t below[32] = {};
       for (float& threshold : inside) threshold = float_of(kInfinityBits);
@@ -100,7 +110,8 @@ struct Avx512 {
       constexpr int kSmallerMagnitudeSignOfFirst = 2;
       const F clamped = _mm512_range_ps(n, level_max_, kSmallerMagnitudeSignOfFirst);
       // Adding 1.5 * 2**23 leaves the nearest integer in the low bits.
-      return _mm512_castps_si512(_mm512_fmadd_ps(clamped, buckets_per_unit_, _mm512_set1_ps(0x1.8p23f + 16)));
+      return _mm512_castps_si512(
+          _mm512_fmadd_ps(clamped, buckets_per_unit_, _mm512_set1_ps(0x1.8p23f + 16)));
     }
     F level_max_, buckets_per_unit_, inside_low_, inside_high_;
     I below_low_, below_high_;
@@ -116,14 +127,16 @@ struct Avx512 {
   };
 
   static void uniform(const Keys& keys, uint64_t index, F& even, F& odd) {
-    const I first = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int32_t>(index)),
-                                     _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
+    const I first = _mm512_add_epi32(
+        _mm512_set1_epi32(static_cast<int32_t>(index)),
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
     even = uniform(keys, first);
     odd = uniform(keys, _mm512_add_epi32(first, _mm512_set1_epi32(1)));
   }
   static F uniform(const Keys& keys, I index) {
     I h = _mm512_xor_si512(index, _mm512_set1_epi32(static_cast<int32_t>(keys.first)));
-    h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), _mm512_set1_epi32(0x7FEB352D));
+    h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)),
+                           _mm512_set1_epi32(0x7FEB352D));
     h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int32_t>(keys.second)));
     h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)),
                            _mm512_set1_epi32(static_cast<int32_t>(0x846CA68Bu)));
@@ -138,8 +151,8 @@ struct Avx512 {
         : low(_mm512_cvtps_epi32(_mm512_loadu_ps(codes))), high(_mm512_slli_epi32(low, 4)) {}
   };
   static void store_pairs(const Codes& codes, I even, I odd, uint8_t* out) {
-    const I pairs =
-        _mm512_or_si512(_mm512_permutexvar_epi32(even, codes.low), _mm512_permutexvar_epi32(odd, codes.high));
+    const I pairs = _mm512_or_si512(_mm512_permutexvar_epi32(even, codes.low),
+                                    _mm512_permutexvar_epi32(odd, codes.high));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(pairs));
   }
 
@@ -151,7 +164,8 @@ struct Avx512 {
 
   // --- dequantize; scales are finite here, so no value is NaN ---
 
-  // The bits of 16 fp32 numbers, none of them NaN, rounded to bf16 in the high halves; the low halves are left over.
+  // The bits of 16 fp32 numbers, none of them NaN, rounded to bf16 in the high halves; the low
+  // halves are left over.
   static I to_bfloat16(F values) {
     const I bits = _mm512_castps_si512(values);
     const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -164,7 +178,8 @@ struct Avx512 {
     return _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 
-  // 16 ready values. Two-byte types hold them twice, because their lookup reads five bits of an index and we have four.
+  // 16 ready values. Two-byte types hold them twice, because their lookup reads five bits of an
+  // index and we have four.
   template <class T>
   struct Values {
     I table;
@@ -179,7 +194,8 @@ struct Avx512 {
   };
   template <class T>
   static void expand_pairs(const Values<T>& values, const uint8_t* codes, T* out) {
-    // A byte b = odd * 16 + even is spread over a pair of lanes so that their low bits read even and odd.
+    // A byte b = odd * 16 + even is spread over a pair of lanes so that their low bits read even
+    // and odd.
     if constexpr (sizeof(T) == 4) {
       for (int half = 0; half < 2; ++half) {
         const I bytes = _mm512_cvtepu8_epi64(Avx2::load64(codes + 8 * half));

@@ -1,16 +1,17 @@
-// The vector vocabulary of blockwise-inl.h in plain C++, on arrays short enough for the compiler to vectorize.
+// The vector vocabulary of blockwise-inl.h in plain C++, on arrays short enough for the compiler to
+// vectorize.
 //
 // What every instruction set provides, here with the documentation:
-//   kGroup              elements handled at once; even-numbered and odd-numbered ones sit in two vectors
-//   F, I                a vector of kGroup / 2 floats; of as many 32-bit integers
-//   load                a group, widened to fp32
-//   magnitude_max       the largest |x| of n elements (a multiple of kGroup), as the bits of an fp32 number
-//   Table               count(n): how many of 15 ascending thresholds lie strictly below n, per lane
-//   uniform             random numbers for kGroup consecutive indices that share their high half
-//   store_pairs         indices -> codes -> two codes per byte, kGroup / 2 bytes
-//   store_bytes         integers, saturated to [-127, 127], one per byte, kGroup bytes
-//   expand_pairs        kGroup / 2 bytes of 4-bit codes -> kGroup values, looked up in 16 ready values
-//   expand_bytes        kGroup signed bytes -> kGroup values, each times a scale
+//   kGroup              elements handled at once; even-numbered and odd-numbered ones sit in two
+//   vectors F, I                a vector of kGroup / 2 floats; of as many 32-bit integers load a
+//   group, widened to fp32 magnitude_max       the largest |x| of n elements (a multiple of
+//   kGroup), as the bits of an fp32 number Table               count(n): how many of 15 ascending
+//   thresholds lie strictly below n, per lane uniform             random numbers for kGroup
+//   consecutive indices that share their high half store_pairs         indices -> codes -> two
+//   codes per byte, kGroup / 2 bytes store_bytes         integers, saturated to [-127, 127], one
+//   per byte, kGroup bytes expand_pairs        kGroup / 2 bytes of 4-bit codes -> kGroup values,
+//   looked up in 16 ready values expand_bytes        kGroup signed bytes -> kGroup values, each
+//   times a scale
 #pragma once
 
 #include "scalar-inl.h"
@@ -74,8 +75,11 @@ struct Portable {
     });
   }
   static I round_to_int(F a) {
-    // Adding 1.5 * 2**23 leaves the integer nearest to a (ties to even) in the low bits; |a| < 2**22 here.
-    return map_int([&](int i) { return static_cast<int32_t>(bits_of(a.v[i] + 0x1.8p23f) - bits_of(0x1.8p23f)); });
+    // Adding 1.5 * 2**23 leaves the integer nearest to a (ties to even) in the low bits; |a| <
+    // 2**22 here.
+    return map_int([&](int i) {
+      return static_cast<int32_t>(bits_of(a.v[i] + 0x1.8p23f) - bits_of(0x1.8p23f));
+    });
   }
   static I add_where_less(I index, F a, F b) {
     return map_int([&](int i) { return index.v[i] + (a.v[i] < b.v[i]); });
@@ -144,7 +148,8 @@ struct Portable {
   }
   template <class T>
   static void expand_bytes(const uint8_t* codes, float scale, T* out) {
-    for (int i = 0; i < kGroup; ++i) out[i] = narrow<T>(static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
+    for (int i = 0; i < kGroup; ++i)
+      out[i] = narrow<T>(static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
   }
 };
 

@@ -1,0 +1,76 @@
+"""Run a benchmark and write its tables.
+
+    python -m benchmarks.run kernels --threads 1 2 --out benchmarks/results/kernels_NAME.md
+    python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
+
+Every number of threads gets a process of its own: the OpenMP runtimes that torch and its peers bring read their number
+of threads when they start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from benchmarks.registry import BENCHMARKS, Options, processor
+
+_MODULES = ("kernels", "gpu")
+_SMOKE_ELEMENTS = 1 << 12
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark that `arguments` name; returns the exit code."""
+    for module in _MODULES:
+        importlib.import_module(f"benchmarks.{module}")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=sorted(BENCHMARKS))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="one part of the report for each")
+    parser.add_argument("--elements", type=int, default=1 << 24, help="size of the tensors of the kernel benchmarks")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds; the median counts")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
+    parser.add_argument("--out", type=Path, help="Markdown file to write as well")
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+
+    if chosen.part:
+        (threads,) = chosen.threads
+        torch.set_num_threads(threads)
+        elements, rounds = (_SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
+        for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds)):
+            print(table.render())
+        return 0
+
+    command = f"python -m benchmarks.run {' '.join(arguments)}"
+    parts = [f"# Benchmark: {chosen.name}\n\n`{command}`\n\n{date.today()}, {processor()}, torch {torch.__version__}\n"]
+    for threads in chosen.threads:
+        part = [chosen.name, "--elements", str(chosen.elements), "--rounds", str(chosen.rounds)]
+        part += ["--smoke"] * chosen.smoke + ["--threads", str(threads), "--part"]
+        result = subprocess.run(
+            [sys.executable, "-m", "benchmarks.run", *part],
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if result.returncode:
+            return result.returncode
+        parts.append(result.stdout)
+    report = "\n".join(parts).rstrip() + "\n"
+    print(report, end="")
+    if chosen.out is not None:
+        chosen.out.write_text(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

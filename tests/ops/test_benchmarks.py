@@ -1,0 +1,41 @@
+"""The kernel benchmarks run; what they measure is not asserted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
+    report = tmp_path / "kernels.md"
+    result = run("kernels", "--smoke", "--threads", "1", "--out", str(report))
+    assert result.returncode == 0, result.stderr
+    text = report.read_text()
+    assert result.stdout == text
+    assert "`python -m benchmarks.run kernels --smoke --threads 1 --out" in text
+    for row in ("memcpy", "nf4 quantize", "int8 dequantize", "e2m1 quantize, stochastic"):
+        assert f"\n| {row} | " in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
+    result = run("gpu", "--smoke")
+    assert result.returncode == 1
+    assert "benchmarks.gpu needs a CUDA device, and torch sees none on this machine" in result.stderr
