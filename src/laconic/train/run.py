@@ -7,10 +7,12 @@ when data and model have been found good, so a run that could not start leaves n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -65,7 +67,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
             f"({world.size} x {config.accumulation})"
         )
     run_dir = _check_run_dir(config, world)
-    corpus = prepare(config.data, verify=world.local_rank == 0)
+    with _log_on_stderr("laconic" if world.is_main else "laconic.train.data"):  # any process may be the one to tokenize
+        corpus = prepare(config.data, verify=world.local_rank == 0)
     train = TokenDataset(corpus.train, config.sequence_length)
     wants_validation = config.eval_sequences > 0 and len(corpus.validation) > 0
     validation = TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None
@@ -166,6 +169,25 @@ def _steps(
         if stopped:
             return done, True
     return config.steps, False
+
+
+@contextmanager
+def _log_on_stderr(name: str) -> Iterator[None]:
+    """Show what the logger `name` has to say while the block runs, unless the user has set up logging."""
+    logger = logging.getLogger(name)
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("laconic: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _check_run_dir(config: TrainConfig, world: World) -> Path:
