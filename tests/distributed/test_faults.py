@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from laconic.train.checkpoint import find_checkpoint, latest_name
+from laconic.train.checkpoint import find_checkpoint
 from laconic.train.load_config import save_config
+from laconic.train.run_dir import latest_name
 from tests.distributed.pair import LONG
 from tests.distributed.processes import (
     environment,
@@ -65,6 +66,17 @@ def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, pair
     assert "stopping after this step" in ending.err
     assert f"laconic train --resume --run-dir {config.run_dir}" in ending.out
     assert find_checkpoint(Path(str(config.run_dir)), ALONE).step == num_steps(config.run_dir) < 100
+
+
+def test_a_stop_request_before_the_first_step_just_leaves(pair: Path, tmp_path: Path) -> None:
+    config = long_config(pair, "too-early")
+    launcher = start_training(config, tmp_path / "config.toml")
+    wait_until(lambda: len(workers_of(launcher)) == 2)
+    launcher.send_signal(signal.SIGINT)
+    ending = finish(launcher, timeout_seconds=20)
+    assert ending.code == 130
+    assert "Traceback" not in ending.err
+    assert not (pair / "too-early").exists()
 
 
 def test_a_second_interrupt_leaves_at_once(pair: Path, tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from laconic.train.checkpoint import find_checkpoint, latest_name
+from laconic.train.checkpoint import find_checkpoint
 from laconic.train.export import export
 from laconic.train.metrics import read_metrics
 from laconic.train.model import build_model
 from laconic.train.parallel import decoder_layers
+from laconic.train.run_dir import latest_name
 from tests.distributed.pair import RUNS
 from tests.train.runs import ALONE, exact_metrics, losses, tiny_config
 
@@ -51,6 +52,12 @@ def test_weights_do_not_depend_on_the_processes(pair: Path, tmp_path: Path) -> N
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(pair: Path, name: str) -> None:
     assert exact_metrics(pair / f"{name}-broken") == exact_metrics(pair / name)
     assert find_checkpoint(pair / name, ALONE).world_size == 2
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_resumed_run_ends_with_the_same_weights(pair: Path, name: str, tmp_path: Path) -> None:
+    whole, broken = (export(pair / run, tmp_path / run) for run in (name, f"{name}-broken"))
+    assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
 
 def test_bf16_stays_close_to_fp32(pair: Path) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import filesystem
 
 from laconic.errors import CheckpointError
 from laconic.train import checkpoint
-from laconic.train.checkpoint import find_checkpoint, latest_name, load_checkpoint, load_weights, save_checkpoint
+from laconic.train.checkpoint import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
+from laconic.train.run_dir import latest_name
 from tests.train.runs import ALONE
 
 

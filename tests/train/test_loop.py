@@ -11,12 +11,12 @@ import torch
 
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError
 from laconic.train import loop
-from laconic.train.checkpoint import latest_name
 from laconic.train.config import OptimizerConfig
 from laconic.train.load_config import load_config
 from laconic.train.loop import make_optimizer
 from laconic.train.metrics import read_metrics
 from laconic.train.run import TrainingError
+from laconic.train.run_dir import latest_name
 from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
 
 # Adam divides by the root of the second moment, which turns the last bits of a small gradient into a large step. With

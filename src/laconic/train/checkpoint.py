@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
 from laconic.errors import CheckpointError
+from laconic.train.run_dir import latest_name
 from laconic.train.world import World
 
-__all__ = ["Checkpoint", "find_checkpoint", "latest_name", "load_checkpoint", "load_weights", "save_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
 
 _VERSION = 1
 _MANIFEST = "manifest.json"
@@ -190,16 +191,6 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
-
-
-def latest_name(run_dir: Path) -> str | None:
-    """The name in `<run_dir>/checkpoints/latest`, or None when nothing was saved yet."""
-    try:
-        return (run_dir / "checkpoints" / "latest").read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {run_dir / 'checkpoints' / 'latest'}: {error.strerror}") from error
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

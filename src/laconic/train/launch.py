@@ -29,10 +29,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from laconic.errors import ConfigError, LaconicError
-from laconic.train.checkpoint import latest_name
 from laconic.train.config import TrainConfig
 from laconic.train.load_config import save_config
-from laconic.train.run import new_run_dir, run
+from laconic.train.run_dir import latest_name, new_run_dir
 from laconic.train.stop import (
     EXIT_INTERRUPTED,
     EXIT_PEER_LOST,
@@ -72,6 +71,8 @@ def launch(config: TrainConfig) -> int:
         print(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}", file=sys.stderr)
         config = replace(config, nproc=torch.cuda.device_count())
     if place is not None or config.nproc == 1:
+        from laconic.train.run import run  # slow to load, and a launcher does without
+
         return run(config, join_world(place, config.rank_timeout_seconds), StopRequest())
     return _launch_workers(replace(config, run_dir=config.run_dir or new_run_dir()))
 

@@ -1,20 +1,17 @@
 """One run from its configuration to its summary, as every process of it executes it.
 
-The run directory holds config.toml, metrics.jsonl, activations.json, summary.json and checkpoints/. It appears only
-when data and model have been found good, so a run that could not start leaves nothing behind.
+The run directory appears only when data and model have been found good, so a run that could not start leaves nothing
+behind.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,24 +28,20 @@ from laconic.train.load_config import save_config
 from laconic.train.loop import Trainer, make_optimizer
 from laconic.train.model import build_model
 from laconic.train.parallel import wrap_model
+from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TrainingError", "new_run_dir", "run"]
+__all__ = ["TrainingError", "run"]
 
 _MAX_SKIPPED_STEPS = 5
 
 
 class TrainingError(LaconicError, RuntimeError):
     """Training cannot go on."""
-
-
-def new_run_dir() -> str:
-    """The directory of a run that was given none: runs/<date>-<time>."""
-    return f"runs/{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
@@ -66,7 +59,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
             f"batch_size is {config.batch_size}, but it must be a multiple of world size x accumulation "
             f"({world.size} x {config.accumulation})"
         )
-    run_dir = _check_run_dir(config, world)
+    run_dir = check_run_dir(config, world)
     with _log_on_stderr("laconic" if world.is_main else "laconic.train.data"):  # any process may be the one to tokenize
         corpus = prepare(config.data, verify=world.local_rank == 0)
     train = TokenDataset(corpus.train, config.sequence_length)
@@ -108,8 +101,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         run_dir.mkdir(parents=True, exist_ok=True)
         repeatable = replace(config.checkpoint, load=None)
         save_config(replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable), run_dir / "config.toml")
-        _write_json(run_dir / "activations.json", report.to_dict())
-        _copy_tokenizer(config.data.tokenizer, run_dir)
+        write_json(run_dir / "activations.json", report.to_dict())
+        copy_tokenizer(config.data.tokenizer, run_dir)
 
     # 4. The steps.
     def save(done: int) -> None:
@@ -132,7 +125,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         done, stopped = _steps(config, trainer, journal, stop, first_step, save)
     summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
     if world.is_main:
-        _write_json(run_dir / "summary.json", summary)
+        write_json(run_dir / "summary.json", summary)
         print(closing_words(summary, run_dir, config), flush=True)
     return stop.exit_code if stopped else 0
 
@@ -190,24 +183,6 @@ def _log_on_stderr(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _check_run_dir(config: TrainConfig, world: World) -> Path:
-    """The run directory, the same on every process: new or empty, or holding a run to resume."""
-    chosen = world.gather(config.run_dir or new_run_dir())[0]
-    run_dir = Path(chosen)
-    error = None
-    if world.is_main:
-        if config.resume and not (run_dir / "config.toml").is_file():
-            error = f"run_dir is {chosen!r}, but it must hold the config.toml of a run for resume"
-        elif not config.resume and run_dir.is_dir() and any(run_dir.iterdir()):
-            error = f"run_dir is {chosen!r}, which is not empty; continue that run with --resume or choose another"
-        elif not config.resume and run_dir.exists() and not run_dir.is_dir():
-            error = f"run_dir is {chosen!r}, which is not a directory"
-    error = world.first_error(error)
-    if error is not None:
-        raise ConfigError(error)
-    return run_dir
-
-
 def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
     """The settings that a continued run shares with its beginning, or it would be another run."""
     return {
@@ -236,19 +211,3 @@ def _model_texts(model: PreTrainedModel) -> dict[str, str]:
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string(use_diff=False)
     return texts
-
-
-def _copy_tokenizer(tokenizer: str, run_dir: Path) -> None:
-    """Keep the tokenizer with the run, so that it can be exported wherever the run is moved to."""
-    if tokenizer == "bytes":
-        return
-    source = Path(tokenizer)
-    for file in (source, source.with_name("tokenizer_config.json")):
-        if file.is_file():
-            shutil.copyfile(file, run_dir / ("tokenizer.json" if file == source else file.name))
-
-
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
