@@ -107,6 +107,16 @@ def test_a_policy_decides_by_site_and_the_plan_is_data() -> None:
     assert {row.bits for row in by_plan.rows if row.name == "model.layers.0.mlp"} == {8}
 
 
+def test_the_head_is_kept_at_eight_bits_unless_told_otherwise() -> None:
+    model = make_model("llama")
+    bits = {row.name: row.bits for row in laconic.compress_activations(model, bits=4).rows if row.format != "exact"}
+    assert bits.pop("model.norm") == bits.pop("lm_head") == 8
+    assert set(bits.values()) == {4}
+    laconic.decompress_activations(model)
+    report = laconic.compress_activations(model, policy=uniform(BlockFormat("nf4")))
+    assert {row.bits for row in report.rows if row.format != "exact"} == {4}
+
+
 def test_hooks_work_on_any_module() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -61,6 +61,12 @@ def test_a_site_knows_its_layer_and_its_shape() -> None:
     assert sites["lm_head"].layer is None
 
 
+def test_the_head_is_what_stands_behind_the_stack(family: str) -> None:
+    heads = [site.name for site in find_sites(make_model(family)) if site.head]
+    assert heads == (["transformer.ln_f", "lm_head"] if family == "gpt2" else ["model.norm", "lm_head"])
+    assert not any(site.head for site in find_sites(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
+
+
 class FamiliarNamesOnly(nn.Module):
     """Looks like a gated feed-forward block and multiplies twice."""
 

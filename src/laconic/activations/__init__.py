@@ -1,7 +1,7 @@
 """Activations kept for backward in about four bits: sites, policies, plans, and the functions that make it so."""
 
 from laconic.activations.apply import compress_activations, decompress_activations
-from laconic.activations.plan import ActivationPlan, Policy, uniform
+from laconic.activations.plan import ActivationPlan, Policy, careful_head, uniform
 from laconic.activations.report import Report, SiteReport, saved_nbytes_per_token
 from laconic.activations.sites import Site, find_sites
 from laconic.activations.tracker import SavedTensorTracker
@@ -17,5 +17,6 @@ __all__ = [
     "find_sites",
     "ActivationPlan",
     "Policy",
+    "careful_head",
     "uniform",
 ]

@@ -10,7 +10,7 @@ from torch import nn
 
 from laconic.activations.forwards import SiteForward, forward_for
 from laconic.activations.hooks import HooksForward
-from laconic.activations.plan import ActivationPlan, Policy, uniform
+from laconic.activations.plan import ActivationPlan, Policy, careful_head
 from laconic.activations.report import Report, make_report, measure, sample_inputs
 from laconic.activations.sites import find_sites
 from laconic.errors import ModelError
@@ -41,7 +41,8 @@ def compress_activations(
 
     Args:
         model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.
-        bits: 4, 8, or 16 for leaving everything as it is.
+        bits: 4, 8, or 16 for leaving everything as it is. At 4 bits the input of the final norm, which the output
+            projection depends on, is kept at 8 (see `careful_head`).
         format: "nf4" (default at 4 bits), "e2m1", "int4" or "int8" (default at 8 bits).
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
@@ -74,7 +75,7 @@ def compress_activations(
                 f"that laconic knows; mode='hooks' packs the saved tensors of any model"
             )
         if plan is None:
-            plan = ActivationPlan.make(sites, policy if policy is not None else uniform(block_format))
+            plan = ActivationPlan.make(sites, policy if policy is not None else careful_head(block_format))
         plan.check(sites)
     elif policy is not None or plan is not None:
         raise ModelError("mode='hooks' packs all saved tensors alike; policy= and plan= need mode='sites'")

@@ -16,7 +16,7 @@ from laconic.activations.sites import Site
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["ActivationPlan", "Policy", "uniform"]
+__all__ = ["ActivationPlan", "Policy", "careful_head", "uniform"]
 
 Policy = Callable[[Site], BlockFormat | None]
 
@@ -24,6 +24,19 @@ Policy = Callable[[Site], BlockFormat | None]
 def uniform(format: BlockFormat | None) -> Policy:
     """The policy that gives every site the same format."""
     return lambda site: format
+
+
+def careful_head(format: BlockFormat | None) -> Policy:
+    """The default policy: the same format everywhere, but at least 8 bits behind the stack of layers.
+
+    The gradient of the output projection is the one place where four bits show. A small Llama is 0.06 to 0.10 nats
+    behind after 150 steps when its final norm is kept at nf4 and nothing else is, and within noise when everything but
+    that is (docs/activations.md). It is one tensor per model, so 8 bits cost next to nothing.
+    """
+    if format is None or format.bits >= 8:
+        return uniform(format)
+    head = BlockFormat("int8", block_size=format.block_size, scale_dtype=format.scale_dtype)
+    return lambda site: head if site.head else format
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -51,7 +51,8 @@ class Site:
 
     name: the module's qualified name. kind: "norm", "linear" or "mlp". layer: index of the decoder layer, None outside
     of the stack. features: shape per token of what the site keeps if it has to keep it itself; for an mlp gate and up
-    together. spec: what exactly it computes.
+    together. spec: what exactly it computes. head: whether it is a norm or linear behind a stack of layers, such as the
+    final norm and the output projection of a language model.
     """
 
     name: str
@@ -59,11 +60,15 @@ class Site:
     layer: int | None
     features: tuple[int, ...]
     spec: NormSpec | LinearSpec | MlpSpec
+    head: bool = False
 
 
 def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model in the order of its modules, each shared module once."""
-    return list(_sites(model))
+    sites = list(_sites(model))
+    if all(site.layer is None for site in sites):
+        return sites
+    return [replace(site, head=True) if site.layer is None and site.kind != "mlp" else site for site in sites]
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -81,7 +86,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 
 
 def _layer_of(name: str) -> int | None:
-    match = re.search(r"\.(\d+)(\.|$)", name)
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
 
