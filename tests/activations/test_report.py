@@ -139,6 +139,21 @@ def test_hooks_work_on_any_module() -> None:
     assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(model).items())
 
 
+def test_hooks_report_what_they_keep() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    report = laconic.compress_activations(model, mode="hooks", example_inputs={"input": torch.randn(32, 64)})
+    assert report.before_nbytes_per_token == 4 * (64 + 128 + 128)
+    assert report.after_nbytes_per_token == BlockFormat("nf4").nbytes((64 + 128 + 128,))
+
+
+def test_hooks_leave_attention_exact() -> None:
+    model = make_model("llama")
+    before = laconic.compress_activations(model, bits=16).to_dict()["by_kind_before"]["attention"]
+    after = laconic.compress_activations(model, mode="hooks").to_dict()["by_kind_after"]["attention"]
+    rotary_tables = 2 * 4 * 16  # sine and cosine of one head are plain tensors and packed like all others
+    assert before - rotary_tables <= after <= before
+
+
 def test_hooks_pack_once_what_is_saved_twice_and_never_parameters() -> None:
     model = make_model("llama")
     ids = make_ids()

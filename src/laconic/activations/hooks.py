@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from laconic.activations.tracker import observe
 from laconic.formats import BlockFormat, BlockTensor
 
 __all__ = ["MIN_NUMEL", "HooksForward"]
@@ -44,12 +45,17 @@ _KEPT_EXACT: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    observe(tensor)
+    return tensor
+
+
 class _ExactFunctions(TorchFunctionMode):
     """Runs the functions above with hooks that change nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KEPT_EXACT:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, lambda tensor: tensor):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -72,6 +78,15 @@ class _Packer:
         self.seen: dict[tuple[Any, ...], tuple[StorageWeakRef, _Packed]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
+        """The pack hook: codes and scales, or the tensor itself where it stays exact."""
+        saved = self._packed(tensor)
+        if isinstance(saved, _Packed):
+            observe(saved.packed.codes, saved.packed.scales)
+        else:
+            observe(saved)
+        return saved
+
+    def _packed(self, tensor: Tensor) -> Tensor | _Packed:
         storage = tensor.untyped_storage()
         if not tensor.is_floating_point() or tensor.dtype == torch.float64 or tensor.numel() < MIN_NUMEL:
             return tensor
@@ -90,6 +105,7 @@ class _Packer:
 
     @staticmethod
     def unpack(saved: Tensor | _Packed) -> Tensor:
+        """The unpack hook."""
         return saved.unpack() if isinstance(saved, _Packed) else saved
 
 

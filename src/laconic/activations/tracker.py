@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SavedTensorTracker", "kind_of"]
+__all__ = ["SavedTensorTracker", "kind_of", "observe"]
+
+_OPEN: list[SavedTensorTracker] = []
+
+
+def observe(*tensors: Tensor) -> None:
+    """Shows open trackers tensors that saved-tensor hooks keep; the innermost hooks hide them from all others."""
+    for tracker in _OPEN:
+        for tensor in tensors:
+            tracker.count(tensor)
 
 
 def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:
@@ -47,7 +56,8 @@ class SavedTensorTracker:
 
     After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
 
-    A tensor is booked on the innermost module that was running when its storage was saved first.
+    A tensor is booked on the innermost module that was running when its storage was saved first. Inside of a region of
+    activation checkpointing nothing is saved, and the input that the region holds is not seen.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,12 +98,16 @@ class SavedTensorTracker:
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 self._parameters.add(local.untyped_storage()._cdata)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def count(self, tensor: Tensor) -> None:
+        """Books a tensor that is kept for backward, unless its storage has been booked or is a parameter's."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._parameters and key not in self._seen:
             self._seen[key] = storage
             self.by_module[self._stack[-1] if self._stack else ""] += storage.nbytes()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.count(tensor)
         return tensor
 
     def __enter__(self) -> SavedTensorTracker:
@@ -103,11 +117,13 @@ class SavedTensorTracker:
             self._handles.append(child.register_forward_hook(self._exit_module, always_call=True))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
+        _OPEN.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _OPEN.remove(self)
         self._hooks.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
