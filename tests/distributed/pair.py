@@ -125,9 +125,9 @@ def spoilt(here: bool, steps: set[int]) -> Iterator[None]:
     step, loss = loop.Trainer.step, loop.Trainer._loss
     current = {"step": 0}
 
-    def counted_step(self: Any, number: int, stop_requested: bool = False) -> Any:
+    def counted_step(self: Any, number: int, stop: Any) -> Any:
         current["step"] = number
-        return step(self, number, stop_requested)
+        return step(self, number, stop)
 
     def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         value = loss(self, model, tokens)

@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,8 @@ from laconic.train import checkpoint
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from laconic.train.run_dir import latest_name
 from tests.train.runs import ALONE
+
+ROOT = Path(__file__).parents[2]
 
 
 class Tied(nn.Module):
@@ -332,3 +336,47 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=f"File exists: {tmp_path}/checkpoints"):
         save(tmp_path, 1)
+
+
+# Dies at every call that matters while saving step 2 over step 1, and tells what can be found afterwards.
+KILLED_WHILE_SAVING = """
+import os, shutil, signal, sys
+from pathlib import Path
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from laconic.train import checkpoint
+from laconic.train.checkpoint import find_checkpoint
+from tests.train.runs import ALONE
+from tests.train.test_checkpoint import names_in, save
+
+points = [(FileSystemWriter, "write_data", 1), (FileSystemWriter, "finish", 1), (checkpoint, "_write_durably", 1),
+          (checkpoint, "_write_durably", 2), (checkpoint, "_fsync", 1), (os, "rename", 1), (os, "rename", 2),
+          (checkpoint, "_fsync", 2), (checkpoint, "_write_durably", 3), (os, "replace", 1), (shutil, "rmtree", 1),
+          (shutil, "rmtree", 2)]
+for number, (owner, name, call) in enumerate(points):
+    run_dir = Path(sys.argv[1]) / str(number)
+    save(run_dir, 1)
+    child = os.fork()
+    if child == 0:
+        original, calls = getattr(owner, name), []
+        def dying(*args, **kwargs):
+            calls.append(name)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        setattr(owner, name, dying)
+        save(run_dir, 2, keep=1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9, name
+    print(find_checkpoint(run_dir, ALONE).step, end=" ")
+    save(run_dir, 3)
+    assert find_checkpoint(run_dir, ALONE).step == 3
+    assert not [name for name in names_in(run_dir) if name.startswith(".")], names_in(run_dir)
+"""
+
+
+def test_a_process_killed_while_saving_leaves_a_good_latest(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1"] * 10 + ["2"] * 2

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,9 +139,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss NaN in the forward of these steps (0-based)."""
     original = loop.Trainer.step
 
-    def step(self: Any, number: int, stop_requested: bool = False) -> Any:
+    def step(self: Any, number: int, stop: Any) -> Any:
         self.spoilt = number in steps
-        return original(self, number, stop_requested)
+        return original(self, number, stop)
 
     loss = loop.Trainer._loss
 
@@ -171,6 +173,41 @@ def test_the_run_stops_when_nothing_is_finite_any_more(tmp_path: Path, monkeypat
         train_alone(config)
     assert latest_name(tmp_path / "run") == "step-00000006"
     assert len(losses(config.run_dir)) == 7
+
+
+def interrupt_in(monkeypatch: pytest.MonkeyPatch, signals: dict[int, list[signal.Signals]]) -> None:
+    """Send signals to this process while these steps (0-based) run."""
+    original = loop.Trainer.step
+
+    def step(self: Any, number: int, stop: Any) -> Any:
+        for one in signals.get(number, []):
+            os.kill(os.getpid(), one)
+        return original(self, number, stop)
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_saves_and_leaves(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    interrupt_in(monkeypatch, {2: [number]})
+    config = tiny_config(tmp_path, "run")
+    assert train_alone(config) == code
+    assert latest_name(tmp_path / "run") == "step-00000003"
+    assert signal.getsignal(number) is before
+    monkeypatch.undo()
+    whole = tiny_config(tmp_path, "whole")
+    assert train_alone(resumed(config)) == train_alone(whole) == 0
+    assert exact_metrics(config.run_dir) == exact_metrics(whole.run_dir)
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_in(monkeypatch, {1: [signal.SIGTERM, signal.SIGINT]})
+    with pytest.raises(KeyboardInterrupt):
+        train_alone(tiny_config(tmp_path, "run"))
+    assert latest_name(tmp_path / "run") is None
 
 
 def test_vectors_are_not_decayed() -> None:

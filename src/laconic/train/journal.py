@@ -128,11 +128,10 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         f"  run directory      {run_dir}",
         "next:",
     ]
-    if done < steps:
-        lines.append(f"  laconic train --resume --run-dir {run_dir}")
+    further = "" if done < steps else f" --steps {2 * steps}"
     lines += [
+        f"  laconic train --resume --run-dir {run_dir}{further}",
         f"  laconic compare {run_dir} OTHER_RUN",
-        f"  laconic train --resume --run-dir {run_dir} --steps {2 * steps}",
         f"  laconic export {run_dir} DIRECTORY",
     ]
     return "\n".join(lines)

@@ -25,6 +25,7 @@ from laconic.train.data import TokenDataset, batch
 from laconic.train.parallel import accumulate, autocast, clip_gradients, full_value, gradient_norm, plain_model
 from laconic.train.sampler import split_mix
 from laconic.train.schedule import learning_rate
+from laconic.train.stop import StopRequest
 from laconic.train.wire import WireCounter
 from laconic.train.world import World
 
@@ -73,8 +74,8 @@ class Trainer:
         self.wire_nbytes: int | None = None
         """Bytes this process sends per step; measured in the first step."""
 
-    def step(self, step: int, stop_requested: bool = False) -> StepResult:
-        """Run optimizer step `step` (0-based). All processes call it together."""
+    def step(self, step: int, stop: StopRequest) -> StepResult:
+        """Run optimizer step `step` (0-based). All processes call it together; a stop asked of one is told to all."""
         config, world = self._config, self._world
         rate = learning_rate(config.optimizer, step, config.steps)
         for group in self.optimizer.param_groups:
@@ -88,7 +89,7 @@ class Trainer:
             norm = gradient_norm(parameters)
             norm_value = full_value(norm)
             bad = ~(torch.isfinite(norm_value) & torch.isfinite(loss))
-            votes = torch.stack([loss / world.size, bad.to(loss.dtype), torch.full_like(loss, float(stop_requested))])
+            votes = torch.stack([loss / world.size, bad.to(loss.dtype), torch.full_like(loss, float(stop.requested))])
             mean_loss, num_bad, num_stop = world.sum(votes).tolist()
         if counter is not None:
             self.wire_nbytes = counter.nbytes

@@ -142,7 +142,7 @@ def _steps(
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
         started = time.perf_counter()
-        result = trainer.step(done - 1, stop.requested)
+        result = trainer.step(done - 1, stop)
         journal.step(done, result, time.perf_counter() - started, trainer)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if result.skipped:
