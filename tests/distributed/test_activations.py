@@ -31,13 +31,18 @@ def gradients_and_bytes(model: nn.Module, inner: nn.Module, ids: torch.Tensor) -
     return found, tracker.nbytes
 
 
-def work(rank: int, wrapping: str, directory: str) -> None:
+def compressed(mode: str) -> nn.Module:
+    model = make_model("llama")
+    laconic.compress_activations(model, bits=4, mode=mode)  # type: ignore[arg-type]
+    return model
+
+
+def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=WORLD)
     try:
-        model = make_model("llama")
-        laconic.compress_activations(model, bits=4)
+        model = compressed(mode)
         wrapped: nn.Module = model
         if wrapping == "ddp":
             wrapped = DistributedDataParallel(model)
@@ -58,12 +63,16 @@ def work(rank: int, wrapping: str, directory: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("wrapping", "bound"), [("ddp", 1e-5), ("fsdp", 1e-5), ("fsdp-bf16", 0.05)])
-def test_gradients_and_kept_bytes_are_those_of_one_process(wrapping: str, bound: float, tmp_path: Path) -> None:
-    mp.spawn(work, args=(wrapping, str(tmp_path)), nprocs=WORLD)
+@pytest.mark.parametrize(
+    ("wrapping", "mode", "bound"),
+    [("ddp", "sites", 1e-5), ("fsdp", "sites", 1e-5), ("fsdp-bf16", "sites", 0.05), ("fsdp", "hooks", 1e-5)],
+)
+def test_gradients_and_kept_bytes_are_those_of_one_process(
+    wrapping: str, mode: str, bound: float, tmp_path: Path
+) -> None:
+    mp.spawn(work, args=(wrapping, mode, str(tmp_path)), nprocs=WORLD)
     got, nbytes = torch.load(tmp_path / "result.pt")
-    model = make_model("llama")
-    laconic.compress_activations(model, bits=4)
+    model = compressed(mode)
     expected, _ = gradients_and_bytes(model, model, make_ids(batch=2 * WORLD))
     assert got.keys() == expected.keys()
     everything = torch.cat([got[n].flatten() for n in got]), torch.cat([expected[n].flatten() for n in got])

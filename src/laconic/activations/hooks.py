@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from laconic.activations.tracker import observe
@@ -72,10 +74,16 @@ class _Packed:
 class _Packer:
     """One forward's pack and unpack hooks; a tensor saved by several operations is packed once."""
 
-    def __init__(self, format: BlockFormat, exact: set[int]) -> None:
+    def __init__(self, format: BlockFormat) -> None:
         self.format = format
-        self.exact = exact
+        self.exact: set[int] = set()
         self.seen: dict[tuple[Any, ...], tuple[StorageWeakRef, _Packed]] = {}
+
+    def leave_out(self, module: nn.Module, args: object = None) -> None:
+        """Keeps the parameters and buffers that a module holds now from being packed."""
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not isinstance(tensor, DTensor):
+                self.exact.add(tensor.untyped_storage()._cdata)
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         """The pack hook: codes and scales, or the tensor itself where it stays exact."""
@@ -130,9 +138,11 @@ class HooksForward:
         original = self.replaced if self.replaced is not None else type(self.module).forward.__get__(self.module)
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        exact = {t.untyped_storage()._cdata for t in (*self.module.parameters(), *self.module.buffers())}
-        packer = _Packer(self.format, exact)
+        packer = _Packer(self.format)
         with ExitStack() as stack:
+            # Looked at module by module: FSDP2 gathers parameters just before the forward that uses them.
+            stack.callback(register_module_forward_pre_hook(packer.leave_out).remove)
+            packer.leave_out(self.module)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack))
             stack.enter_context(_ExactFunctions())
             return original(*args, **kwargs)
