@@ -5,7 +5,15 @@ Every message names the field, the value it had, the rule it broke and what to d
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "FormatError", "LaconicError", "ModelError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "FormatError",
+    "LaconicError",
+    "ModelError",
+    "TrainingError",
+]
 
 
 class LaconicError(Exception):
@@ -30,3 +38,7 @@ class DataError(LaconicError, ValueError):
 
 class CheckpointError(LaconicError, RuntimeError):
     """A checkpoint cannot be written, verified or loaded."""
+
+
+class TrainingError(LaconicError, RuntimeError):
+    """Training cannot go on."""

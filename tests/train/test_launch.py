@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from laconic.errors import ConfigError, DataError
+from laconic.errors import ConfigError, DataError, TrainingError
 from laconic.train import launch as launch_module
 from laconic.train.launch import _explain, _rendezvous_port, launch
-from laconic.train.run import TrainingError
 from laconic.train.stop import EXIT_PEER_LOST, STOP_SIGNAL
 from laconic.train.world import Place, read_environment
 from tests.train.runs import tiny_config

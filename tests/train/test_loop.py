@@ -1,5 +1,6 @@
 """One process from configuration to summary: steps, accumulation, resume, refusals."""
 
+import importlib.util
 import json
 import math
 import os
@@ -11,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.errors import CheckpointError, ConfigError, DataError, ModelError
+from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from laconic.train import loop
 from laconic.train.config import OptimizerConfig
 from laconic.train.load_config import load_config
 from laconic.train.loop import make_optimizer
 from laconic.train.metrics import read_metrics
-from laconic.train.run import TrainingError
 from laconic.train.run_dir import latest_name
 from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
 
@@ -308,3 +308,13 @@ def test_a_model_that_nothing_is_recognized_in_is_refused(tmp_path: Path, monkey
     monkeypatch.setattr(apply, "find_sites", lambda model: [])
     with pytest.raises(ModelError, match="no site recognized"):
         train_alone(tiny_config(tmp_path, "run"))
+
+
+def test_missing_tensorboard_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    with pytest.raises(ConfigError, match="TensorBoard is not installed"):
+        train_alone(tiny_config(tmp_path, "run", {"tensorboard": True}))
+    assert not (tmp_path / "run").exists()

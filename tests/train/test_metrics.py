@@ -1,6 +1,6 @@
 """metrics.jsonl, TensorBoard files, and what a terminal shows."""
 
-import builtins
+import importlib.util
 import io
 import json
 import math
@@ -114,14 +114,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def without_tensorboard(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("torch.utils.tensorboard"):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_tensorboard)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'laconic\[tensorboard\]'"):
         MetricsWriter(tmp_path, tensorboard=True)
 

@@ -8,6 +8,7 @@ JSON has no NaN: non-finite values are written as the strings "NaN", "Infinity" 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -19,7 +20,15 @@ from typing import IO, Any
 
 from laconic.errors import ConfigError, DataError
 
-__all__ = ["METRICS_FILE", "MetricsWriter", "Progress", "format_nbytes", "peak_memory_nbytes", "read_metrics"]
+__all__ = [
+    "METRICS_FILE",
+    "MetricsWriter",
+    "Progress",
+    "check_tensorboard",
+    "format_nbytes",
+    "peak_memory_nbytes",
+    "read_metrics",
+]
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -87,13 +96,16 @@ class MetricsWriter:
 
     def _open_events(self, first_step: int | None) -> None:
         """Open event files; TensorBoard hides what older files hold from `first_step` on."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'"
-            ) from None
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
         self._events = SummaryWriter(log_dir=str(self._events_dir), purge_step=first_step)
+
+
+def check_tensorboard() -> None:
+    """Raise ConfigError where TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'")
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

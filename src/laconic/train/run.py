@@ -19,13 +19,14 @@ from torch import nn
 
 import laconic
 from laconic.activations import saved_nbytes_per_token
-from laconic.errors import ConfigError, LaconicError
+from laconic.errors import ConfigError, TrainingError
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
 from laconic.train.journal import Journal, closing_words
 from laconic.train.load_config import save_config
 from laconic.train.loop import Trainer, make_optimizer
+from laconic.train.metrics import check_tensorboard
 from laconic.train.model import build_model
 from laconic.train.parallel import wrap_model
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
@@ -35,13 +36,9 @@ from laconic.train.world import World
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TrainingError", "run"]
+__all__ = ["run"]
 
 _MAX_SKIPPED_STEPS = 5
-
-
-class TrainingError(LaconicError, RuntimeError):
-    """Training cannot go on."""
 
 
 def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
@@ -59,6 +56,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
             f"batch_size is {config.batch_size}, but it must be a multiple of world size x accumulation "
             f"({world.size} x {config.accumulation})"
         )
+    if config.tensorboard:
+        check_tensorboard()
     run_dir = check_run_dir(config, world)
     with _log_on_stderr("laconic" if world.is_main else "laconic.train.data"):  # any process may be the one to tokenize
         corpus = prepare(config.data, verify=world.local_rank == 0)
