@@ -85,6 +85,11 @@ def kernels(options: Options) -> list[Table]:
     ]
 
 
+def _speeds(x: Tensor, cases: dict[str, Case], options: Options) -> dict[str, float]:
+    seconds = seconds_of(cases, options.rounds, warm_ups=1)
+    return {name: x.nbytes / taken / 1e9 for name, taken in seconds.items()}
+
+
 def _codes_table(x: Tensor, options: Options, what: str) -> Table:
     copy = torch.empty_like(x)
     peers = _peer_cases(x)
@@ -95,7 +100,7 @@ def _codes_table(x: Tensor, options: Options, what: str) -> Table:
             if code in peers:
                 cases[f"peer {code} {verb}"] = peers[code][verb]
         cases[f"{code} quantize, stochastic"] = _own_case(x, code, "quantize", seed=1)
-    speed = {name: x.nbytes / seconds / 1e9 for name, seconds in seconds_of(cases, options.rounds).items()}
+    speed = _speeds(x, cases, options)
     rows = [["memcpy", f"{speed['memcpy']:.2f}", "", "", "1.00"]]
     for name in cases:
         if name == "memcpy" or name.startswith("peer "):
@@ -124,7 +129,7 @@ def _instruction_sets_table(x: Tensor, options: Options, threads: str) -> Table:
                 x, *a, None, isa=isa
             )
             cases[f"{isa} {code} dequantize"] = lambda b=back, isa=isa: native.dequantize_blockwise(*b, isa=isa)
-    speed = {name: x.nbytes / seconds / 1e9 for name, seconds in seconds_of(cases, options.rounds).items()}
+    speed = _speeds(x, cases, options)
     columns = [f"{code} {verb}" for code in ("nf4", "int8") for verb in ("quantize", "dequantize")]
     rows = [[isa, *(f"{speed[f'{isa} {c}']:.2f}" for c in columns)] for isa in native.supported_isas()]
     return Table(f"Instruction sets, GB/s, {threads}", ["", *columns], rows)
@@ -134,7 +139,7 @@ def _block_sizes_table(x: Tensor, options: Options, threads: str) -> Table:
     sizes = (16, 32, 64, 128, 256)
     columns = [f"{code} {verb}" for code in ("nf4", "int8") for verb in ("quantize", "dequantize")]
     cases = {f"{column} {size}": _own_case(x, *column.split(), block_size=size) for column in columns for size in sizes}
-    speed = {name: x.nbytes / seconds / 1e9 for name, seconds in seconds_of(cases, options.rounds).items()}
+    speed = _speeds(x, cases, options)
     rows = [[str(size), *(f"{speed[f'{column} {size}']:.2f}" for column in columns)] for size in sizes]
     return Table(f"Block sizes, GB/s, {threads}", ["block", *columns], rows)
 
@@ -146,7 +151,7 @@ def _page_speeds(x: Tensor, options: Options) -> dict[str, float]:
         "nf4 dequantize": _own_case(x, "nf4", "dequantize"),
         "int8 dequantize": _own_case(x, "int8", "dequantize"),
     }
-    return {name: x.nbytes / seconds / 1e9 for name, seconds in seconds_of(cases, options.rounds).items()}
+    return _speeds(x, cases, options)
 
 
 def _pages_table(reused: dict[str, float], fresh: dict[str, float], threads: str) -> Table:

@@ -60,18 +60,21 @@ def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
     return register
 
 
-def seconds_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each case over `rounds` rounds that take every case in turn.
+def seconds_of(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 0) -> dict[str, float]:
+    """Median seconds of each case over `rounds` rounds that take every case in turn; a first round is not counted.
 
-    In its turn a case runs twice and the second run counts, so that none pays for the caches that another one left.
+    With `warm_ups` a case runs that often before each time that counts, so that it does not pay for the caches that
+    another one left.
     """
     taken: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
+    for round_number in range(rounds + 1):
         for name, case in cases.items():
-            case()
+            for _ in range(warm_ups):
+                case()
             started = time.perf_counter()
             case()
-            taken[name].append(time.perf_counter() - started)
+            if round_number:
+                taken[name].append(time.perf_counter() - started)
     return {name: median(seconds) for name, seconds in taken.items()}
 
 
