@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 #include <vector>
 
@@ -18,14 +17,8 @@ namespace {
 
 using laconic::FloatType;
 
-// Starting a thread takes about as long as this many elements. With t threads a call of n elements
-// then takes n / t + t times this, which is least at the square root of their ratio.
-constexpr int64_t kElementsPerThreadStart = 1 << 16;
-
-int64_t threads_for(int64_t num_elements, int64_t available) {
-  const double best = std::sqrt(static_cast<double>(num_elements) / kElementsPerThreadStart);
-  return std::clamp<int64_t>(static_cast<int64_t>(best), 1, std::max<int64_t>(available, 1));
-}
+// Waking a thread takes about as long as this many elements.
+constexpr int64_t kElementsPerThread = 1 << 16;
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -35,8 +28,9 @@ T* pointer(uintptr_t address) {
 template <class Work>
 void run(int64_t rows, int64_t length, int64_t block_size, int64_t num_threads, const Work& work) {
   if (rows <= 0 || length <= 0) return;
+  const int64_t useful = rows * length / kElementsPerThread;
   laconic::parallel_for(rows * ((length + block_size - 1) / block_size),
-                        threads_for(rows * length, num_threads), work);
+                        std::min(useful, num_threads), work);
 }
 
 void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type, int64_t rows,

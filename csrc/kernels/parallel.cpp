@@ -1,15 +1,28 @@
 #include "parallel.h"
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
 namespace laconic {
 namespace {
+
+// Parts per thread: enough that threads which start at different times end together.
+constexpr int64_t kPartsPerThread = 4;
+// How long an idle thread looks for more work before it sleeps; waking it takes about as long.
+constexpr std::chrono::microseconds kPatience{50};
 
 class DefaultFloatingPointMode {
 #if defined(__SSE2__)
@@ -25,24 +38,100 @@ class DefaultFloatingPointMode {
 #endif
 };
 
+void pause() {
+#if defined(__SSE2__)
+  _mm_pause();
+#endif
+}
+
+// One call of parallel_for. Whoever holds it may outlive the call, but then finds no part left and
+// never touches `work` again.
+struct Task {
+  const std::function<void(int64_t, int64_t)>* work;
+  int64_t count, num_parts;
+  std::atomic<int64_t> seats;  // threads of the pool that may still join
+  std::atomic<int64_t> next{0}, done{0};
+
+  void help() {
+    const DefaultFloatingPointMode mode;
+    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < num_parts;) {
+      (*work)(count* part / num_parts, count * (part + 1) / num_parts);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+class Pool {
+ public:
+  void run(const std::shared_ptr<Task>& task) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      grow(task->seats.load(std::memory_order_relaxed));
+      task_ = task;
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    task->help();
+    while (task->done.load(std::memory_order_acquire) < task->num_parts) std::this_thread::yield();
+  }
+
+ private:
+  void grow(int64_t wanted) {
+    try {
+      for (; num_threads_ < wanted; ++num_threads_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+      // The system has no thread left to give; calling threads do what is not taken.
+    }
+  }
+
+  void serve() {
+    uint64_t seen = 0;
+    for (;;) {
+      const auto give_up = std::chrono::steady_clock::now() + kPatience;
+      while (generation_.load(std::memory_order_acquire) == seen &&
+             std::chrono::steady_clock::now() < give_up) {
+        pause();
+      }
+      std::shared_ptr<Task> task;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+        seen = generation_.load(std::memory_order_relaxed);
+        task = task_;
+      }
+      if (task->seats.fetch_sub(1, std::memory_order_relaxed) > 0) task->help();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::shared_ptr<Task> task_;           // the newest, under mutex_
+  std::atomic<uint64_t> generation_{0};  // counts tasks; written under mutex_
+  int64_t num_threads_ = 0;
+};
+
+// Never destroyed, because its threads run until the process ends. A forked child has none of them
+// and starts with a new pool.
+Pool* pool = new Pool;
+
+#if defined(__unix__) || defined(__APPLE__)
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+#endif
+
 }  // namespace
 
 void parallel_for(int64_t count, int64_t num_threads,
                   const std::function<void(int64_t, int64_t)>& work) {
-  const auto run = [&](int64_t part) {
+  if (num_threads <= 1) {
     const DefaultFloatingPointMode mode;
-    work(count * part / num_threads, count * (part + 1) / num_threads);
-  };
-  std::vector<std::thread> threads;
-  int64_t part = 1;
-  try {
-    for (; part < num_threads; ++part) threads.emplace_back(run, part);
-  } catch (const std::system_error&) {
-    // The system has no thread left to give; the calling thread does the remaining parts.
+    return work(0, count);
   }
-  run(0);
-  for (; part < num_threads; ++part) run(part);
-  for (std::thread& thread : threads) thread.join();
+  const auto task = std::make_shared<Task>();
+  task->work = &work;
+  task->count = count;
+  task->num_parts = std::min(count, num_threads * kPartsPerThread);
+  task->seats = num_threads - 1;
+  pool->run(task);
 }
 
 }  // namespace laconic
