@@ -82,6 +82,7 @@ def awkward_tensors(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree in shape, type and every bit (NaN payloads and signs of zeros too)."""
+    """Whether two tensors agree in shape, strides, type and every bit (NaN payloads and signs of zeros too)."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(bits), b.view(bits))
+    alike = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    return alike and torch.equal(a.view(bits), b.view(bits))

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from laconic.errors import FormatError
-from laconic.ops import dequantize_blockwise, quantize_blockwise
+from laconic.ops import dequantize_blockwise, quantize_blockwise, reference
 from tests.ops.cases import CODES, DTYPES, awkward_tensors, same_bits
 
 QUANTIZE = torch.ops.laconic.quantize_blockwise.default
@@ -101,3 +101,4 @@ def test_results_carry_no_gradient() -> None:
     back = dequantize_blockwise(codes, scales.requires_grad_(), length=64)
     assert not codes.requires_grad
     assert not back.requires_grad
+    assert not reference.dequantize_blockwise(codes, scales, "nf4", 64, 64, torch.float32).requires_grad

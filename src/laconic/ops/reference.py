@@ -23,6 +23,7 @@ _NAN_BITS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0
 _BITS_DTYPE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
+@torch.no_grad()
 def quantize_blockwise(
     x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None, *, first_index: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def quantize_blockwise(
 
     # 1. Blocks [rows, scales per row, block_size] in fp32; the last block of a row is filled up with zeros.
     padding = num_scales * block_size - length
-    blocks = torch.nn.functional.pad(x.detach().reshape(num_rows, length).float(), (0, padding))
+    blocks = torch.nn.functional.pad(x.reshape(num_rows, length).float(), (0, padding))
     blocks = blocks.view(num_rows, num_scales, block_size)
 
     # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
@@ -65,9 +66,11 @@ def quantize_blockwise(
     if code != "int8":
         codes = torch.nn.functional.pad(codes, (0, length % 2))
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return codes.contiguous().view(*leading, num_codes), scales.view(*leading, num_scales)
+    codes = codes.clone(memory_format=torch.contiguous_format)
+    return codes.view(*leading, num_codes), scales.view(*leading, num_scales)
 
 
+@torch.no_grad()
 def dequantize_blockwise(
     codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
 ) -> Tensor:
