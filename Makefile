@@ -1,4 +1,4 @@
-# make demo    sets everything up and trains a small Llama for a minute or two
+# make demo    sets everything up and trains a small Llama for about a minute
 # make test    sets everything up and runs the tests
 # make check   lint, types and import contracts
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
