@@ -247,6 +247,15 @@ def test_a_second_derivative_is_refused() -> None:
         sum(grad.square().sum() for grad in grads).backward()  # type: ignore[union-attr]
 
 
+def test_double_precision_stays_exact() -> None:
+    model = make_model("llama").double()
+    twin, ids = compressed(model), make_ids()
+    loss_of(model, ids).backward()
+    loss_of(twin, ids).backward()
+    expected = gradients_of(model)
+    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(twin).items())
+
+
 def test_an_input_changed_in_place_is_packed_again() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     laconic.compress_activations(model, bits=8)
@@ -295,6 +304,14 @@ def test_compile_of_each_layer_changes_no_result() -> None:
     expected = gradients_of(model)
     for name, grad in gradients_of(twin).items():
         assert relative_error(grad, expected[name]) < 1e-5, name
+
+
+def test_compiling_a_layer_without_graph_breaks_is_refused_with_the_reason() -> None:
+    layer = torch.compile(compressed(make_model("llama")).model.layers[0], fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="laconic: saved activations are packed outside of compiled graphs"):
+        layer(
+            torch.randn(1, 4, 64, requires_grad=True), position_embeddings=(torch.ones(1, 4, 16), torch.ones(1, 4, 16))
+        )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -96,6 +96,35 @@ def test_a_block_that_computes_something_else_is_left_alone() -> None:
     assert kinds == {"linear": 3}
 
 
+class Plain(nn.Module):
+    """A feed-forward block with an activation of choice."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(8, 16), nn.Linear(16, 8), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.act(self.fc1(x)))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("act", "activation"),
+    [
+        (nn.ReLU(), "relu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.SiLU(), "silu"),
+        (nn.ReLU(inplace=True), None),
+        (nn.Tanh(), None),
+        (nn.PReLU(), None),
+    ],
+)
+def test_activations_are_told_apart_and_those_in_place_left_alone(act: nn.Module, activation: str | None) -> None:
+    specs = [site.spec for site in find_sites(nn.ModuleList([Plain(act)])) if site.kind == "mlp"]
+    assert specs == ([] if activation is None else [MlpSpec("fc1", None, "fc2", "act", activation)])
+
+
 class UnheardOf(nn.Module):
     """A norm of a class that nobody has heard of."""
 

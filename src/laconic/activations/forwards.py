@@ -22,6 +22,8 @@ from laconic.formats import BlockFormat
 
 __all__ = ["SiteForward", "forward_for"]
 
+_PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class SiteForward:
     """Base of the replaced forwards.
@@ -58,10 +60,8 @@ class SiteForward:
     # torch.compile compiles what lies between the sites and runs the sites as they are: same values, same saved bytes.
     @torch.compiler.disable(reason="laconic: saved activations are packed outside of compiled graphs")
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = (
-            isinstance(x, Tensor) and not isinstance(x, DTensor) and x.is_floating_point() and torch.is_grad_enabled()
-        )
-        if ours and not args and not kwargs and self.keeps(x):
+        ours = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in _PACKABLE
+        if ours and torch.is_grad_enabled() and not args and not kwargs and self.keeps(x):
             return self.run(x)
         return self.original(x, *args, **kwargs)
 
