@@ -376,7 +376,11 @@ for number, (owner, name, call) in enumerate(points):
 
 def test_a_process_killed_while_saving_leaves_a_good_latest(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # a forked child has none of its parent's OpenMP threads
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1"] * 10 + ["2"] * 2
