@@ -65,6 +65,15 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def both_gradients(model: nn.Module, twin: nn.Module, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of the next-token loss of two models, by parameter name."""
+    found = []
+    for each in (model, twin):
+        loss_of(each, ids).backward()
+        found.append(gradients_of(each))
+    return found[0], found[1]
+
+
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over norm of the expected value."""
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()

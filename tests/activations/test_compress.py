@@ -13,7 +13,7 @@ from torch import nn
 import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards import SiteForward
-from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import both_gradients, gradients_of, loss_of, make_ids, make_model, relative_error
 
 
 def compressed(model: nn.Module, **options: object) -> nn.Module:
@@ -35,10 +35,8 @@ def test_forward_is_bit_identical(family: str, dtype: torch.dtype) -> None:
 def test_backward_is_right_when_nothing_is_packed(family: str) -> None:
     model = make_model(family)
     twin, ids = compressed(model), make_ids()
-    loss_of(model, ids).backward()
-    loss_of(twin, ids).backward()
-    expected = gradients_of(model)
-    for name, grad in gradients_of(twin).items():
+    expected, got = both_gradients(model, twin, ids)
+    for name, grad in got.items():
         # Sums of a few hundred fp32 terms in another order.
         assert relative_error(grad, expected[name]) < 2e-5, name
 
@@ -47,10 +45,8 @@ def test_bits_16_is_the_identity(family: str) -> None:
     model = make_model(family)
     twin, ids = copy.deepcopy(model), make_ids()
     report = laconic.compress_activations(twin, bits=16)
-    loss_of(model, ids).backward()
-    loss_of(twin, ids).backward()
-    expected = gradients_of(model)
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(twin).items())
+    expected, got = both_gradients(model, twin, ids)
+    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
     assert report.before_nbytes_per_token == report.after_nbytes_per_token
     assert all(row.format == "exact" for row in report.rows)
 
@@ -70,9 +66,7 @@ def test_bits_16_is_the_identity(family: str) -> None:
 def test_gradients_are_as_close_as_the_format_allows(family: str, options: dict[str, object], bound: float) -> None:
     model = make_model(family)
     twin, ids = compressed(model, **options), make_ids(batch=4)
-    loss_of(model, ids).backward()
-    loss_of(twin, ids).backward()
-    expected, got = gradients_of(model), gradients_of(twin)
+    expected, got = both_gradients(model, twin, ids)
     assert got.keys() == expected.keys()
     everything = torch.cat([got[name].flatten() for name in got]), torch.cat([expected[name].flatten() for name in got])
     assert 0 < relative_error(*everything) < bound
@@ -185,9 +179,7 @@ def test_lora_adapters_share_what_is_kept() -> None:
     assert rows["layers.0.mlp.down_proj.lora_A.default"].origin == "mlp"
     assert rows["layers.1.self_attn.q_proj.lora_A.default"].origin == "norm"
     assert torch.equal(loss_of(model, ids), loss_of(twin, ids))
-    loss_of(model, ids).backward()
-    loss_of(twin, ids).backward()
-    expected, got = gradients_of(model), gradients_of(twin)
+    expected, got = both_gradients(model, twin, ids)
     assert got.keys() == expected.keys()
     assert all("lora" in name for name in got)
     for name, grad in got.items():
@@ -250,10 +242,8 @@ def test_a_second_derivative_is_refused() -> None:
 def test_double_precision_stays_exact() -> None:
     model = make_model("llama").double()
     twin, ids = compressed(model), make_ids()
-    loss_of(model, ids).backward()
-    loss_of(twin, ids).backward()
-    expected = gradients_of(model)
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(twin).items())
+    expected, got = both_gradients(model, twin, ids)
+    assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
 
 
 def test_an_input_changed_in_place_is_packed_again() -> None:
