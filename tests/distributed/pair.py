@@ -24,6 +24,7 @@ from laconic.train import loop
 from laconic.train.config import TrainConfig
 from laconic.train.run import run
 from laconic.train.stop import StopRequest
+from laconic.train.worker import leave
 from laconic.train.world import World, join_world, read_environment
 from tests.train.runs import StopAfter, resumed, tiny_config
 
@@ -170,6 +171,7 @@ def main() -> None:
     pair.failed_saves()
     pair.refusals()
     world.leave()
+    leave(0)
 
 
 if __name__ == "__main__":

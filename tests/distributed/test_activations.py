@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.activations import SavedTensorTracker
+from laconic.train.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 
 WORLD = 2
@@ -41,26 +42,22 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=WORLD)
-    try:
-        model = compressed(mode)
-        wrapped: nn.Module = model
-        if wrapping == "ddp":
-            wrapped = DistributedDataParallel(model)
-        else:
-            bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            policy = bf16 if wrapping == "fsdp-bf16" else MixedPrecisionPolicy()
-            for layer in model.model.layers:
-                fully_shard(layer, mp_policy=policy)
-            fully_shard(model, mp_policy=policy)
-        ids = make_ids(batch=2 * WORLD)
-        got, nbytes = gradients_and_bytes(wrapped, model, ids[2 * rank : 2 * rank + 2].clone())
-        if rank == 0:
-            torch.save((got, nbytes), f"{directory}/result.pt")
-        # gloo's thread may still have to release Python objects of the last work, for which it needs the interpreter;
-        # taking the group down at once would wait for that thread without letting go of the interpreter.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    model = compressed(mode)
+    wrapped: nn.Module = model
+    if wrapping == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = bf16 if wrapping == "fsdp-bf16" else MixedPrecisionPolicy()
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    ids = make_ids(batch=2 * WORLD)
+    got, nbytes = gradients_and_bytes(wrapped, model, ids[2 * rank : 2 * rank + 2].clone())
+    if rank == 0:
+        torch.save((got, nbytes), f"{directory}/result.pt")
+    dist.barrier()
+    leave(0)
 
 
 @pytest.mark.parametrize(

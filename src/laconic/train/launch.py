@@ -54,8 +54,8 @@ def launch(config: TrainConfig) -> int:
     """Train as `config` says and return the exit code.
 
     0: done. 130 or 143: stopped early by SIGINT or SIGTERM, and saved. 1: a process died or failed; the message, on
-    stderr, names its rank. Under torchrun this process is one of the run's; otherwise `config.nproc` processes are
-    started, one of them right here if it is only one.
+    stderr, names its rank. Under torchrun this process is one of the run's, and it ends here with that code; otherwise
+    `config.nproc` processes are started, one of them right here if it is only one.
 
     Raises ConfigError when the environment or the master port cannot be used, and whatever LaconicError `run` raises.
     """
@@ -64,9 +64,7 @@ def launch(config: TrainConfig) -> int:
         ending = work(config, place, StopRequest())
         if ending.message is not None:
             print(ending.message, file=sys.stderr)
-        if ending.code:
-            leave(ending.code)
-        return 0
+        leave(ending.code)
     if torch.cuda.is_available() and config.nproc > torch.cuda.device_count() > 0:
         print(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}", file=sys.stderr)
         config = replace(config, nproc=torch.cuda.device_count())

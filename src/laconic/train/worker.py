@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from laconic.train.stop import EXIT_PEER_LOST, StopRequest, listen_to_launcher
 
@@ -65,8 +65,9 @@ def work(config: TrainConfig, place: Place, stop: StopRequest) -> Ending:
         return Ending(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
 
 
-def leave(code: int) -> None:
-    """End this process now. Destructors of a process group that lost a member would abort or hang, so none run."""
+def leave(code: int) -> NoReturn:
+    """End this process now, without destructors: those of a process group abort or hang when a member is lost, and now
+    and then when none is."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
