@@ -246,6 +246,18 @@ def test_double_precision_stays_exact() -> None:
     assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
 
 
+def test_an_input_can_be_copied_and_saved_after_it_was_used(tmp_path: Path) -> None:
+    model = compressed(nn.Sequential(nn.Linear(64, 64)), bits=8)
+    x = torch.randn(8, 64)
+    model(x).sum().backward()
+    expected = gradients_of(model)
+    torch.save(x, tmp_path / "x.pt")
+    for again in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(tmp_path / "x.pt", weights_only=True)):
+        assert torch.equal(again, x)
+        model(again).sum().backward()
+        assert torch.equal(gradients_of(model)["0.weight"], expected["0.weight"])
+
+
 def test_an_input_changed_in_place_is_packed_again() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     laconic.compress_activations(model, bits=8)

@@ -18,6 +18,7 @@ rebuilt value stays until its last reader has had it: that is what `Memo` is for
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,6 +83,19 @@ class Kept:
     origin: str
 
 
+@dataclass(frozen=True)
+class _Note:
+    """What a tensor carries: `kept` stands for it as long as its version is `version`."""
+
+    kept: Kept
+    version: int
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # A note is about this tensor in this process. Copies and files of the tensor go without it, and files stay
+        # loadable with weights_only=True.
+        return OrderedDict, ()
+
+
 def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
     """What to save for `x`: what is already kept for it, or the tensor its producer holds anyway, or packed codes.
 
@@ -126,23 +140,23 @@ def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters:
 
 def attach(x: Tensor, kept: Kept) -> None:
     """Notes on `x` that `kept` can rebuild it; whoever would save `x` for backward saves `kept.tensors` instead."""
-    setattr(x, _ATTRIBUTE, (kept, x._version))
+    setattr(x, _ATTRIBUTE, _Note(kept, x._version))
 
 
 def _found(x: Tensor) -> Kept | None:
     """What is kept for `x` already, or for a tensor that `x` is a full view of (logits of all tokens are a slice)."""
     note = getattr(x, _ATTRIBUTE, None)
     base = x._base
+    of_base = False
     if note is None and base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous():
-        note = getattr(base, _ATTRIBUTE, None)
+        note, of_base = getattr(base, _ATTRIBUTE, None), True
     # In-place changes after the note was made would make it stand for another value.
-    if note is None or note[1] != x._version:
+    if not isinstance(note, _Note) or note.version != x._version:
         return None
-    kept: Kept = note[0]
-    if getattr(x, _ATTRIBUTE, None) is None:
-        shape = x.shape
-        kept = derive(lambda value: value.view(shape), (kept,), (), kept.origin)
-    return kept
+    if not of_base:
+        return note.kept
+    shape = x.shape
+    return derive(lambda value: value.view(shape), (note.kept,), (), note.kept.origin)
 
 
 def _producer_holds(x: Tensor) -> bool:
