@@ -19,10 +19,9 @@ from laconic.activations.functions import ACTIVATIONS, NormSpec
 from laconic.activations.kept import Kept, attach, derive, keep
 from laconic.activations.sites import LinearSpec, MlpSpec, Site
 from laconic.formats import BlockFormat
+from laconic.ops import DTYPES
 
 __all__ = ["SiteForward", "forward_for"]
-
-_PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SiteForward:
@@ -60,7 +59,7 @@ class SiteForward:
     # torch.compile compiles what lies between the sites and runs the sites as they are: same values, same saved bytes.
     @torch.compiler.disable(reason="laconic: saved activations are packed outside of compiled graphs")
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in _PACKABLE
+        ours = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
         if ours and torch.is_grad_enabled() and not args and not kwargs and self.keeps(x):
             return self.run(x)
         return self.original(x, *args, **kwargs)

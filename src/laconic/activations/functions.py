@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from laconic.activations.kept import Kept, Tensors
+from laconic.activations.kept import Kept, Tensors, take_all
 
 __all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize"]
 
@@ -226,8 +226,8 @@ class _Activate(torch.autograd.Function):
     ) -> Tensor:
         for part in kept:
             part.memo.announce()
-        ctx.memos = [part.memo for part in kept]
-        ctx.counts = [len(part.tensors) for part in kept]
+        ctx.memos = tuple(part.memo for part in kept)
+        ctx.counts = tuple(len(part.tensors) for part in kept)
         ctx.activation = ACTIVATIONS[activation]
         ctx.side_by_side = up is None and len(kept) > 1
         ctx.save_for_backward(*saved)
@@ -238,11 +238,7 @@ class _Activate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved: Tensors = ctx.saved_tensors
-        values = []
-        start = 0
-        for memo, count in zip(ctx.memos, ctx.counts, strict=True):
-            values.append(memo.take(saved[start : start + count]))
-            start += count
+        values = take_all(ctx.memos, ctx.counts, saved)
         tail = [None] * (3 + len(saved))
         if len(values) == 1:
             return (ctx.activation.backward(grad, values[0]), None, *tail)

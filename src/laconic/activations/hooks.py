@@ -3,9 +3,10 @@
 It needs no knowledge of the model, but it can only shrink what is saved, not leave it out: a norm still saves its input
 and its output. Four bits per tensor instead of AGoQ's four bits per rebuilt group.
 
-Left exact: parameters and buffers, integer and boolean tensors, tensors below `MIN_NUMEL` values, and what attention,
-softmax and cross entropy save. Their backward multiplies exponentials with saved statistics, and the error of four bits
-there is not small (measured on attention with sharp logits: the gradient is lost altogether).
+Left exact: parameters and buffers, tensors that no format packs (integers, booleans, fp64), tensors below `MIN_NUMEL`
+values, and what attention, softmax and cross entropy save. Their backward multiplies exponentials with saved
+statistics, and the error of four bits there is not small (measured on attention with sharp logits: the gradient is lost
+altogether).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from laconic.activations.tracker import observe
+from laconic.activations.tracker import observe, own_storages
 from laconic.formats import BlockFormat, BlockTensor
+from laconic.ops import DTYPES
 
 __all__ = ["MIN_NUMEL", "HooksForward"]
 
@@ -81,9 +82,7 @@ class _Packer:
 
     def leave_out(self, module: nn.Module, args: object = None) -> None:
         """Keeps the parameters and buffers that a module holds now from being packed."""
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and not isinstance(tensor, DTensor):
-                self.exact.add(tensor.untyped_storage()._cdata)
+        self.exact.update(own_storages(module))
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         """The pack hook: codes and scales, or the tensor itself where it stays exact."""
@@ -96,7 +95,7 @@ class _Packer:
 
     def _packed(self, tensor: Tensor) -> Tensor | _Packed:
         storage = tensor.untyped_storage()
-        if not tensor.is_floating_point() or tensor.dtype == torch.float64 or tensor.numel() < MIN_NUMEL:
+        if tensor.dtype not in DTYPES or tensor.numel() < MIN_NUMEL:
             return tensor
         if storage._cdata in self.exact or isinstance(tensor, nn.Parameter):
             return tensor

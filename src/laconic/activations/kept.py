@@ -27,7 +27,7 @@ from torch import Tensor
 
 from laconic.formats import BlockFormat, BlockTensor
 
-__all__ = ["Kept", "Memo", "attach", "derive", "keep"]
+__all__ = ["Kept", "Memo", "attach", "derive", "keep", "take_all"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -123,19 +123,24 @@ def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:
     """What to save for a value that `function` makes of other kept values, followed by `parameters`."""
-    counts = [len(kept.tensors) for kept in inner]
     memos = tuple(kept.memo for kept in inner)
+    counts = tuple(len(kept.tensors) for kept in inner)
 
     def rebuild(tensors: Tensors) -> Tensor:
-        values = []
-        start = 0
-        for memo, count in zip(memos, counts, strict=True):
-            values.append(memo.take(tensors[start : start + count]))
-            start += count
-        return function(*values, *tensors[start:])
+        return function(*take_all(memos, counts, tensors), *tensors[sum(counts) :])
 
     tensors = tuple(tensor for kept in inner for tensor in kept.tensors)
     return Kept((*tensors, *parameters), Memo(rebuild, memos), origin)
+
+
+def take_all(memos: tuple[Memo, ...], counts: tuple[int, ...], tensors: Tensors) -> list[Tensor]:
+    """The values of several memos whose saved tensors stand in a row, `counts` of them for each."""
+    values = []
+    start = 0
+    for memo, count in zip(memos, counts, strict=True):
+        values.append(memo.take(tensors[start : start + count]))
+        start += count
+    return values
 
 
 def attach(x: Tensor, kept: Kept) -> None:

@@ -7,13 +7,14 @@ there anyway and do not count. The tracker watches and changes nothing: tensors 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SavedTensorTracker", "kind_of", "observe"]
+__all__ = ["SavedTensorTracker", "kind_of", "observe", "own_storages"]
 
 _OPEN: list[SavedTensorTracker] = []
 
@@ -23,6 +24,14 @@ def observe(*tensors: Tensor) -> None:
     for tracker in _OPEN:
         for tensor in tensors:
             tracker.count(tensor)
+
+
+def own_storages(module: nn.Module) -> Iterator[int]:
+    """Identities of the storages of the parameters and buffers that a module itself holds now."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            yield local.untyped_storage()._cdata
 
 
 def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:
@@ -93,10 +102,7 @@ class SavedTensorTracker:
         self._stack.pop()
 
     def _exclude(self, module: nn.Module) -> None:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                self._parameters.add(local.untyped_storage()._cdata)
+        self._parameters.update(own_storages(module))
 
     def count(self, tensor: Tensor) -> None:
         """Books a tensor that is kept for backward, unless its storage has been booked or is a parameter's."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
-from laconic.ops.schemas import LIBRARY
+from laconic.ops.schemas import DTYPES, LIBRARY
 
 __all__ = [
     "quantize_blockwise",
@@ -23,6 +23,7 @@ __all__ = [
     "bits_of",
     "BITS",
     "BLOCK_SIZES",
+    "DTYPES",
 ]
 
 for _op in (reference.quantize_blockwise, reference.dequantize_blockwise):
