@@ -21,7 +21,7 @@ from laconic.train.run import run
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
 
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 _TINY: dict[str, Any] = {
     "model.hidden_size": 32,

@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(room: int, tmp_path: Path, m
     assert find_checkpoint(tmp_path, ALONE).step == 2
 
 
-@pytest.mark.parametrize("call", ["_write_durably", "_fsync", "_publish"])
+@pytest.mark.parametrize("call", ["_write_durably", "fsync_directory", "_publish"])
 def test_a_failure_while_publishing_leaves_the_previous_checkpoint(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,9 +349,9 @@ from tests.train.runs import ALONE
 from tests.train.test_checkpoint import names_in, save
 
 points = [(FileSystemWriter, "write_data", 1), (FileSystemWriter, "finish", 1), (checkpoint, "_write_durably", 1),
-          (checkpoint, "_write_durably", 2), (checkpoint, "_fsync", 1), (os, "rename", 1), (os, "rename", 2),
-          (checkpoint, "_fsync", 2), (checkpoint, "_write_durably", 3), (os, "replace", 1), (shutil, "rmtree", 1),
-          (shutil, "rmtree", 2)]
+          (checkpoint, "_write_durably", 2), (checkpoint, "fsync_directory", 1), (os, "rename", 1), (os, "rename", 2),
+          (checkpoint, "fsync_directory", 2), (checkpoint, "_write_durably", 3), (os, "replace", 1),
+          (shutil, "rmtree", 1), (shutil, "rmtree", 2)]
 for number, (owner, name, call) in enumerate(points):
     run_dir = Path(sys.argv[1]) / str(number)
     save(run_dir, 1)

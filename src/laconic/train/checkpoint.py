@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
 from laconic.errors import CheckpointError
+from laconic.train.durable import fsync_directory, fsync_file, sha256_of
 from laconic.train.run_dir import latest_name
 from laconic.train.world import World
 
@@ -45,7 +46,6 @@ _VERSION = 1
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")
-_HASH_CHUNK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def save_checkpoint(
                 save(state, storage_writer=FileSystemWriter(temporary), no_dist=world.size == 1)
                 own = [temporary / ".metadata"] if world.is_main else []
                 for path in (*own, *temporary.glob(f"__{world.rank}_*")):
-                    records[path.name] = {"nbytes": path.stat().st_size, "sha256": _sha256(path)}
+                    records[path.name] = {"nbytes": path.stat().st_size, "sha256": sha256_of(path).hex()}
             gathered = world.gather(records)
 
             # 3. The main process writes the manifest and gives the directory its name.
@@ -114,7 +114,7 @@ def save_checkpoint(
                     files = {name: record for records in gathered for name, record in sorted(records.items())}
                     for name, text in texts.items():
                         _write_durably(temporary / name, text)
-                        files[name] = {"nbytes": len(text.encode()), "sha256": _sha256(temporary / name)}
+                        files[name] = {"nbytes": len(text.encode()), "sha256": sha256_of(temporary / name).hex()}
                     manifest = {
                         "format": "laconic checkpoint",
                         "version": _VERSION,
@@ -270,14 +270,14 @@ def _check_space(root: Path, needed_nbytes: int) -> None:
 def _publish(temporary: Path, final: Path, keep: int) -> None:
     """Give the complete `temporary` its `final` name, then move `latest`, then prune; durable in this order."""
     root = final.parent
-    _fsync(temporary)
+    fsync_directory(temporary)
     if final.exists():  # saved by a continuation that was abandoned
         os.rename(final, root / f".old-{final.name}")
     os.rename(temporary, final)
-    _fsync(root)
+    fsync_directory(root)
     _write_durably(root / ".latest", final.name + "\n")
     os.replace(root / ".latest", root / "latest")
-    _fsync(root)
+    fsync_directory(root)
     shutil.rmtree(root / f".old-{final.name}", ignore_errors=True)
     current = _step_of(final)
     past = [path for path in _by_step(root) if _step_of(path) <= current]
@@ -365,7 +365,7 @@ def _check_file(file: Path, record: Mapping[str, Any]) -> None:
     nbytes = file.stat().st_size
     if nbytes != record["nbytes"]:
         raise CheckpointError(f"{where} has {nbytes:,} bytes, but {record['nbytes']:,} were written")
-    found = _sha256(file)
+    found = sha256_of(file).hex()
     if found != record["sha256"]:
         raise CheckpointError(f"{where} has SHA-256 {found[:16]}..., but {record['sha256'][:16]}... was written")
 
@@ -374,24 +374,7 @@ def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_HASH_CHUNK_NBYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _write_durably(path: Path, text: str) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_file(file)

@@ -36,7 +36,7 @@ def export(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str], che
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is not a directory; export into a new one")
 
-    alone = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     found = find_checkpoint(run, alone, checkpoint)
     try:
         config = AutoConfig.from_pretrained(found.path, local_files_only=True, trust_remote_code=False)

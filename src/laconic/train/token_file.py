@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import DataError
+from laconic.train.durable import fsync_directory, fsync_file, sha256_of
 from laconic.train.tokenize import TokenArray, Tokenizer
 
 __all__ = ["TokenFile", "TokenFileWriter"]
@@ -45,7 +46,6 @@ _HEADER = struct.Struct("<8sIIQQQQQ32s32s32s")
 _MAGIC = b"LACTOKEN"
 _VERSION = 1
 _DIGEST_NBYTES = 32
-_READ_NBYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TokenFile:
         if bin_nbytes != num_tokens * token_nbytes:
             expected = num_tokens * token_nbytes
             raise DataError(f"{bin_path} is damaged: it has {bin_nbytes} bytes instead of {expected}; {_remedy(stem)}")
-        if verify and _digest(bin_path) != digest:
+        if verify and sha256_of(bin_path) != digest:
             raise DataError(f"{bin_path} is damaged: its checksum does not match; {_remedy(stem)}")
         tokens = np.memmap(bin_path, f"<u{token_nbytes}", mode="r", shape=(num_tokens,))
         return cls(tokens, offsets, max_token, vocab_size, end, digest, source)
@@ -166,7 +166,7 @@ class TokenFileWriter:
     def _commit(self) -> None:
         assert self._file is not None
         bin_path, idx_path = _paths(self._stem)
-        _make_durable(self._file)
+        fsync_file(self._file)
         self._file.close()
         index = bytearray(
             _HEADER.pack(
@@ -187,14 +187,10 @@ class TokenFileWriter:
         index += hashlib.sha256(index).digest()
         with open(self._temporary("idx"), "wb") as file:
             file.write(index)
-            _make_durable(file)
+            fsync_file(file)
         os.replace(self._temporary("bin"), bin_path)
         os.replace(self._temporary("idx"), idx_path)
-        folder = os.open(self._stem.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_directory(self._stem.parent)
 
     def _temporary(self, suffix: str) -> Path:
         return self._stem.with_name(f".{self._stem.name}.{suffix}.tmp")
@@ -206,16 +202,3 @@ def _paths(stem: Path) -> tuple[Path, Path]:
 
 def _remedy(stem: Path) -> str:
     return f"delete {stem}.* to tokenize again"
-
-
-def _make_durable(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _digest(path: Path) -> bytes:
-    sha = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_READ_NBYTES):
-            sha.update(block)
-    return sha.digest()

@@ -31,8 +31,6 @@ class WireCounter(TorchDispatchMode):
         self._world_size = world_size
         self.nbytes = 0
         """Bytes sent."""
-        self.num_collectives = 0
-        """Collectives issued."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -54,9 +52,7 @@ class WireCounter(TorchDispatchMode):
             self.nbytes += 2 * others * _nbytes(tensors[0]) // self._world_size
         elif "broadcast" in name:
             self.nbytes += _nbytes(tensors[0])
-        else:  # barriers and waits carry nothing
-            return
-        self.num_collectives += 1
+        # Barriers and waits carry nothing.
 
 
 def _nbytes(value: Any) -> int:

@@ -95,7 +95,6 @@ class World:
     rank: int
     size: int
     local_rank: int
-    local_size: int
     device: torch.device
 
     @property
@@ -159,7 +158,6 @@ def join_world(place: Place | None, timeout_seconds: float) -> World:
         rank=place.rank,
         size=place.world_size,
         local_rank=place.local_rank,
-        local_size=place.local_world_size,
         device=device,
     )
 
