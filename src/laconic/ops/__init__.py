@@ -6,7 +6,9 @@ Triton kernels for CUDA. All return the same bits. docs/formats.md has the layou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from laconic.errors import FormatError
 from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
 from laconic.ops.schemas import DTYPES, LIBRARY
+from laconic.ops.selection import say_once
 
 __all__ = [
     "quantize_blockwise",
@@ -26,8 +29,27 @@ __all__ = [
     "DTYPES",
 ]
 
-for _op in (reference.quantize_blockwise, reference.dequantize_blockwise):
-    LIBRARY.impl(_op.__name__, _op, "CompositeExplicitAutograd")
+
+def _by_reference(op: str) -> Callable[..., Any]:
+    """Plain torch for CPU tensors, saying so at the first call."""
+
+    def call(*args: Any) -> Any:
+        say_once("cpu", native.SELECTION.reason)
+        return getattr(reference, op)(*args)
+
+    return call
+
+
+_on_cpu = native.SELECTION.implementation
+# Each op by family: plain torch for any device, C++ for CPU, Triton for CUDA.
+_FAMILIES = {
+    "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
+}
+for _family, _ops in _FAMILIES.items():
+    for _op in _ops:
+        LIBRARY.impl(_op, getattr(reference, _op), "CompositeExplicitAutograd")
+        LIBRARY.impl(_op, getattr(native, _op) if _on_cpu == "c++" else _by_reference(_op), "CPU")
+        triton.implement(_op, _family)
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
 _dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default

@@ -1,6 +1,6 @@
 """Every op of the library on one screen: schema, check, and what it returns when only shapes are known.
 
-Kernels live elsewhere: `reference.py` (plain torch, any device, the specification), `native.py` (C++ on CPU), `triton/`
+Kernels live elsewhere: `reference/` (plain torch, any device, the specification), `native/` (C++ on CPU), `triton/`
 (CUDA). Each of them runs the check of this file first, so a bad argument is refused with the same words everywhere, and
 no kernel sees a pointer that does not fit its sizes.
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from laconic.ops import reference
 from laconic.ops.schemas import LIBRARY
 from laconic.ops.selection import Selection, reference_is_forced, say_once
 
-__all__ = ["selection"]
+__all__ = ["implement", "selection"]
 
 
 @cache
@@ -27,29 +26,19 @@ def selection() -> Selection:
 
 
 @cache
-def _kernels() -> ModuleType:
+def _family(name: str) -> ModuleType:
+    """The module with the kernels of a family of ops, or the reference."""
     chosen = selection()
     if chosen.implementation == "reference":
         say_once("cuda", chosen.reason)
         return reference
-    from laconic.ops.triton import blockwise
-
-    return blockwise
+    return import_module(f"laconic.ops.triton.{name}")
 
 
-def _quantize_blockwise(
-    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None
-) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _kernels().quantize_blockwise(x, code, block_size, scale_dtype, seed)
-    return result
+def implement(op: str, family: str) -> None:
+    """Make `op` run on CUDA tensors: the function of the same name in laconic/ops/triton/<family>.py."""
 
+    def call(*args: Any) -> Any:
+        return getattr(_family(family), op)(*args)
 
-def _dequantize_blockwise(
-    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
-) -> Tensor:
-    result: Tensor = _kernels().dequantize_blockwise(codes, scales, code, block_size, length, dtype)
-    return result
-
-
-LIBRARY.impl("quantize_blockwise", _quantize_blockwise, "CUDA")
-LIBRARY.impl("dequantize_blockwise", _dequantize_blockwise, "CUDA")
+    LIBRARY.impl(op, call, "CUDA")

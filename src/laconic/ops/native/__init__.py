@@ -1,0 +1,10 @@
+"""CPU: the C++ kernels of csrc/, or the reference where they were not built.
+
+The extension knows pointers only. The files here, one per family of ops, allocate and pass sizes that schemas.py has
+checked.
+"""
+
+from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
+from laconic.ops.native.library import SELECTION, supported_isas
+
+__all__ = ["SELECTION", "dequantize_blockwise", "quantize_blockwise", "supported_isas"]

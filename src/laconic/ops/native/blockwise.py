@@ -1,0 +1,88 @@
+"""Block-wise quantization on the CPU: `reference/blockwise.py` in C++, the same bits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from laconic.ops.codebooks import LEVEL_MAX, codebook_tensor
+from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
+from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
+
+__all__ = ["dequantize_blockwise", "quantize_blockwise"]
+
+_CPU = torch.device("cpu")
+
+
+def _codebook_address(code: str) -> int:
+    return 0 if code == "int8" else codebook_tensor(code, _CPU).data_ptr()
+
+
+def quantize_blockwise(
+    x: Tensor,
+    code: str,
+    block_size: int,
+    scale_dtype: torch.dtype,
+    seed: int | None,
+    *,
+    isa: str | None = None,
+    first_index: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`reference.quantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    leading = x.shape[:-1]
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
+    codes = torch.empty((*leading, num_codes), dtype=torch.uint8)
+    scales = torch.empty((*leading, num_scales), dtype=scale_dtype)
+    kernels().quantize_blockwise(
+        isa_number(isa),
+        torch.get_num_threads(),
+        x.data_ptr(),
+        FLOAT_TYPES[x.dtype],
+        math.prod(leading),
+        x.stride(0) if x.dim() == 2 else length,
+        length,
+        block_size,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        FLOAT_TYPES[scale_dtype],
+        LEVEL_MAX[code],
+        _codebook_address(code),
+        seed is not None,
+        seed or 0,
+        first_index,
+    )
+    return codes, scales
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    isa: str | None = None,
+) -> Tensor:
+    """`reference.dequantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    values = torch.empty((*codes.shape[:-1], length), dtype=dtype)
+    kernels().dequantize_blockwise(
+        isa_number(isa),
+        torch.get_num_threads(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        FLOAT_TYPES[scales.dtype],
+        math.prod(codes.shape[:-1]),
+        length,
+        block_size,
+        values.data_ptr(),
+        FLOAT_TYPES[dtype],
+        _codebook_address(code),
+    )
+    return values

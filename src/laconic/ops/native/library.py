@@ -1,0 +1,61 @@
+"""The compiled extension: loaded once, its instruction set chosen once.
+
+The widest instruction set that the CPU runs, or the one that LACONIC_ISA names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from laconic.errors import ConfigError
+from laconic.ops.selection import Selection, forced_isa, reference_is_forced
+
+__all__ = ["FLOAT_TYPES", "SELECTION", "isa_number", "kernels", "supported_isas"]
+
+_kernels: ModuleType | None
+try:
+    _kernels, _missing = import_module("laconic._kernels"), ""
+except ImportError as error:
+    _kernels, _missing = None, f"the compiled kernels cannot be imported ({error}); reinstall laconic to build them"
+
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The enumeration FloatType of csrc/kernels/blockwise.h."""
+
+
+def kernels() -> ModuleType:
+    """The extension module, which must be there."""
+    assert _kernels is not None, _missing
+    return _kernels
+
+
+def supported_isas() -> tuple[str, ...]:
+    """Instruction sets of the C++ kernels that this CPU runs, slowest first; empty where they were not built."""
+    return tuple(_kernels.supported_isas()) if _kernels is not None else ()
+
+
+def isa_number(isa: str | None) -> int:
+    """What the extension calls the instruction set `isa`, or the selected one."""
+    return _ISAS.index(isa or SELECTION.isa)
+
+
+def _select() -> Selection:
+    if reference_is_forced():
+        return Selection("reference", "", "LACONIC_KERNELS asks for it")
+    wanted, supported = forced_isa(), supported_isas()
+    if not supported:
+        if wanted:
+            raise ConfigError(f"LACONIC_ISA is {wanted!r}, but {_missing}")
+        return Selection("reference", "", _missing)
+    if wanted:
+        if wanted not in supported:
+            raise ConfigError(f"LACONIC_ISA is {wanted!r}, but this CPU runs only {', '.join(supported)}")
+        return Selection("c++", wanted, "LACONIC_ISA asks for it")
+    return Selection("c++", supported[-1], f"the widest of what this CPU runs: {', '.join(supported)}")
+
+
+_ISAS = supported_isas()
+SELECTION = _select()
+"""What runs on CPU tensors in this process."""

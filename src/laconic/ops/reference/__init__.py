@@ -1,0 +1,9 @@
+"""The specification of every op, in plain torch, one file per family.
+
+All arithmetic is IEEE fp32 with round to nearest even, without fused multiply-add and without flushing subnormals. The
+C++ and Triton kernels return the same bits. docs/formats.md tells the same story in words and bytes.
+"""
+
+from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
+
+__all__ = ["dequantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
