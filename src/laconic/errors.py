@@ -12,6 +12,8 @@ __all__ = [
     "FormatError",
     "LaconicError",
     "ModelError",
+    "PlanError",
+    "ScheduleError",
     "TrainingError",
 ]
 
@@ -34,6 +36,14 @@ class ConfigError(LaconicError, ValueError):
 
 class DataError(LaconicError, ValueError):
     """Training data is missing, empty, damaged or does not fit the model."""
+
+
+class PlanError(LaconicError, ValueError):
+    """A memory plan is not valid, is for another model or world, or cannot be met."""
+
+
+class ScheduleError(LaconicError, ValueError):
+    """A schedule is not valid or cannot run."""
 
 
 class CheckpointError(LaconicError, RuntimeError):

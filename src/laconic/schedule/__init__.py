@@ -1,0 +1,22 @@
+"""Schedules as data: what runs where and in which order. Pure Python, without torch.
+
+>>> from laconic.schedule import make_schedule
+>>> make_schedule("interleaved-1f1b", num_ranks=4, num_micro_batches=8, stages_per_rank=2).peak_in_flight()
+(11, 9, 7, 5)
+"""
+
+from laconic.schedule.actions import Action, parse_action
+from laconic.schedule.pipeline import PipelineSchedule, Timeline
+from laconic.schedule.pipelines import SCHEDULES, gpipe, interleaved_1f1b, make_schedule, one_f_one_b
+
+__all__ = [
+    "Action",
+    "parse_action",
+    "PipelineSchedule",
+    "Timeline",
+    "SCHEDULES",
+    "make_schedule",
+    "gpipe",
+    "one_f_one_b",
+    "interleaved_1f1b",
+]

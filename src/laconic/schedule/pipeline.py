@@ -1,0 +1,238 @@
+"""A pipeline schedule: the actions of every rank in order, and what follows from them.
+
+Nothing here is known in advance about a particular schedule. How many micro-batches wait for their backward, how long a
+step takes and whether it can run at all is found by replaying the actions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from laconic.errors import ScheduleError
+from laconic.schedule.actions import Action, actions_of, parse_action
+
+__all__ = ["PipelineSchedule", "Timeline"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action ran. spans: (rank, action, start_seconds, end_seconds) in order of start."""
+
+    spans: tuple[tuple[int, Action, float, float], ...]
+
+    @property
+    def makespan_seconds(self) -> float:
+        """When the last action ends."""
+        return max((end for _, _, _, end in self.spans), default=0.0)
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """What every rank does, in order.
+
+    name: of the schedule. actions: by rank. Stages count from the first layers of the model on; which rank holds a
+    stage is said by the actions. `make_schedule` builds the known ones, `from_torch` reads those of torch.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model, over all ranks."""
+        return 1 + max((action.stage for line in self.actions for action in line), default=-1)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return len({action.micro_batch for line in self.actions for action in line})
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs, in order of the model."""
+        return tuple(sorted({action.stage for action in self.actions[rank]}))
+
+    def in_flight(self, rank: int) -> list[Counter[int]]:
+        """How many micro-batches wait for their backward in each stage of a rank, after each of its actions."""
+        waiting: Counter[int] = Counter()
+        states = []
+        for action in self.actions[rank]:
+            if action.kind == "F":
+                waiting[action.stage] += 1
+            elif action.kind in ("B", "W"):
+                waiting[action.stage] -= 1
+            states.append(Counter(waiting))
+        return states
+
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Most stage inputs that wait for their backward at one time, by rank, whatever stage they belong to."""
+        return tuple(max((s.total() for s in self.in_flight(rank)), default=0) for rank in range(self.num_ranks))
+
+    def peak_states(self, rank: int) -> list[dict[int, int]]:
+        """The fullest moments of a rank: waiting micro-batches by stage, none of them below another in every stage.
+
+        Whatever the stages keep per micro-batch, the peak is at one of these moments.
+        """
+        stages = self.stages_of(rank)
+        seen = {tuple(state[stage] for stage in stages) for state in self.in_flight(rank)}
+        peaks = [
+            one
+            for one in seen
+            if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in seen)
+        ]
+        return [dict(zip(stages, peak, strict=True)) for peak in sorted(peaks, reverse=True)]
+
+    def peak_nbytes(self, rank: int, nbytes_by_stage: Mapping[int, int]) -> int:
+        """Most bytes that wait on a rank at one time if a micro-batch keeps `nbytes_by_stage` in each stage."""
+        return max(
+            (sum(n * nbytes_by_stage[stage] for stage, n in state.items()) for state in self.peak_states(rank)),
+            default=0,
+        )
+
+    def check(self) -> None:
+        """Refuses a schedule that cannot run to its end.
+
+        Raises:
+            ScheduleError: a pass is missing or there twice, a stage sits on two ranks, or ranks wait for each other.
+        """
+        self._check_complete()
+        self.simulate(1.0, 1.0)
+
+    def _check_complete(self) -> None:
+        owner: dict[int, int] = {}
+        counts: Counter[Action] = Counter()
+        for rank, line in enumerate(self.actions):
+            for action in line:
+                counts[action] += 1
+                if owner.setdefault(action.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"stage {action.stage} of schedule {self.name!r} is on rank {owner[action.stage]} and on rank "
+                        f"{rank}; a stage belongs to one rank"
+                    )
+        if not counts:
+            raise ScheduleError(f"schedule {self.name!r} has no actions")
+        micro_batches = sorted({action.micro_batch for action in counts})
+        for stage in range(self.num_stages):
+            for micro_batch in micro_batches:
+                wanted = [Action(stage, "F", micro_batch)]
+                whole = Action(stage, "B", micro_batch)
+                if whole in counts:
+                    wanted.append(whole)
+                else:
+                    wanted += [Action(stage, "I", micro_batch), Action(stage, "W", micro_batch)]
+                for action in wanted:
+                    if counts.pop(action, 0) != 1:
+                        raise ScheduleError(
+                            f"schedule {self.name!r} must hold {action} exactly once: every stage has one forward and "
+                            f"one backward (B, or I and W) per micro-batch"
+                        )
+        if counts:
+            raise ScheduleError(f"schedule {self.name!r} holds {next(iter(counts))} beside a whole backward")
+
+    def simulate(
+        self,
+        forward_seconds: float | Sequence[float],
+        backward_seconds: float | Sequence[float],
+        send_seconds: float = 0.0,
+    ) -> Timeline:
+        """Runs the actions, each rank in its order, each action as soon as what it needs is there.
+
+        Args:
+            forward_seconds, backward_seconds: of one stage on one micro-batch, one number or one per stage. The two
+                halves of a backward take half of it each.
+            send_seconds: until a result has reached the neighbouring stage on another rank.
+
+        Raises:
+            ScheduleError: ranks wait for each other.
+        """
+        last = self.num_stages - 1
+        forward, backward = (
+            [float(seconds)] * (last + 1) if isinstance(seconds, (int, float)) else [float(s) for s in seconds]
+            for seconds in (forward_seconds, backward_seconds)
+        )
+        owner = {action.stage: rank for rank, line in enumerate(self.actions) for action in line}
+        done: dict[Action, float] = {}
+        free, position = [0.0] * self.num_ranks, [0] * self.num_ranks
+        spans: list[tuple[int, Action, float, float]] = []
+
+        progress = True
+        while progress:
+            progress = False
+            for rank, line in enumerate(self.actions):
+                while position[rank] < len(line):
+                    action = line[position[rank]]
+                    start = free[rank]
+                    ready = True
+                    for group in _needs(action, last):
+                        found = next((one for one in group if one in done), None)
+                        if found is None:
+                            ready = False
+                            break
+                        start = max(start, done[found] + (send_seconds if owner[found.stage] != rank else 0.0))
+                    if not ready:
+                        break
+                    seconds = forward[action.stage] if action.kind == "F" else backward[action.stage]
+                    end = start + (seconds / 2 if action.kind in ("I", "W") else seconds)
+                    done[action] = free[rank] = end
+                    spans.append((rank, action, start, end))
+                    position[rank] += 1
+                    progress = True
+        stuck = [(rank, line[position[rank]]) for rank, line in enumerate(self.actions) if position[rank] < len(line)]
+        if stuck:
+            waiting = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
+            raise ScheduleError(f"schedule {self.name!r} cannot go on: {waiting} wait for passes that never come")
+        return Timeline(tuple(sorted(spans, key=lambda span: (span[2], span[0]))))
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(" ".join(map(str, line)) for line in self.actions)])
+
+    @classmethod
+    def parse(cls, text: str) -> PipelineSchedule:
+        """Reads what `str(schedule)` wrote: a line with the name, then a line of actions per rank.
+
+        Raises:
+            ScheduleError: a line holds something that is no action, or there are no actions.
+        """
+        name, *lines = text.strip().splitlines() or [""]
+        schedule = cls(name.strip(), tuple(tuple(map(parse_action, line.split())) for line in lines))
+        schedule._check_complete()
+        return schedule
+
+    @classmethod
+    def from_torch(cls, schedule: Any) -> PipelineSchedule:
+        """Reads a schedule object of torch.distributed.pipelining, or its `pipeline_order`.
+
+        Nothing of torch is imported: any object with a `pipeline_order` (rank -> entries with `stage_index`,
+        `computation_type`, `microbatch_index`, `sub_actions`, or None) is read. The order of torch's plain 1F1B counts
+        micro-batches from 1 on the last rank, so the result is for counting; `check` may refuse it.
+
+        Raises:
+            ScheduleError: the object has no such order.
+        """
+        order = schedule if isinstance(schedule, Mapping) else getattr(schedule, "pipeline_order", None)
+        if not isinstance(order, Mapping) or not order:
+            raise ScheduleError(
+                f"{type(schedule).__name__} has no pipeline_order to read; pass a schedule of "
+                f"torch.distributed.pipelining or its pipeline_order"
+            )
+        lines = tuple(tuple(a for entry in order[rank] for a in actions_of(entry)) for rank in sorted(order))
+        return cls(type(schedule).__name__, lines)
+
+
+def _needs(action: Action, last_stage: int) -> list[list[Action]]:
+    """What has to be done before an action: groups, of each of which one is enough."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == "F":
+        return [] if stage == 0 else [[Action(stage - 1, "F", micro_batch)]]
+    if action.kind == "W":
+        return [[Action(stage, "I", micro_batch)]]
+    own = [[Action(stage, "F", micro_batch)]]
+    above = [Action(stage + 1, "B", micro_batch), Action(stage + 1, "I", micro_batch)]
+    return own if stage == last_stage else [*own, above]
