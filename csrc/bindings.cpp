@@ -1,11 +1,14 @@
 // laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/schemas.py
 // before they come here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels/isa.h"
@@ -71,6 +74,31 @@ void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uint
       [&](int64_t first, int64_t last) { kernels.dequantize(task, first, last); });
 }
 
+// Inputs are (address, stride) of codes, scales, residual codes and residual scales; outputs are
+// either `values` or the four addresses of `requantized`. 0 stands for none.
+void sum_blockwise(size_t isa, int64_t num_threads, int64_t num_shards, int64_t length,
+                   const std::vector<std::pair<uintptr_t, int64_t>>& inputs, uintptr_t codebook,
+                   float factor, uintptr_t values, const std::vector<uintptr_t>& requantized) {
+  const auto& [codes, scales, residual_codes, residual_scales] =
+      std::tie(inputs.at(0), inputs.at(1), inputs.at(2), inputs.at(3));
+  const laconic::Sum task{num_shards,
+                          length,
+                          {pointer<const uint8_t>(codes.first), codes.second},
+                          {pointer<const float>(scales.first), scales.second},
+                          {pointer<const uint8_t>(residual_codes.first), residual_codes.second},
+                          {pointer<const float>(residual_scales.first), residual_scales.second},
+                          pointer<const laconic::Codebook>(codebook),
+                          factor,
+                          pointer<float>(values),
+                          pointer<uint8_t>(requantized.at(0)),
+                          pointer<float>(requantized.at(1)),
+                          residual_codes.first ? pointer<uint8_t>(requantized.at(2)) : nullptr,
+                          residual_codes.first ? pointer<float>(requantized.at(3)) : nullptr};
+  const laconic::ReduceKernels& kernels = *laconic::supported_isas().at(isa).reduce;
+  run(1, length, laconic::kGradientBlock, num_threads,
+      [&](int64_t first, int64_t last) { kernels.sum(task, first, last); });
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -85,4 +113,5 @@ NB_MODULE(_kernels, m) {
       "Instruction sets that this CPU runs, slowest first.");
   m.def("quantize_blockwise", &quantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("dequantize_blockwise", &dequantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
+  m.def("sum_blockwise", &sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

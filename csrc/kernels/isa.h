@@ -5,12 +5,14 @@
 #include <vector>
 
 #include "blockwise.h"
+#include "reduce.h"
 
 namespace laconic {
 
 struct Isa {
   std::string_view name;  // "portable", "avx2", "avx512"
   const BlockwiseKernels* blockwise;
+  const ReduceKernels* reduce;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

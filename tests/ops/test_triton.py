@@ -16,6 +16,7 @@ import torch
 
 from laconic.ops import kernels_in_use, reference
 from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, FIRST_INDEX, awkward_tensors, every_pattern, same_bits
+from tests.ops.shards import FACTORS, awkward_shards, shards_of, strided
 
 triton = pytest.importorskip("triton")
 
@@ -91,6 +92,22 @@ def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code
         assert same_bits(found.cpu(), back)
 
 
+@on_device
+@pytest.mark.parametrize("bits", [8, 12])
+def test_all_bits_of_a_sum_are_the_references(bits: int) -> None:
+    from laconic.ops.triton import reduce
+
+    for name, x in awkward_shards():
+        for factor in FACTORS:
+            for parts in (shards_of(x, bits), strided(shards_of(x, bits))):
+                there = [part if part is None else part.to(DEVICE) for part in parts]
+                found = reduce.sum_blockwise(*there, factor).cpu()
+                assert same_bits(found, reference.sum_blockwise(*parts, factor)), (name, factor)
+                packed = reduce.sum_requantize_blockwise(*there, factor)
+                for one, other in zip(packed, reference.sum_requantize_blockwise(*parts, factor), strict=True):
+                    assert same_bits(one.cpu(), other), (name, factor)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_tensors_take_the_triton_kernels() -> None:
@@ -109,7 +126,7 @@ def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int,
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from laconic.ops.triton import blockwise
+    from laconic.ops.triton import blockwise, reduce
 
     def ptx_of(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object]) -> str:
         signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
@@ -122,9 +139,14 @@ def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int,
     shape = {"INT8": code == "int8", "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False}
     pointers = {"codes_ptr": "*u8", "scales_ptr": "*i16", "table_ptr": "*fp32", "seed_key": "i64"}
     rounding = {"STOCHASTIC": code == "int8", "SCALE_TYPE": "bfloat16", "LEVEL_MAX": 127.0}
+    sum_shape = {"RESIDUAL": code == "nf4", "REQUANTIZE": True, "BLOCK_SIZE": 128, "BLOCKS": 8, "values_ptr": None}
+    sum_types = {"codes": "*u8", "scales": "*fp32", "residual_codes": "*u8", "residual_scales": "*fp32"}
+    sum_pointers = {f"{name}_ptr": kind for name, kind in sum_types.items()} | {"factor": "fp32"}
+    sum_pointers |= {f"new_{name}_ptr": kind.replace("fp", "i") for name, kind in sum_types.items()}
     for ptx in (
         ptx_of(blockwise._quantize_blockwise_kernel, pointers | {"x_ptr": "*i16"}, shape | rounding),
         ptx_of(blockwise._dequantize_blockwise_kernel, pointers | {"values_ptr": "*i16"}, shape | {"TYPE": "bfloat16"}),
+        ptx_of(reduce._sum_blockwise_kernel, sum_pointers, sum_shape),
     ):
         assert "fma" not in ptx
         assert ".ftz" not in ptx

@@ -22,6 +22,8 @@ from laconic.ops.selection import say_once
 __all__ = [
     "quantize_blockwise",
     "dequantize_blockwise",
+    "sum_blockwise",
+    "sum_requantize_blockwise",
     "kernels_in_use",
     "bits_of",
     "BITS",
@@ -44,6 +46,7 @@ _on_cpu = native.SELECTION.implementation
 # Each op by family: plain torch for any device, C++ for CPU, Triton for CUDA.
 _FAMILIES = {
     "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
+    "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
@@ -53,6 +56,8 @@ for _family, _ops in _FAMILIES.items():
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
 _dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default
+_sum_blockwise = torch.ops.laconic.sum_blockwise.default
+_sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
 
 
 def quantize_blockwise(
@@ -107,6 +112,52 @@ def dequantize_blockwise(
     Raises FormatError for an argument outside these.
     """
     return _dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+
+
+def sum_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    residual_codes: Tensor | None = None,
+    residual_scales: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+) -> Tensor:
+    """Dequantize W shards of a gradient and add them up in fp32, first to last, in one pass.
+
+    Arguments:
+        codes: uint8 [W, n], int8 codes in blocks of 128 along n; rows may lie apart.
+        scales: fp32 [W, ceil(n / 128)].
+        residual_codes, residual_scales: None at 8 bits; at 12 uint8 [W, ceil(n / 2)], int4 codes of what int8 lost, and
+            fp32 [W, ceil(n / 128)].
+        factor: what the sum is multiplied by, as fp32: 1 / W makes it the mean, exactly so when W is a power of two.
+
+    Returns fp32 [n]: fp32((v0 + v1 + ... ) * factor), every addition rounded to fp32, where v is fp32(code * scale),
+    plus fp32(residual code * residual scale) at 12 bits. NaN where the scale of any shard is NaN.
+
+    Raises FormatError for an argument outside these.
+    """
+    return _sum_blockwise(codes, scales, residual_codes, residual_scales, factor)
+
+
+def sum_requantize_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    residual_codes: Tensor | None = None,
+    residual_scales: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`sum_blockwise`, and the sum quantized again in the shards' format, without leaving the processor's cache.
+
+    Returns codes uint8 [n], scales fp32 [ceil(n / 128)], and with a residual its codes uint8 [ceil(n / 2)] and scales
+    fp32 [ceil(n / 128)], else None twice. Arguments and errors are those of `sum_blockwise`.
+    """
+    *results, rest_codes, rest_scales = _sum_requantize_blockwise(
+        codes, scales, residual_codes, residual_scales, factor
+    )
+    if residual_codes is None:
+        return results[0], results[1], None, None
+    return results[0], results[1], rest_codes, rest_scales
 
 
 def kernels_in_use() -> dict[str, dict[str, str]]:

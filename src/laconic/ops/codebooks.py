@@ -19,7 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BITS", "BLOCK_SIZES", "LEVEL_MAX", "MIN_SCALE", "Codebook", "bits_of", "codebook", "codebook_tensor"]
+__all__ = [
+    "BITS",
+    "BLOCK_SIZES",
+    "GRADIENT_BLOCK_SIZE",
+    "LEVEL_MAX",
+    "MIN_SCALE",
+    "Codebook",
+    "bits_of",
+    "codebook",
+    "codebook_tensor",
+]
 
 BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int8": 8}
 """Bits stored per element of each code."""
@@ -29,6 +39,9 @@ LEVEL_MAX = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int8": 127.0}
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Elements that may share one scale."""
+
+GRADIENT_BLOCK_SIZE = 128
+"""Elements that share one scale in a gradient of 8 or 12 bits."""
 
 MIN_SCALE = 2.0**-126
 """Smallest scale that is stored: the smallest normal fp32 number. A block below it becomes zeros."""

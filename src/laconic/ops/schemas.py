@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops.codebooks import BITS, BLOCK_SIZES
+from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
 
-__all__ = ["DTYPES", "LIBRARY", "check_format", "check_dequantize_blockwise", "check_quantize_blockwise"]
+__all__ = [
+    "DTYPES",
+    "LIBRARY",
+    "check_format",
+    "check_dequantize_blockwise",
+    "check_quantize_blockwise",
+    "check_sum_blockwise",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types and scale types of the block-wise ops."""
@@ -32,7 +39,17 @@ LIBRARY.define(
     " -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
-for _name in ("quantize_blockwise", "dequantize_blockwise"):
+LIBRARY.define(
+    "sum_blockwise(Tensor codes, Tensor scales, Tensor? residual_codes, Tensor? residual_scales, float factor)"
+    " -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "sum_requantize_blockwise(Tensor codes, Tensor scales, Tensor? residual_codes, Tensor? residual_scales,"
+    " float factor) -> (Tensor codes, Tensor scales, Tensor residual_codes, Tensor residual_scales)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+for _name in ("quantize_blockwise", "dequantize_blockwise", "sum_blockwise", "sum_requantize_blockwise"):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
@@ -91,6 +108,41 @@ def check_dequantize_blockwise(
         )
 
 
+def check_sum_blockwise(
+    codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None
+) -> tuple[int, int, int]:
+    """Check the arguments of sum_blockwise; return (number of shards, length, blocks per shard).
+
+    Raises FormatError.
+    """
+    if codes.dim() != 2 or codes.shape[0] == 0:
+        raise FormatError(
+            f"codes have shape {tuple(codes.shape)}, but it must be [shards, length] with a shard at least"
+        )
+    num_shards, length = codes.shape
+    num_blocks = (length + GRADIENT_BLOCK_SIZE - 1) // GRADIENT_BLOCK_SIZE
+    expected = [("codes", codes, torch.uint8, length), ("scales", scales, torch.float32, num_blocks)]
+    if (residual_codes is None) != (residual_scales is None):
+        missing = "residual_codes" if residual_codes is None else "residual_scales"
+        raise FormatError(f"{missing} is None, but a residual is both codes and scales; pass both or neither")
+    if residual_codes is not None and residual_scales is not None:
+        expected.append(("residual_codes", residual_codes, torch.uint8, (length + 1) // 2))
+        expected.append(("residual_scales", residual_scales, torch.float32, num_blocks))
+    for name, tensor, dtype, columns in expected:
+        if tensor.dtype != dtype:
+            raise FormatError(f"{name}.dtype is {tensor.dtype}, but it must be {str(dtype).removeprefix('torch.')}")
+        if tensor.device != codes.device:
+            raise FormatError(
+                f"codes are on {codes.device} and {name} on {tensor.device}, but all must be on one device"
+            )
+        if tensor.dim() != 2 or tensor.shape[0] != num_shards or tensor.shape[1] != columns:
+            raise FormatError(
+                f"{name} have shape {tuple(tensor.shape)}, but {num_shards} shards of {length} elements in blocks of"
+                f" {GRADIENT_BLOCK_SIZE} take {(num_shards, columns)}"
+            )
+    return num_shards, length, num_blocks
+
+
 @torch.library.register_fake("laconic::quantize_blockwise", lib=LIBRARY)
 def _quantize_blockwise_fake(
     x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None
@@ -106,3 +158,25 @@ def _dequantize_blockwise_fake(
 ) -> Tensor:
     check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+
+
+@torch.library.register_fake("laconic::sum_blockwise", lib=LIBRARY)
+def _sum_blockwise_fake(
+    codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None, factor: float
+) -> Tensor:
+    _, length, _ = check_sum_blockwise(codes, scales, residual_codes, residual_scales)
+    return scales.new_empty(length)
+
+
+@torch.library.register_fake("laconic::sum_requantize_blockwise", lib=LIBRARY)
+def _sum_requantize_blockwise_fake(
+    codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None, factor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, length, num_blocks = check_sum_blockwise(codes, scales, residual_codes, residual_scales)
+    num_packed, num_residual_scales = ((length + 1) // 2, num_blocks) if residual_codes is not None else (0, 0)
+    return (
+        codes.new_empty(length),
+        scales.new_empty(num_blocks),
+        codes.new_empty(num_packed),
+        scales.new_empty(num_residual_scales),
+    )

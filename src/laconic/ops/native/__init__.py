@@ -6,5 +6,13 @@ checked.
 
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
+from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
 
-__all__ = ["SELECTION", "dequantize_blockwise", "quantize_blockwise", "supported_isas"]
+__all__ = [
+    "SELECTION",
+    "dequantize_blockwise",
+    "quantize_blockwise",
+    "sum_blockwise",
+    "sum_requantize_blockwise",
+    "supported_isas",
+]

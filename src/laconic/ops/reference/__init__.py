@@ -5,5 +5,13 @@ C++ and Triton kernels return the same bits. docs/formats.md tells the same stor
 """
 
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
+from laconic.ops.reference.reduce import sum_blockwise, sum_requantize_blockwise
 
-__all__ = ["dequantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
+__all__ = [
+    "dequantize_blockwise",
+    "quantize_blockwise",
+    "seed_key",
+    "sum_blockwise",
+    "sum_requantize_blockwise",
+    "uniform",
+]

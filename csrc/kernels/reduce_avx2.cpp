@@ -1,0 +1,8 @@
+#include "reduce-inl.h"
+#include "simd_avx2-inl.h"
+
+namespace laconic {
+
+const ReduceKernels kReduceAvx2 = {sum<Avx2>};
+
+}  // namespace laconic

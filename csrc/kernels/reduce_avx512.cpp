@@ -1,0 +1,8 @@
+#include "reduce-inl.h"
+#include "simd_avx512-inl.h"
+
+namespace laconic {
+
+const ReduceKernels kReduceAvx512 = {sum<Avx512>};
+
+}  // namespace laconic

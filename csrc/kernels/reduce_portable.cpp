@@ -1,0 +1,7 @@
+#include "reduce-inl.h"
+
+namespace laconic {
+
+const ReduceKernels kReducePortable = {sum<Portable>};
+
+}  // namespace laconic
