@@ -24,7 +24,7 @@ from laconic.ops.codebooks import BITS
 
 _BLOCK_SIZE = 64
 _PIECE = 1 << 20
-_COLUMNS = ("nf4 quantize", "nf4 dequantize", "int8 quantize", "int8 dequantize")
+_COLUMNS = tuple(f"{code} {verb}" for code in ("nf4", "int5", "int6", "int8") for verb in ("quantize", "dequantize"))
 
 Case = Callable[[], object]
 

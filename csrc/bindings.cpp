@@ -38,8 +38,8 @@ void run(int64_t rows, int64_t length, int64_t block_size, int64_t num_threads, 
 
 void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type, int64_t rows,
                         int64_t row_stride, int64_t length, int64_t block_size, uintptr_t codes,
-                        uintptr_t scales, int scale_type, float level_max, uintptr_t codebook,
-                        bool stochastic, int64_t seed, int64_t first_index) {
+                        uintptr_t scales, int scale_type, int bits, float level_max,
+                        uintptr_t codebook, bool stochastic, int64_t seed, int64_t first_index) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Quantize task{pointer<const void>(x),
                                static_cast<FloatType>(x_type),
@@ -49,6 +49,7 @@ void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type
                                pointer<uint8_t>(codes),
                                pointer<void>(scales),
                                static_cast<FloatType>(scale_type),
+                               bits,
                                level_max,
                                pointer<const laconic::Codebook>(codebook),
                                stochastic,
@@ -60,7 +61,7 @@ void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type
 
 void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uintptr_t scales,
                           int scale_type, int64_t rows, int64_t length, int64_t block_size,
-                          uintptr_t values, int value_type, uintptr_t codebook) {
+                          uintptr_t values, int value_type, int bits, uintptr_t codebook) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Dequantize task{pointer<const uint8_t>(codes),
                                  pointer<const void>(scales),
@@ -69,6 +70,7 @@ void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uint
                                  block_size,
                                  pointer<void>(values),
                                  static_cast<FloatType>(value_type),
+                                 bits,
                                  pointer<const laconic::Codebook>(codebook)};
   run(rows, length, block_size, num_threads,
       [&](int64_t first, int64_t last) { kernels.dequantize(task, first, last); });

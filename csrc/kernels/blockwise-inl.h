@@ -93,27 +93,42 @@ class TableEncoder {
   uint8_t zeros_;
 };
 
-template <class S, bool kStochastic>
-class Int8Encoder {
+template <class S, bool kStochastic, int kIntegerBits>
+class IntegerEncoder {
   using F = typename S::F;
+  using I = typename S::I;
 
  public:
-  static constexpr int kBits = 8;
-  explicit Int8Encoder(const Quantize&) {}
+  static constexpr int kBits = kIntegerBits;
+  explicit IntegerEncoder(const Quantize&) {}
   uint8_t zeros() const { return 0; }
   void nearest(F even, F odd, uint8_t* out) const {
-    S::store_bytes(S::round_to_int(even), S::round_to_int(odd), out);
+    store(S::round_to_int(even), S::round_to_int(odd), out);
   }
   void stochastic(F even, F odd, F u_even, F u_odd, uint8_t* out) const {
-    S::store_bytes(one_of_two(even, u_even), one_of_two(odd, u_odd), out);
+    store(one_of_two(even, u_even), one_of_two(odd, u_odd), out);
   }
 
  private:
+  static void store(I even, I odd, uint8_t* out) {
+    if constexpr (kBits == 8) {
+      S::store_bytes(even, odd, out);
+    } else {
+      S::template store_packed<kBits>(even, odd, out);
+    }
+  }
   static typename S::I one_of_two(F n, F u) {
     const F lower = S::floor(n);
     return S::add_where_less(S::round_to_int(lower), u, S::sub(n, lower));
   }
 };
+
+template <class S, bool kStochastic>
+using Int5Encoder = IntegerEncoder<S, kStochastic, 5>;
+template <class S, bool kStochastic>
+using Int6Encoder = IntegerEncoder<S, kStochastic, 6>;
+template <class S, bool kStochastic>
+using Int8Encoder = IntegerEncoder<S, kStochastic, 8>;
 
 // --- quantize ---
 
@@ -178,14 +193,23 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
   }
 }
 
+template <class S, class T, template <class, bool> class EncoderOf>
+void quantize_with(const Quantize& q, int64_t first, int64_t last) {
+  q.stochastic ? quantize_range<S, T, EncoderOf, true>(q, first, last)
+               : quantize_range<S, T, EncoderOf, false>(q, first, last);
+}
+
 template <class S, class T>
 void quantize_as(const Quantize& q, int64_t first, int64_t last) {
-  if (q.codebook != nullptr) {
-    q.stochastic ? quantize_range<S, T, TableEncoder, true>(q, first, last)
-                 : quantize_range<S, T, TableEncoder, false>(q, first, last);
-  } else {
-    q.stochastic ? quantize_range<S, T, Int8Encoder, true>(q, first, last)
-                 : quantize_range<S, T, Int8Encoder, false>(q, first, last);
+  switch (q.bits) {
+    case 4:
+      return quantize_with<S, T, TableEncoder>(q, first, last);
+    case 5:
+      return quantize_with<S, T, Int5Encoder>(q, first, last);
+    case 6:
+      return quantize_with<S, T, Int6Encoder>(q, first, last);
+    default:
+      return quantize_with<S, T, Int8Encoder>(q, first, last);
   }
 }
 
@@ -203,20 +227,23 @@ void quantize(const Quantize& q, int64_t first, int64_t last) {
 
 // --- dequantize ---
 
-template <class S, class T, bool kTable>
+template <class S, class T, int kBits>
 inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, float scale, int64_t n,
                              T* values) {
-  if constexpr (kTable) {
+  static_assert(kBits == 4 || kBits == 5 || kBits == 6 || kBits == 8, "bits per code");
+  if constexpr (kBits == 4) {
     const typename S::template Values<T> ready(codebook->levels, scale);
     for (int64_t i = 0; i < n; i += S::kGroup) S::expand_pairs(ready, codes + i / 2, values + i);
-  } else {
+  } else if constexpr (kBits == 8) {
     for (int64_t i = 0; i < n; i += S::kGroup) S::expand_bytes(codes + i, scale, values + i);
+  } else {
+    for (int64_t i = 0; i < n; i += S::kGroup)
+      S::template expand_packed<kBits>(codes + i * kBits / 8, scale, values + i);
   }
 }
 
-template <class S, class T, bool kTable>
+template <class S, class T, int kBits>
 void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
-  constexpr int kBits = kTable ? 4 : 8;
   const int64_t codes_per_row = ceil_div(d.length * kBits, 8);
   BlockWalk walk(d.length, d.block_size, first, last);
   for (int64_t b = first; !walk.done(); walk.next(), ++b) {
@@ -228,19 +255,19 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
     // NaN makes one.
     const bool finite = (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits;
     if (__builtin_expect(finite && size % S::kGroup == 0, 1)) {
-      dequantize_block<S, T, kTable>(d.codebook, codes, scale, size, values);
+      dequantize_block<S, T, kBits>(d.codebook, codes, scale, size, values);
       continue;
     }
     T padded[kMaxBlock];
     uint8_t padded_codes[kMaxBlock] = {};
     std::memcpy(padded_codes, codes, ceil_div(size * kBits, 8));
     if (finite) {
-      dequantize_block<S, T, kTable>(d.codebook, padded_codes, scale,
-                                     ceil_div(size, S::kGroup) * S::kGroup, padded);
+      dequantize_block<S, T, kBits>(d.codebook, padded_codes, scale,
+                                    ceil_div(size, S::kGroup) * S::kGroup, padded);
     } else {
       constexpr int kGroup = Portable::kGroup;
-      dequantize_block<Portable, T, kTable>(d.codebook, padded_codes, scale,
-                                            ceil_div(size, kGroup) * kGroup, padded);
+      dequantize_block<Portable, T, kBits>(d.codebook, padded_codes, scale,
+                                           ceil_div(size, kGroup) * kGroup, padded);
     }
     std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
   }
@@ -248,8 +275,16 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
 
 template <class S, class T>
 void dequantize_as(const Dequantize& d, int64_t first, int64_t last) {
-  d.codebook != nullptr ? dequantize_range<S, T, true>(d, first, last)
-                        : dequantize_range<S, T, false>(d, first, last);
+  switch (d.bits) {
+    case 4:
+      return dequantize_range<S, T, 4>(d, first, last);
+    case 5:
+      return dequantize_range<S, T, 5>(d, first, last);
+    case 6:
+      return dequantize_range<S, T, 6>(d, first, last);
+    default:
+      return dequantize_range<S, T, 8>(d, first, last);
+  }
 }
 
 template <class S>

@@ -30,8 +30,9 @@ struct Quantize {
   uint8_t* codes;      // rows of ceil(length * bits / 8), contiguous
   void* scales;        // rows of ceil(length / block_size), contiguous
   FloatType scale_type;
+  int bits;  // per code: 4, 5, 6 or 8
   float level_max;
-  const Codebook* codebook;  // null: int8
+  const Codebook* codebook;  // of 4 bits; null where codes are integers
   bool stochastic;
   uint64_t seed;
   uint64_t first_index;  // linear index of the first element, for stochastic rounding
@@ -45,7 +46,8 @@ struct Dequantize {
   int64_t block_size;
   void* values;  // rows of `length`, contiguous
   FloatType value_type;
-  const Codebook* codebook;  // null: int8
+  int bits;                  // per code: 4, 5, 6 or 8
+  const Codebook* codebook;  // of 4 bits; null where codes are integers
 };
 
 // Process blocks [first, last); block b is block b % blocks_per_row of row b / blocks_per_row.

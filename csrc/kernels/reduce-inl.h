@@ -64,15 +64,15 @@ class BlockSum {
     uint8_t buffer[kGradientBlock];
     const uint8_t* codes = sum_.codes.at(i, start);
     prefetch(codes, kGradientBlock);
-    dequantize_block<S, float, false>(nullptr, whole(codes, size, padded, buffer),
-                                      *sum_.scales.at(i, block), padded, values);
+    dequantize_block<S, float, 8>(nullptr, whole(codes, size, padded, buffer),
+                                  *sum_.scales.at(i, block), padded, values);
     if (sum_.residual_codes.first == nullptr) return;
     float residual[kGradientBlock];
     const uint8_t* pairs = sum_.residual_codes.at(i, start / 2);
     prefetch(pairs, kGradientBlock / 2);
-    dequantize_block<S, float, true>(sum_.codebook,
-                                     whole(pairs, ceil_div(size, 2), padded / 2, buffer),
-                                     *sum_.residual_scales.at(i, block), padded, residual);
+    dequantize_block<S, float, 4>(sum_.codebook,
+                                  whole(pairs, ceil_div(size, 2), padded / 2, buffer),
+                                  *sum_.residual_scales.at(i, block), padded, residual);
     for (int64_t j = 0; j < padded; ++j) values[j] += residual[j];
   }
 
@@ -84,7 +84,7 @@ class BlockSum {
     std::memcpy(sum_.new_codes + start, codes, size);
     if (sum_.new_residual_codes == nullptr) return;
     float rest[kGradientBlock];
-    dequantize_block<S, float, false>(nullptr, codes, sum_.new_scales[block], padded, rest);
+    dequantize_block<S, float, 8>(nullptr, codes, sum_.new_scales[block], padded, rest);
     for (int64_t j = 0; j < padded; ++j) rest[j] = total[j] - rest[j];
     uint8_t pairs[kGradientBlock / 2];
     quantize_block<S, float, TableEncoder<S, false>, false>(int4_, int4_encoder_, rest, padded,

@@ -165,6 +165,35 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
   }
 
+  // The low kBits of even and odd integers, saturated to the symmetric range, side by side.
+  template <int kBits>
+  static I packed_pairs(I even, I odd) {
+    const I largest = _mm256_set1_epi32((1 << (kBits - 1)) - 1);
+    const I smallest = _mm256_sub_epi32(_mm256_setzero_si256(), largest);
+    const I mask = _mm256_set1_epi32((1 << kBits) - 1);
+    const I low = _mm256_min_epi32(_mm256_max_epi32(even, smallest), largest);
+    const I high = _mm256_min_epi32(_mm256_max_epi32(odd, smallest), largest);
+    return _mm256_or_si256(_mm256_and_si256(low, mask),
+                           _mm256_slli_epi32(_mm256_and_si256(high, mask), kBits));
+  }
+  // 16-bit lanes of two codes each -> 64-bit lanes of eight.
+  template <int kBits>
+  static I packed_eights(I pairs) {
+    constexpr int64_t kFour = (int64_t{1} << 4 * kBits) - 1;
+    const I fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 | 1 << (16 + 2 * kBits)));
+    const I high = _mm256_srli_epi64(fours, 32 - 4 * kBits);
+    return _mm256_or_si256(_mm256_and_si256(fours, _mm256_set1_epi64x(kFour)),
+                           _mm256_and_si256(high, _mm256_set1_epi64x(kFour << 4 * kBits)));
+  }
+  template <int kBits>
+  static void store_packed(I even, I odd, uint8_t* out) {
+    const I pairs = packed_pairs<kBits>(even, odd);
+    const I eights = packed_eights<kBits>(_mm256_packus_epi32(pairs, pairs));
+    const int64_t first = _mm256_extract_epi64(eights, 0), second = _mm256_extract_epi64(eights, 2);
+    std::memcpy(out, &first, kBits);
+    std::memcpy(out + kBits, &second, kBits);
+  }
+
   // --- dequantize; scales are finite here, so no value is NaN ---
 
   // Eight fp32 numbers, none of them NaN, as bf16 in the low halves of 32-bit lanes.
@@ -216,9 +245,46 @@ struct Avx2 {
 
   template <class T>
   static void expand_bytes(const uint8_t* codes, float scale, T* out) {
+    store_scaled(_mm256_cvtepi8_epi32(load64(codes)), _mm256_cvtepi8_epi32(load64(codes + 8)),
+                 scale, out);
+  }
+
+  // Where the two bytes are that hold each of eight codes, for the byte shuffle; `first` is the
+  // byte where the codes start.
+  template <int kBits>
+  static __m128i bytes_of_eight(int first) {
+    int8_t at[16];
+    for (int i = 0; i < 8; ++i) {
+      at[2 * i] = static_cast<int8_t>(first + i * kBits / 8);
+      // The last code ends with its first byte; the byte behind it may not be there.
+      at[2 * i + 1] = static_cast<int8_t>(i == 7 ? -1 : at[2 * i] + 1);
+    }
+    return load128(at);
+  }
+  // What shifts the top bit of each of eight codes to bit 15, as factors.
+  template <int kBits>
+  static __m128i shifts_of_eight() {
+    int16_t factors[8];
+    for (int i = 0; i < 8; ++i)
+      factors[i] = static_cast<int16_t>(1 << (16 - kBits - i * kBits % 8));
+    return load128(factors);
+  }
+  template <int kBits, class T>
+  static void expand_packed(const uint8_t* codes, float scale, T* out) {
+    // The first eight bytes and the last eight; kBits = 5 or 6 of each hold the codes.
+    const I bytes = _mm256_set_m128i(load64(codes + 2 * kBits - 8), load64(codes));
+    const I at = _mm256_set_m128i(bytes_of_eight<kBits>(8 - kBits), bytes_of_eight<kBits>(0));
+    const I factors = _mm256_broadcastsi128_si256(shifts_of_eight<kBits>());
+    const I words =
+        _mm256_srai_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, at), factors), 16 - kBits);
+    store_scaled(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(words)),
+                 _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1)), scale, out);
+  }
+
+  template <class T>
+  static void store_scaled(I first, I second, float scale, T* out) {
     const F s = splat(scale);
-    const F a = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(codes))), s);
-    const F b = mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(codes + 8))), s);
+    const F a = mul(_mm256_cvtepi32_ps(first), s), b = mul(_mm256_cvtepi32_ps(second), s);
     if constexpr (sizeof(T) == 4) {
       _mm256_storeu_ps(out, a);
       _mm256_storeu_ps(out + 8, b);

@@ -162,6 +162,26 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
   }
 
+  template <int kBits>
+  static void store_packed(I even, I odd, uint8_t* out) {
+    const I largest = _mm512_set1_epi32((1 << (kBits - 1)) - 1);
+    const I smallest = _mm512_sub_epi32(_mm512_setzero_si512(), largest);
+    const I mask = _mm512_set1_epi32((1 << kBits) - 1);
+    const I low = _mm512_min_epi32(_mm512_max_epi32(even, smallest), largest);
+    const I high = _mm512_min_epi32(_mm512_max_epi32(odd, smallest), largest);
+    const I pairs = _mm512_or_si512(_mm512_and_si512(low, mask),
+                                    _mm512_slli_epi32(_mm512_and_si512(high, mask), kBits));
+    const __m256i eights = Avx2::packed_eights<kBits>(_mm512_cvtepi32_epi16(pairs));
+    // kBits bytes of each 64-bit lane, first within halves of 128 bits.
+    int8_t at[16];
+    for (int i = 0; i < 16; ++i)
+      at[i] = static_cast<int8_t>(i < kBits ? i : i < 2 * kBits ? i - kBits + 8 : -1);
+    const __m256i halves = _mm256_shuffle_epi8(eights, _mm256_broadcastsi128_si256(load128(at)));
+    constexpr __mmask16 kBytes = (1 << 2 * kBits) - 1;
+    _mm_mask_storeu_epi8(out, kBytes, _mm256_castsi256_si128(halves));
+    _mm_mask_storeu_epi8(out + 2 * kBits, kBytes, _mm256_extracti128_si256(halves, 1));
+  }
+
   // --- dequantize; scales are finite here, so no value is NaN ---
 
   // The bits of 16 fp32 numbers, none of them NaN, rounded to bf16 in the high halves; the low
@@ -209,27 +229,51 @@ struct Avx512 {
     }
   }
 
-  static void expand_bytes(const uint8_t* codes, float scale, BFloat16* out) {
+  template <class T>
+  static void expand_bytes(const uint8_t* codes, float scale, T* out) {
+    store_scaled(_mm512_cvtepi8_epi16(load256(codes)), scale, out);
+  }
+
+  template <int kBits, class T>
+  static void expand_packed(const uint8_t* codes, float scale, T* out) {
+    // Each part of 128 bits gets the 64 bits, on a border of 32, that hold its eight codes.
+    constexpr __mmask32 kBytes = static_cast<__mmask32>((uint64_t{1} << 4 * kBits) - 1);
+    const __m256i bytes = _mm256_maskz_loadu_epi8(kBytes, codes);
+    constexpr int kFirst1 = kBits / 4, kFirst2 = 2 * kBits / 4, kFirst3 = 3 * kBits / 4;
+    const I spread =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 0, 0, kFirst1, kFirst1 + 1, 0, 0, kFirst2,
+                                                   kFirst2 + 1, 0, 0, kFirst3, kFirst3 + 1, 0, 0),
+                                 _mm512_castsi256_si512(bytes));
+    I at = _mm512_castsi128_si512(Avx2::bytes_of_eight<kBits>(0));
+    at = _mm512_inserti32x4(at, Avx2::bytes_of_eight<kBits>(kBits % 4), 1);
+    at = _mm512_inserti32x4(at, Avx2::bytes_of_eight<kBits>(2 * kBits % 4), 2);
+    at = _mm512_inserti32x4(at, Avx2::bytes_of_eight<kBits>(3 * kBits % 4), 3);
+    const I factors = _mm512_broadcast_i32x4(Avx2::shifts_of_eight<kBits>());
+    const I words =
+        _mm512_srai_epi16(_mm512_mullo_epi16(_mm512_shuffle_epi8(spread, at), factors), 16 - kBits);
+    store_scaled(words, scale, out);
+  }
+
+  // 32 signed 16-bit integers, each times the scale.
+  static void store_scaled(I words, float scale, BFloat16* out) {
     const F s = splat(scale);
-    const I words = _mm512_cvtepi8_epi16(load256(codes));
     const F even = mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16)), s);
     const F odd = mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16)), s);
     const I low = _mm512_srli_epi32(to_bfloat16(even), 16);
     _mm512_storeu_si512(out, _mm512_mask_blend_epi16(0xAAAAAAAA, low, to_bfloat16(odd)));
   }
-  static void expand_bytes(const uint8_t* codes, float scale, Float16* out) {
-    const F s = splat(scale);
-    for (int half = 0; half < 2; ++half) {
-      const F values = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(codes + 16 * half))), s);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16 * half), narrow16(values, Float16{}));
-    }
+  static void store_scaled(I words, float scale, Float16* out) {
+    const __m256i first = narrow16(scaled(_mm512_castsi512_si256(words), scale), Float16{});
+    const __m256i second = narrow16(scaled(_mm512_extracti64x4_epi64(words, 1), scale), Float16{});
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), first);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), second);
   }
-  static void expand_bytes(const uint8_t* codes, float scale, float* out) {
-    const F s = splat(scale);
-    for (int half = 0; half < 2; ++half) {
-      const I integers = _mm512_cvtepi8_epi32(load128(codes + 16 * half));
-      _mm512_storeu_ps(out + 16 * half, mul(_mm512_cvtepi32_ps(integers), s));
-    }
+  static void store_scaled(I words, float scale, float* out) {
+    _mm512_storeu_ps(out, scaled(_mm512_castsi512_si256(words), scale));
+    _mm512_storeu_ps(out + 16, scaled(_mm512_extracti64x4_epi64(words, 1), scale));
+  }
+  static F scaled(__m256i words, float scale) {
+    return mul(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(words)), splat(scale));
   }
 };
 

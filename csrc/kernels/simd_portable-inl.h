@@ -2,16 +2,20 @@
 // vectorize.
 //
 // What every instruction set provides, here with the documentation:
-//   kGroup              elements handled at once; even-numbered and odd-numbered ones sit in two
-//   vectors F, I                a vector of kGroup / 2 floats; of as many 32-bit integers load a
-//   group, widened to fp32 magnitude_max       the largest |x| of n elements (a multiple of
-//   kGroup), as the bits of an fp32 number Table               count(n): how many of 15 ascending
-//   thresholds lie strictly below n, per lane uniform             random numbers for kGroup
-//   consecutive indices that share their high half store_pairs         indices -> codes -> two
-//   codes per byte, kGroup / 2 bytes store_bytes         integers, saturated to [-127, 127], one
-//   per byte, kGroup bytes expand_pairs        kGroup / 2 bytes of 4-bit codes -> kGroup values,
-//   looked up in 16 ready values expand_bytes        kGroup signed bytes -> kGroup values, each
-//   times a scale
+// - kGroup: elements handled at once; even-numbered and odd-numbered ones sit in two vectors
+// - F, I: a vector of kGroup / 2 floats; of as many 32-bit integers
+// - load: a group, widened to fp32
+// - magnitude_max: the largest |x| of n elements (a multiple of kGroup), as the bits of an fp32
+//   number
+// - Table: count(n) is how many of 15 ascending thresholds lie strictly below n, per lane
+// - uniform: random numbers for kGroup consecutive indices that share their high half
+// - store_pairs: indices -> codes -> two codes per byte, kGroup / 2 bytes
+// - store_bytes: integers, saturated to [-127, 127], one per byte, kGroup bytes
+// - store_packed: integers, saturated to the symmetric range of kBits = 5 or 6, kGroup * kBits / 8
+//   bytes
+// - expand_pairs: kGroup / 2 bytes of 4-bit codes -> kGroup values, looked up in 16 ready values
+// - expand_bytes: kGroup signed bytes -> kGroup values, each times a scale
+// - expand_packed: the same from store_packed's bytes
 #pragma once
 
 #include "scalar-inl.h"
@@ -132,6 +136,22 @@ struct Portable {
     }
   }
 
+  // Integers, saturated to the symmetric range of kBits, as a stream of kBits each: eight fill
+  // kBits bytes.
+  template <int kBits>
+  static void store_packed(I even, I odd, uint8_t* out) {
+    constexpr int32_t kMax = (1 << (kBits - 1)) - 1;
+    for (int eight = 0; eight < kGroup / 8; ++eight, out += kBits) {
+      uint64_t stream = 0;
+      for (int i = 0; i < 8; ++i) {
+        const int32_t value = (i % 2 ? odd : even).v[4 * eight + i / 2];
+        const int32_t clamped = value < -kMax ? -kMax : value > kMax ? kMax : value;
+        stream |= static_cast<uint64_t>(clamped & ((1 << kBits) - 1)) << (i * kBits);
+      }
+      for (int i = 0; i < kBits; ++i) out[i] = static_cast<uint8_t>(stream >> (8 * i));
+    }
+  }
+
   template <class T>
   struct Values {
     T values[16];
@@ -150,6 +170,18 @@ struct Portable {
   static void expand_bytes(const uint8_t* codes, float scale, T* out) {
     for (int i = 0; i < kGroup; ++i)
       out[i] = narrow<T>(static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
+  }
+  template <int kBits, class T>
+  static void expand_packed(const uint8_t* codes, float scale, T* out) {
+    constexpr int32_t kSign = 1 << (kBits - 1);
+    for (int eight = 0; eight < kGroup / 8; ++eight, codes += kBits, out += 8) {
+      uint64_t stream = 0;
+      for (int i = 0; i < kBits; ++i) stream |= static_cast<uint64_t>(codes[i]) << (8 * i);
+      for (int i = 0; i < 8; ++i) {
+        const int32_t code = static_cast<int32_t>(stream >> (i * kBits)) & (2 * kSign - 1);
+        out[i] = narrow<T>(static_cast<float>((code ^ kSign) - kSign) * scale);
+      }
+    }
   }
 };
 

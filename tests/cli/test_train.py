@@ -86,7 +86,7 @@ def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
         (["--tensorboard=maybe"], r"--tensorboard is 'maybe', but it must be true or false"),
         (["--model.extra", "a=1"], r"--model.extra is a table; give its fields one by one"),
         (["--model.extra.a"], r"--model.extra.a needs a value"),
-        (["--activations.bits", "3"], r"activations.bits is 3, but it must be 4, 8 or 16"),
+        (["--activations.bits", "3"], r"activations.bits is 3, but it must be 4, 5, 6, 8 or 16"),
     ],
 )
 def test_bad_flag_is_refused_by_name(args: list[str], message: str) -> None:

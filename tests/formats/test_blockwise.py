@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,27 +11,28 @@ import torch
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat, BlockTensor
 
-CODES = ("nf4", "e2m1", "int4", "int8")
+CODES = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
 SHAPES = [(), (0,), (1,), (5, 0), (0, 5), (70,), (3, 64), (2, 3, 257)]
 
 
 def test_bits_choose_the_code() -> None:
     assert BlockFormat.from_bits(4) == BlockFormat("nf4", 64, torch.bfloat16)
-    assert BlockFormat.from_bits(8) == BlockFormat("int8", 64, torch.bfloat16)
+    for bits, code in ((5, "int5"), (6, "int6"), (8, "int8")):
+        assert BlockFormat.from_bits(bits) == BlockFormat(code, 64, torch.bfloat16)
     assert BlockFormat.from_bits(4, code="e2m1", block_size=16, scale_dtype=torch.float16) == BlockFormat(
         "e2m1", 16, torch.float16
     )
     assert BlockFormat.from_bits(16) is None
-    assert [BlockFormat(code).bits for code in CODES] == [4, 4, 4, 8]
+    assert [BlockFormat(code).bits for code in CODES] == [4, 4, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize(
     ("bits", "code", "message"),
     [
-        (3, None, r"bits is 3, but it must be 4, 8 or 16 \(16 keeps the tensor as it is\)"),
+        (3, None, r"bits is 3, but it must be 4, 5, 6, 8 or 16 \(16 keeps the tensor as it is\)"),
         (4, "int8", "code is 'int8', which has 8 bits, but bits is 4; change one of them"),
         (16, "nf4", "code is 'nf4', which has 4 bits, but bits is 16; change one of them"),
-        (4, "nf5", "code is 'nf5', but it must be one of nf4, e2m1, int4, int8"),
+        (4, "nf5", "code is 'nf5', but it must be one of nf4, e2m1, int4, int5, int6, int8"),
     ],
 )
 def test_bits_without_a_format_are_refused(bits: int, code: str | None, message: str) -> None:
@@ -41,7 +43,7 @@ def test_bits_without_a_format_are_refused(bits: int, code: str | None, message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"code": "fp4"}, "code is 'fp4', but it must be one of nf4, e2m1, int4, int8"),
+        ({"code": "fp4"}, "code is 'fp4', but it must be one of nf4, e2m1, int4, int5, int6, int8"),
         ({"block_size": 100}, "block_size is 100, but it must be one of 16, 32, 64, 128, 256"),
         ({"scale_dtype": torch.int8}, "scale_dtype is torch.int8, but it must be one of float32, bfloat16, float16"),
     ],
@@ -68,6 +70,22 @@ def test_sizes_are_exact_and_shapes_come_back(code: str, scale_dtype: torch.dtyp
 
 def test_nf4_takes_the_documented_4_25_bits() -> None:
     assert BlockFormat().nbytes((1024, 1024)) * 8 == 4.25 * 1024 * 1024
+
+
+@pytest.mark.parametrize(("code", "bits"), [("int5", 5.25), ("int6", 6.25), ("int8", 8.25)])
+def test_integers_are_truly_packed(code: str, bits: float) -> None:
+    assert BlockFormat(code).quantize(torch.randn(64, 1024)).nbytes * 8 == bits * 64 * 1024
+    # 13 codes of a row take whole bytes of their own.
+    assert BlockFormat(code).quantize(torch.randn(3, 13)).codes.shape == (3, math.ceil(13 * int(bits) / 8))
+
+
+# The largest of 128 Gaussian numbers is about 2.8 sigma; an error that is even over a step has a sigma of
+# step / sqrt(12). So the relative error is near 2.8 / (M sqrt(12)).
+@pytest.mark.parametrize(("code", "expected"), [("int4", 0.117), ("int5", 0.055), ("int6", 0.027), ("int8", 0.0065)])
+def test_error_of_a_round_trip_is_the_known_one(code: str, expected: float) -> None:
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    back = BlockFormat(code, block_size=128, scale_dtype=torch.float32).quantize(x).dequantize()
+    assert float((back - x).norm() / x.norm()) == pytest.approx(expected, rel=0.04)
 
 
 def test_seed_rounds_stochastically() -> None:

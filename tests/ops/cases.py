@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.ops import native, reference
+from laconic.ops import BITS, native, reference
 
-CODES = ("nf4", "e2m1", "int4", "int8")
+CODES = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SEEDS = (None, 5)
@@ -40,6 +40,16 @@ def implementations() -> list[Implementation]:
 
         found.append(Implementation(isa, quantize, dequantize))
     return found
+
+
+def each_code(codes: Tensor, code: str, length: int) -> Tensor:
+    """The codes in bytes [rows, ceil(length * bits / 8)], one per element: [rows, length], cut out of one integer."""
+    bits, rows = BITS[code], []
+    for row in codes.tolist():
+        stream = int.from_bytes(bytes(row), "little")
+        assert stream >> (length * bits) == 0, "the bits behind the last code are not zero"
+        rows.append([(stream >> (i * bits)) & ((1 << bits) - 1) for i in range(length)])
+    return torch.tensor(rows, dtype=torch.uint8).view(len(rows), length)
 
 
 def every_pattern(dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,17 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from laconic.ops import reference
-from laconic.ops.codebooks import LEVEL_MAX, MIN_SCALE, codebook
-from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, Implementation, every_pattern, implementations, same_bits
+from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook
+from tests.ops.cases import (
+    BLOCK_SIZES,
+    CODES,
+    DTYPES,
+    Implementation,
+    each_code,
+    every_pattern,
+    implementations,
+    same_bits,
+)
 
 IMPLEMENTATIONS = implementations()
 
@@ -26,9 +35,17 @@ def ops(request: pytest.FixtureRequest) -> Implementation:
 
 def levels_of(code: str) -> Tensor:
     """The levels that quantize produces, ascending, in float64."""
-    if code == "int8":
-        return torch.arange(-127, 128, dtype=torch.float64)
+    if code in ARITHMETIC:
+        return torch.arange(-LEVEL_MAX[code], LEVEL_MAX[code] + 1, dtype=torch.float64)
     return torch.tensor(sorted(set(codebook(code).sorted_levels)), dtype=torch.float64)
+
+
+def level_of_each_code(code: str) -> Tensor:
+    """Level [2**bits] fp32 of every code that a row can hold, written by quantize or not."""
+    if code not in ARITHMETIC:
+        return torch.tensor(codebook(code).levels)
+    half = 1 << (BITS[code] - 1)
+    return torch.cat((torch.arange(half), torch.arange(-half, 0))).float()
 
 
 # docs/formats.md, "Worked examples": code, values, scale, bytes, values read back.
@@ -53,6 +70,20 @@ EXAMPLES = [
         1.0,
         "97 20 02 3e",
         [7, -7, 0, 2, 2, 0, -2, 3],
+    ),
+    (
+        "int5",
+        [15, -15, 0.5, 1.5, -2.5, 7.4, -1, 14.6, 3],
+        1.0,
+        "2f 02 e1 cf 7f 03",
+        [15, -15, 0, 2, -2, 7, -1, 15, 3],
+    ),
+    (
+        "int6",
+        [31, -31, 0.5, 1.5, -2.5, 20.4, -1],
+        1.0,
+        "5f 08 08 3e f5 03",
+        [31, -31, 0, 2, -2, 20, -1],
     ),
     (
         "int8",
@@ -82,6 +113,12 @@ GOLDEN = {
     ("e2m1", 1): "ffffeeefeeeeeedddeddccccbcbbaa9a99091112324344545555666666677777767777",
     ("int4", None): "99a9aaaabbbbcbccccddddedeeeeffff0f000011212222334344445565666677667677",
     ("int4", 1): "999aaababbbbbbccccccedddeeeefffff0001111212233324443455555667677766676",
+    ("int5", None): "314a3927a5b4566befbd18e7acb5de9bf3debbf7fe7f1082106310528a31e7a094945a8bb1d69c7bad39f71e",
+    ("int5", 1): "314a39e9a4b55a6bedc517e3acb5d69bf3debdf7df7f1082106390528a3907a194d2528bb5d6dc7bcc39e71e",
+    ("int6", None): "a13892a5699e68aaae6cdbba2f1ccb335dd7f68de7facef3bdff03813010c68124cac2340e144913"
+    "555917966d5ce77ddbc675de07",
+    ("int6", 1): "a1388ea569a269aaae2cebbe2f1ccb334dd7368ee7fabef77dff03814010c68124cac2380f044913555"
+    "917a6695ce77d1ac775de07",
     ("int8", None): "8185888c8f93979a9ea2a5a9acb0b4b7bbbfc2c6cacdd1d4d8dcdfe3e7eaeef1f2f7fb0005090e12"
     "171b2024292d32363b3f44484d52565b5f64686d71767a7f6c7074787b7f",
     ("int8", 1): "8184888b9093979b9ea2a6a9acb0b4b8bbbfc2c6cacdd1d4d8dcdfe3e7eaeef2f3f6fb0005090e12"
@@ -91,6 +128,8 @@ GOLDEN_SCALES = {
     "nf4": [4.375, 3.5, 4.25],
     "e2m1": [0.73046875, 0.58203125, 0.70703125],
     "int4": [0.625, 0.5, 0.60546875],
+    "int5": [0.291015625, 0.2333984375, 0.283203125],
+    "int6": [0.1416015625, 0.11279296875, 0.13671875],
     "int8": [0.034423828125, 0.027587890625, 0.033447265625],
 }
 
@@ -124,8 +163,7 @@ def test_every_bf16_goes_to_the_nearest_level(ops: Implementation, code: str) ->
     # Where two levels are equally near, the even code wins. No bf16 number is half-way between two levels of nf4.
     ties = distance.eq(distance.amin(1, keepdim=True)).sum(1) > 1
     assert ties.any() == (code != "nf4")
-    chosen = codes[ties, 1] if code == "int8" else codes[ties, 0] >> 4
-    assert (chosen % 2 == 0).all()
+    assert (each_code(codes[ties], code, 2)[:, 1] % 2 == 0).all()
 
 
 def test_nf4_tie_goes_to_the_lower_level(ops: Implementation) -> None:
@@ -203,8 +241,7 @@ def test_nan_and_infinity_make_their_block_nan_and_no_other(
     expected[1, 32:64] = True
     assert torch.equal(back.isnan(), expected)
     assert scales.isnan().sum() == 1
-    bits = 4 if code != "int8" else 8
-    assert codes[1, 32 * bits // 8 : 64 * bits // 8].eq(0).all()
+    assert codes[1, 32 * BITS[code] // 8 : 64 * BITS[code] // 8].eq(0).all()
 
 
 def test_every_nan_comes_out_the_same(ops: Implementation) -> None:
@@ -240,7 +277,7 @@ def test_vanishing_block_becomes_zeros(
     x = torch.tensor([[0.0], [-0.0], [1e-45], [vanishes * LEVEL_MAX[code]], [smallest_kept * LEVEL_MAX[code]]])
     codes, scales = ops.quantize(x, code, 16, scale_dtype, seed)
     assert scales.flatten().tolist() == [0.0, 0.0, 0.0, 0.0, smallest_kept]
-    zero_code = 0 if code == "int8" else codebook(code).zero_code
+    zero_code = 0 if code in ARITHMETIC else codebook(code).zero_code
     assert codes[:4].eq(zero_code).all()
     back = ops.dequantize(codes, scales, code, 16, 1, torch.float32)
     assert back.flatten().tolist() == [0.0, 0.0, 0.0, 0.0, smallest_kept * LEVEL_MAX[code]]
@@ -256,22 +293,27 @@ def test_rows_are_quantized_one_by_one(ops: Implementation, code: str, length: i
         row_codes, row_scales = ops.quantize(x[row], code, 64, torch.bfloat16, None)
         assert torch.equal(codes[row], row_codes)
         assert torch.equal(scales[row], row_scales)
-    if code != "int8" and length % 2:
-        assert (codes[:, -1] >> 4).eq(0).all()
+    # Every code is at its bits, and nothing is behind the last.
+    levels = ops.dequantize(codes, torch.ones_like(scales), code, 64, length, torch.float32)
+    assert torch.equal(levels, level_of_each_code(code)[each_code(codes, code, length).int()])
 
 
-@pytest.mark.parametrize("code", ["e2m1", "int4"])
-def test_code_8_can_be_read_but_is_never_written(ops: Implementation, code: str) -> None:
-    codes, scales = torch.tensor([[0x88]], dtype=torch.uint8), torch.tensor([[2.0]])
+@pytest.mark.parametrize(
+    ("code", "unwritten", "level"), [("e2m1", 8, 0.0), ("int4", 8, -8.0), ("int5", 16, -16.0), ("int6", 32, -32.0)]
+)
+def test_most_negative_code_can_be_read_but_is_never_written(
+    ops: Implementation, code: str, unwritten: int, level: float
+) -> None:
+    stream = (unwritten | unwritten << BITS[code]).to_bytes(-(-2 * BITS[code] // 8), "little")
+    codes, scales = torch.tensor([list(stream)], dtype=torch.uint8), torch.tensor([[2.0]])
     back = ops.dequantize(codes, scales, code, 16, 2, torch.float32)
-    assert back.tolist() == [[-16.0, -16.0]] if code == "int4" else [[0.0, 0.0]]
+    assert back.tolist() == [[2 * level, 2 * level]]
     x = every_pattern(torch.bfloat16)
     x = x[x.isfinite()].view(-1, 2)
     for seed in (None, 1):
         written, scales = ops.quantize(x, code, 16, torch.float32, seed)
-        written = written[scales.isfinite() & (scales > 0)]
-        assert not ((written & 15) == 8).any()
-        assert not ((written >> 4) == 8).any()
+        written = written[(scales.isfinite() & (scales > 0)).squeeze(1)]
+        assert not each_code(written, code, 2).eq(unwritten).any()
 
 
 # --- stochastic rounding ---

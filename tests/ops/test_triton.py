@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.ops import kernels_in_use, reference
+from laconic.ops import BITS, kernels_in_use, reference
 from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, FIRST_INDEX, awkward_tensors, every_pattern, same_bits
 from tests.ops.shards import FACTORS, awkward_shards, shards_of, strided
 
@@ -84,9 +84,8 @@ def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code
         assert same_bits(found_codes.cpu(), codes)
         # Scales that quantize never writes: signs, subnormals, infinities, NaNs.
         some = every_pattern(scale_dtype)[::5] if scale_dtype != torch.float32 else scales
-        every_code = torch.arange(len(some) * 16).remainder(251).to(torch.uint8)
         length = len(some) * 16
-        every_code = every_code if code == "int8" else every_code[: length // 2]
+        every_code = torch.arange(length * BITS[code] // 8).remainder(251).to(torch.uint8)
         back = reference.dequantize_blockwise(every_code, some, code, 16, length, dtype)
         found = blockwise.dequantize_blockwise(every_code.to(DEVICE), some.to(DEVICE), code, 16, length, dtype)
         assert same_bits(found.cpu(), back)
@@ -121,7 +120,7 @@ def test_cuda_tensors_take_the_triton_kernels() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("code", ["nf4", "int8"])
+@pytest.mark.parametrize("code", ["nf4", "int5", "int8"])
 def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int, code: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -136,7 +135,7 @@ def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int,
             options={"enable_fp_fusion": False},
         ).asm["ptx"]
 
-    shape = {"INT8": code == "int8", "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False}
+    shape = {"BITS": BITS[code], "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False}
     pointers = {"codes_ptr": "*u8", "scales_ptr": "*i16", "table_ptr": "*fp32", "seed_key": "i64"}
     rounding = {"STOCHASTIC": code == "int8", "SCALE_TYPE": "bfloat16", "LEVEL_MAX": 127.0}
     sum_shape = {"RESIDUAL": code == "nf4", "REQUANTIZE": True, "BLOCK_SIZE": 128, "BLOCKS": 8, "values_ptr": None}

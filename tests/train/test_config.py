@@ -39,7 +39,12 @@ configs = st.builds(
     ),
     data=st.builds(DataConfig, paths=st.lists(texts, max_size=3).map(tuple), cache_dir=st.none() | texts),
     activations=st.sampled_from(
-        [ActivationsConfig(), ActivationsConfig(bits=16), ActivationsConfig(format="e2m1", block_size=16, mode="hooks")]
+        [
+            ActivationsConfig(),
+            ActivationsConfig(bits=16),
+            ActivationsConfig(bits=6, format="int6"),
+            ActivationsConfig(format="e2m1", block_size=16, mode="hooks"),
+        ]
     ),
     optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(1e-12, 1e3), weight_decay=st.floats(0, 1)),
     run_dir=st.none() | texts,
@@ -146,9 +151,13 @@ def test_value_that_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"activations": {"bits": 3}}, r"activations.bits is 3, but it must be 4, 8 or 16"),
+        ({"activations": {"bits": 3}}, r"activations.bits is 3, but it must be 4, 5, 6, 8 or 16"),
         ({"activations": {"block_size": 48}}, r"activations.block_size is 48, but it must be 16, 32, 64, 128 or 256"),
         ({"activations": {"bits": 8, "format": "nf4"}}, r"activations.format is 'nf4', but it must be a 8-bit format"),
+        (
+            {"activations": {"bits": 5, "format": "int6"}},
+            r"activations.format is 'int6', but it must be a 5-bit format",
+        ),
         ({"activations": {"bits": 16, "format": "nf4"}}, r"activations.format is 'nf4', but it must be left out"),
         ({"optimizer": {"learning_rate": float("nan")}}, r"optimizer.learning_rate is nan, but it must be finite"),
         ({"optimizer": {"learning_rate": float("inf")}}, r"optimizer.learning_rate is inf, but it must be finite"),

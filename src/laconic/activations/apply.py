@@ -41,9 +41,10 @@ def compress_activations(
 
     Args:
         model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.
-        bits: 4, 8, or 16 for leaving everything as it is. At 4 bits the input of the final norm, which the output
+        bits: 4, 5, 6, 8, or 16 for leaving everything as it is. At 4 bits the input of the final norm, which the output
             projection depends on, is kept at 8 (see `careful_head`).
-        format: "nf4" (default at 4 bits), "e2m1", "int4" or "int8" (default at 8 bits).
+        format: "nf4" (default at 4 bits), "e2m1" or "int4"; 5, 6 and 8 bits have one format each:
+            "int5", "int6" and "int8".
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         policy: decides site by site instead of `bits` and `format`.

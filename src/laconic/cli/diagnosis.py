@@ -34,7 +34,14 @@ _EXTRAS = {
 }
 # Half of the widest gap between neighbouring levels, as a share of the largest, with room for the rounding of a
 # bfloat16 scale (2**-9): no value may come back further away than this share of its block's largest.
-_ERROR_BOUNDS = {"nf4": 0.152 + 0.002, "e2m1": 1 / 6 + 0.002, "int4": 0.5 / 7 + 0.002, "int8": 0.5 / 127 + 0.002}
+_ERROR_BOUNDS = {
+    "nf4": 0.152 + 0.002,
+    "e2m1": 1 / 6 + 0.002,
+    "int4": 0.5 / 7 + 0.002,
+    "int5": 0.5 / 15 + 0.002,
+    "int6": 0.5 / 31 + 0.002,
+    "int8": 0.5 / 127 + 0.002,
+}
 
 Quantize = Callable[[Tensor, str], tuple[Tensor, Tensor]]
 Dequantize = Callable[[Tensor, Tensor, str, int], Tensor]

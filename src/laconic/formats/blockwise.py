@@ -19,7 +19,7 @@ from laconic.ops.schemas import check_format
 
 __all__ = ["BlockFormat", "BlockTensor"]
 
-_DEFAULT_CODES = {4: "nf4", 8: "int8"}
+_DEFAULT_CODES = {4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BlockFormat:
     """
 
     code: str = "nf4"
-    """"nf4", "e2m1", "int4" or "int8"."""
+    """"nf4", "e2m1", "int4", "int5", "int6" or "int8"."""
     block_size: int = 64
     """Elements along the last dimension that share one scale: 16, 32, 64, 128 or 256."""
     scale_dtype: torch.dtype = torch.bfloat16
@@ -43,13 +43,13 @@ class BlockFormat:
     def from_bits(
         cls, bits: int, code: str | None = None, block_size: int = 64, scale_dtype: torch.dtype = torch.bfloat16
     ) -> BlockFormat | None:
-        """The format for a number of bits per element: 4 is nf4, 8 is int8 unless `code` says otherwise; 16 is None.
+        """The format for a number of bits per element: 4 is nf4 unless `code` says otherwise, 5, 6 and 8 are integers.
 
-        None stands for the identity: the tensor is kept as it is. Raises FormatError for other numbers of bits, and for
-        a code that does not have that many.
+        16 gives None, which stands for the identity: the tensor is kept as it is. Raises FormatError for other numbers
+        of bits, and for a code that does not have that many.
         """
-        if bits not in (4, 8, 16):
-            raise FormatError(f"bits is {bits!r}, but it must be 4, 8 or 16 (16 keeps the tensor as it is)")
+        if bits not in (*_DEFAULT_CODES, 16):
+            raise FormatError(f"bits is {bits!r}, but it must be 4, 5, 6, 8 or 16 (16 keeps the tensor as it is)")
         if code is not None and code not in BITS:
             raise FormatError(f"code is {code!r}, but it must be one of {', '.join(BITS)}")
         if code is not None and BITS[code] != bits:

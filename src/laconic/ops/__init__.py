@@ -72,7 +72,7 @@ def quantize_blockwise(
 
     Arguments:
         x: [..., L], float32, bfloat16 or float16, any strides; a 0-d tensor counts as [1].
-        code: "nf4", "e2m1", "int4" (two codes per byte, the even element in the low half) or "int8".
+        code: "nf4", "e2m1", "int4", "int5", "int6" or "int8"; docs/formats.md has the levels and the bytes.
         block_size: 16, 32, 64, 128 or 256. Blocks never cross rows; the last block of a row may be shorter.
         scale_dtype: float32, bfloat16 or float16.
         seed: None rounds to nearest. An integer rounds stochastically, unbiased, with random numbers that depend on the

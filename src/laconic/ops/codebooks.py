@@ -1,10 +1,10 @@
 """The numbers behind each code: levels, decision thresholds, and the limits every implementation shares.
 
-A code maps a normalized value n = x / scale to a small integer. `int8` is arithmetic: round n, clamp, store. The three
-4-bit codes are data: at most 16 sorted levels, and the rule "index = how many thresholds lie strictly below n". Tie
-rules need no code of their own because they are folded into the thresholds: where a tie should go up, the stored
-threshold is the fp32 number just below the midpoint. So one kernel per instruction set serves every 4-bit code, and
-this file is the only place where levels are written down.
+A code maps a normalized value n = x / scale to a small integer. `int5`, `int6` and `int8` are arithmetic: round n,
+clamp, store. The three 4-bit codes are data: at most 16 sorted levels, and the rule "index = how many thresholds lie
+strictly below n". Tie rules need no code of their own because they are folded into the thresholds: where a tie should
+go up, the stored threshold is the fp32 number just below the midpoint. So one kernel per instruction set serves every
+4-bit code, and this file is the only place where levels are written down.
 
 nf4: Dettmers et al., "QLoRA", 2023, appendix E. e2m1: OCP Microscaling Formats v1.0, FP4.
 """
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
+    "ARITHMETIC",
     "BITS",
     "BLOCK_SIZES",
     "GRADIENT_BLOCK_SIZE",
@@ -31,11 +32,14 @@ __all__ = [
     "codebook_tensor",
 ]
 
-BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int8": 8}
+BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
 """Bits stored per element of each code."""
 
-LEVEL_MAX = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int8": 127.0}
+LEVEL_MAX = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int5": 15.0, "int6": 31.0, "int8": 127.0}
 """The level that a block's largest magnitude is mapped to."""
+
+ARITHMETIC = ("int5", "int6", "int8")
+"""The codes that have no tables: an integer from -LEVEL_MAX to LEVEL_MAX, stored in two's complement."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Elements that may share one scale."""
@@ -95,7 +99,7 @@ class Codebook:
 
 
 def bits_of(code: str) -> int:
-    """Bits stored per element of `code` (8 for int8, 4 for the others). Raises KeyError for an unknown code."""
+    """Bits stored per element of `code`: 4, 5, 6 or 8. Raises KeyError for an unknown code."""
     return BITS[code]
 
 
@@ -121,9 +125,10 @@ def codebook(code: str) -> Codebook:
 def codebook_tensor(code: str, device: torch.device) -> Tensor:
     """The tables of `codebook` on a device, for kernels: six times 16 numbers and the zero code, fp32.
 
-    The order is that of struct Codebook in csrc/kernels/blockwise.h. int8 has no tables; its tensor is empty.
+    The order is that of struct Codebook in csrc/kernels/blockwise.h. Codes in ARITHMETIC have no tables; their tensor
+    is empty.
     """
-    if code == "int8":
+    if code in ARITHMETIC:
         return torch.empty(0, dtype=torch.float32, device=device)
     book = codebook(code)
     tables = (book.levels, book.sorted_levels, book.codes, book.thresholds, book.floor_thresholds, book.reciprocal_gaps)

@@ -98,23 +98,28 @@ class ActivationsConfig:
     """How what backward needs is kept."""
 
     bits: int = 4
-    """Bits kept per value: 4, 8, or 16 for no compression."""
-    format: Literal["nf4", "e2m1", "int4", "int8"] | None = None
-    """Block format; None means nf4 at 4 bits and int8 at 8 bits."""
+    """Bits kept per value: 4, 5, 6, 8, or 16 for no compression."""
+    format: Literal["nf4", "e2m1", "int4", "int5", "int6", "int8"] | None = None
+    """Block format; None means nf4 at 4 bits and int5, int6 or int8 at 5, 6 or 8."""
     block_size: int = 64
     """Values that share one scale."""
     mode: Literal["sites", "hooks"] = "sites"
     """"sites" rewrites recognized layers and rebuilds the rest; "hooks" packs every saved tensor of any model."""
 
     def __post_init__(self) -> None:
-        _require(self.bits in (4, 8, 16), "activations.bits", self.bits, "be 4, 8 or 16 (16 means no compression)")
+        _require(
+            self.bits in (4, 5, 6, 8, 16),
+            "activations.bits",
+            self.bits,
+            "be 4, 5, 6, 8 or 16 (16 means no compression)",
+        )
         _require(
             self.block_size in (16, 32, 64, 128, 256),
             "activations.block_size",
             self.block_size,
             "be 16, 32, 64, 128 or 256",
         )
-        format_bits = None if self.format is None else 8 if self.format == "int8" else 4
+        format_bits = None if self.format is None else {"int5": 5, "int6": 6, "int8": 8}.get(self.format, 4)
         _require(
             format_bits is None or format_bits == self.bits,
             "activations.format",

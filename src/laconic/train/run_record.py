@@ -122,7 +122,7 @@ class Run:
             return None
         if bits == 16:
             return "exact"
-        name = self.config.get("activations.format") or {4: "nf4", 8: "int8"}.get(bits, f"{bits} bits")
+        name = self.config.get("activations.format") or {4: "nf4"}.get(bits, f"int{bits}")
         mode = self.config.get("activations.mode", "sites")
         block = self.config.get("activations.block_size")
         return f"{name} b{block}" + ("" if mode == "sites" else f" {mode}")

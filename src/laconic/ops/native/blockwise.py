@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from laconic.ops.codebooks import LEVEL_MAX, codebook_tensor
+from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 def _codebook_address(code: str) -> int:
-    return 0 if code == "int8" else codebook_tensor(code, _CPU).data_ptr()
+    return 0 if code in ARITHMETIC else codebook_tensor(code, _CPU).data_ptr()
 
 
 def quantize_blockwise(
@@ -49,6 +49,7 @@ def quantize_blockwise(
         codes.data_ptr(),
         scales.data_ptr(),
         FLOAT_TYPES[scale_dtype],
+        BITS[code],
         LEVEL_MAX[code],
         _codebook_address(code),
         seed is not None,
@@ -83,6 +84,7 @@ def dequantize_blockwise(
         block_size,
         values.data_ptr(),
         FLOAT_TYPES[dtype],
+        BITS[code],
         _codebook_address(code),
     )
     return values

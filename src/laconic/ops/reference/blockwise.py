@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from laconic.ops.codebooks import LEVEL_MAX, MIN_SCALE, codebook
+from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
 __all__ = ["dequantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
@@ -55,14 +55,11 @@ def quantize_blockwise(
     if seed is not None:
         index = torch.arange(first_index, first_index + num_rows * length, device=x.device).view(num_rows, length)
         u = uniform(seed, torch.nn.functional.pad(index, (0, padding))).view_as(n)
-    codes = _codes_int8(n, u) if code == "int8" else _codes_from_table(n, u, code)
+    codes = _codes_of_integers(n, u, code) if code in ARITHMETIC else _codes_from_table(n, u, code)
     codes = codes.masked_fill(broken.unsqueeze(-1), 0).view(num_rows, num_scales * block_size)[:, :length]
 
-    # 4. Two 4-bit codes per byte, the even element in the low half.
-    if code != "int8":
-        codes = torch.nn.functional.pad(codes, (0, length % 2))
-        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    codes = codes.clone(memory_format=torch.contiguous_format)
+    # 4. The codes of a row as one stream of bits.
+    codes = _pack(codes, BITS[code])
     return codes.view(*leading, num_codes), scales.view(*leading, num_scales)
 
 
@@ -75,11 +72,12 @@ def dequantize_blockwise(
     codes uint8 [..., ceil(length * bits / 8)], scales [..., ceil(length / block_size)] -> [..., length].
     """
     check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
-    if code == "int8":
-        levels = codes.view(torch.int8).float()
+    each = _unpack(codes, BITS[code], length)
+    if code in ARITHMETIC:
+        sign = 1 << (BITS[code] - 1)
+        levels = ((each.int() ^ sign) - sign).float()
     else:
-        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[..., :length]
-        levels = _table(code, "levels", codes.device)[pairs.int()]
+        levels = _table(code, "levels", codes.device)[each.int()]
     values = levels * scales.float().repeat_interleave(block_size, dim=-1)[..., :length]
     result = values.to(dtype)
     result.view(_BITS_DTYPE[dtype]).masked_fill_(values.isnan(), _NAN_BITS[dtype])
@@ -109,13 +107,14 @@ def seed_key(seed: int) -> int:
     return int(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))))
 
 
-def _codes_int8(n: Tensor, u: Tensor | None) -> Tensor:
+def _codes_of_integers(n: Tensor, u: Tensor | None, code: str) -> Tensor:
     if u is None:
         rounded = n.round()
     else:
         lower = n.floor()
         rounded = lower + (u < n - lower)
-    return rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    integers = rounded.clamp(-LEVEL_MAX[code], LEVEL_MAX[code]).to(torch.int8).view(torch.uint8)
+    return integers & ((1 << BITS[code]) - 1)
 
 
 def _codes_from_table(n: Tensor, u: Tensor | None, code: str) -> Tensor:
@@ -127,6 +126,32 @@ def _codes_from_table(n: Tensor, u: Tensor | None, code: str) -> Tensor:
         lower = _table(code, "sorted_levels", n.device)[index]
         index = index + (u < (n - lower) * _table(code, "reciprocal_gaps", n.device)[index])
     return _table(code, "codes", n.device)[index].to(torch.uint8)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [rows, L] -> uint8 [rows, ceil(L * bits / 8)]: code i takes bits [i * bits, (i + 1) * bits) of a row.
+
+    Eight codes fill `bits` whole bytes, so they are put together as one integer. What is left over at the end is zero.
+    """
+    num_rows, length = codes.shape
+    if bits == 8:
+        return codes.clone(memory_format=torch.contiguous_format)
+    eights = torch.nn.functional.pad(codes, (0, -length % 8)).view(num_rows, -(-length // 8), 8).long()
+    streams = (eights << (bits * torch.arange(8, device=codes.device))).sum(-1, keepdim=True)
+    packed = ((streams >> (8 * torch.arange(bits, device=codes.device))) & 0xFF).to(torch.uint8).flatten(1)
+    return packed[:, : (length * bits + 7) // 8].clone(memory_format=torch.contiguous_format)
+
+
+def _unpack(codes: Tensor, bits: int, length: int) -> Tensor:
+    """The inverse of `_pack` on the last dimension: uint8 [..., ceil(length * bits / 8)] -> [..., length]."""
+    if bits == 8:
+        return codes
+    num_eights = -(-length // 8)
+    padded = torch.nn.functional.pad(codes, (0, num_eights * bits - codes.shape[-1]))
+    eights = padded.view(*codes.shape[:-1], num_eights, bits).long()
+    streams = (eights << (8 * torch.arange(bits, device=codes.device))).sum(-1, keepdim=True)
+    each = (streams >> (bits * torch.arange(8, device=codes.device))) & ((1 << bits) - 1)
+    return each.to(torch.uint8).flatten(-2)[..., :length]
 
 
 @cache

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.codebooks import LEVEL_MAX, codebook_tensor
+from laconic.ops.codebooks import BITS, LEVEL_MAX, codebook_tensor
 from laconic.ops.reference import seed_key
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
@@ -146,7 +146,7 @@ def _quantize_blockwise_kernel(
     seed_key,
     first_index,
     LEVEL_MAX: tl.constexpr,
-    INT8: tl.constexpr,
+    BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -177,14 +177,14 @@ def _quantize_blockwise_kernel(
     u = tl.zeros_like(n)
     if STOCHASTIC:
         u = _uniform(seed_key, first_index + row[:, None] * length + column)
-    if INT8:
+    if BITS > 4:
         rounded = n + _ROUNDER
         index = rounded.to(tl.int32, bitcast=True) - _ROUNDER_BITS
         if STOCHASTIC:
             nearest = rounded - _ROUNDER
             lower = nearest - tl.where(nearest > n, 1.0, 0.0)
             index = lower.to(tl.int32) + tl.where(u < n - lower, 1, 0)
-        codes = tl.minimum(tl.maximum(index, -127), 127) & 0xFF
+        codes = tl.minimum(tl.maximum(index, 1 - (1 << (BITS - 1))), (1 << (BITS - 1)) - 1) & ((1 << BITS) - 1)
     else:
         if STOCHASTIC:
             index = _count_below(n, table_ptr + _FLOOR_THRESHOLDS)
@@ -195,14 +195,22 @@ def _quantize_blockwise_kernel(
         codes = tl.load(table_ptr + _CODES + index).to(tl.int32)
     codes = tl.where(exists & (broken[:, None] == 0), codes, 0)
 
-    # 4. Two 4-bit codes per byte, the even element in the low half.
-    if INT8:
+    # 4. The codes of a row as one stream of bits: two codes make a byte, or eight make BITS bytes.
+    if BITS == 8:
         tl.store(codes_ptr + row[:, None] * codes_per_row + column, codes.to(tl.uint8), mask=exists)
-    else:
+    elif BITS == 4:
         even, odd = tl.split(tl.reshape(codes, [BLOCKS, BLOCK_SIZE // 2, 2]))
         at = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
         exists = block_exists[:, None] & (at < codes_per_row)
         tl.store(codes_ptr + row[:, None] * codes_per_row + at, (even | (odd << 4)).to(tl.uint8), mask=exists)
+    else:
+        eight = tl.arange(0, 8)[None, None, :]
+        eights = tl.reshape(codes.to(tl.int64), [BLOCKS, BLOCK_SIZE // 8, 8])
+        stream = tl.sum(eights << (eight * BITS), axis=2)
+        bytes = ((stream[:, :, None] >> (eight * 8)) & 0xFF).to(tl.uint8)
+        at = (first_column[:, None] // 8 + tl.arange(0, BLOCK_SIZE // 8)[None, :])[:, :, None] * BITS + eight
+        exists = block_exists[:, None, None] & (eight < BITS) & (at < codes_per_row)
+        tl.store(codes_ptr + row[:, None, None] * codes_per_row + at, bytes, mask=exists)
 
 
 @triton.jit
@@ -214,7 +222,7 @@ def _dequantize_blockwise_kernel(
     num_blocks,
     values_ptr,
     table_ptr,
-    INT8: tl.constexpr,
+    BITS: tl.constexpr,
     TYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -224,15 +232,24 @@ def _dequantize_blockwise_kernel(
     scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
     column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     exists = block_exists[:, None] & (column < length)
-    if INT8:
+    if BITS == 8:
         bytes = tl.load(codes_ptr + row[:, None] * codes_per_row + column, mask=exists, other=0)
         levels = bytes.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
+    elif BITS == 4:
         at = first_column[:, None] // 2 + tl.arange(0, BLOCK_SIZE // 2)[None, :]
         bytes_exist = block_exists[:, None] & (at < codes_per_row)
         bytes = tl.load(codes_ptr + row[:, None] * codes_per_row + at, mask=bytes_exist, other=0).to(tl.int32)
         codes = tl.reshape(tl.join(bytes & 15, bytes >> 4), [BLOCKS, BLOCK_SIZE])
         levels = tl.load(table_ptr + _LEVELS + codes)
+    else:
+        # The one or two bytes that hold a code, its top bit shifted up to the sign and back.
+        bit = column * BITS
+        at = bit // 8
+        low = tl.load(codes_ptr + row[:, None] * codes_per_row + at, mask=exists, other=0).to(tl.int32)
+        high_exists = exists & (at + 1 < codes_per_row)
+        high = tl.load(codes_ptr + row[:, None] * codes_per_row + at + 1, mask=high_exists, other=0).to(tl.int32)
+        code = (low | (high << 8)) >> (bit % 8).to(tl.int32)
+        levels = ((code << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
     tl.store(values_ptr + row[:, None] * length + column, _narrow(levels * scale[:, None], TYPE), mask=exists)
 
 
@@ -264,7 +281,7 @@ def quantize_blockwise(
             seed_key(seed or 0),
             first_index,
             LEVEL_MAX=LEVEL_MAX[code],
-            INT8=code == "int8",
+            BITS=BITS[code],
             STOCHASTIC=seed is not None,
             SCALE_TYPE=_name(scale_dtype),
             BLOCK_SIZE=block_size,
@@ -296,7 +313,7 @@ def dequantize_blockwise(
             num_blocks,
             _bits(values),
             codebook_tensor(code, codes.device),
-            INT8=code == "int8",
+            BITS=BITS[code],
             TYPE=_name(dtype),
             BLOCK_SIZE=block_size,
             BLOCKS=blocks,
