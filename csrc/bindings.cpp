@@ -101,6 +101,40 @@ void sum_blockwise(size_t isa, int64_t num_threads, int64_t num_shards, int64_t 
       [&](int64_t first, int64_t last) { kernels.sum(task, first, last); });
 }
 
+void accumulate_blockwise(size_t isa, int64_t num_threads, int64_t length, uintptr_t codes,
+                          uintptr_t scales, uintptr_t residual_codes, uintptr_t residual_scales,
+                          uintptr_t residual_codebook, uintptr_t gradient, int gradient_type,
+                          float alpha) {
+  const laconic::AccumulateKernels& kernels = *laconic::supported_isas().at(isa).accumulate;
+  const laconic::Accumulate task{length,
+                                 pointer<uint8_t>(codes),
+                                 pointer<float>(scales),
+                                 pointer<uint8_t>(residual_codes),
+                                 pointer<float>(residual_scales),
+                                 pointer<const laconic::Codebook>(residual_codebook),
+                                 pointer<const void>(gradient),
+                                 static_cast<FloatType>(gradient_type),
+                                 alpha};
+  run(1, length, laconic::kGradientBlock, num_threads,
+      [&](int64_t first, int64_t last) { kernels.accumulate(task, first, last); });
+}
+
+double square_sum_blockwise(size_t isa, int64_t num_threads, int64_t length, uintptr_t codes,
+                            uintptr_t scales, uintptr_t residual_codes, uintptr_t residual_scales) {
+  const laconic::AccumulateKernels& kernels = *laconic::supported_isas().at(isa).accumulate;
+  constexpr int64_t kPart = laconic::kSquarePart * laconic::kGradientBlock;
+  std::vector<double> sums((length + kPart - 1) / kPart);
+  const laconic::SquareSum task{length,
+                                pointer<const uint8_t>(codes),
+                                pointer<const float>(scales),
+                                pointer<const uint8_t>(residual_codes),
+                                pointer<const float>(residual_scales),
+                                sums.data()};
+  run(1, length, kPart, num_threads,
+      [&](int64_t first, int64_t last) { kernels.square_sum(task, first, last); });
+  return laconic::tree_sum(sums.data(), static_cast<int64_t>(sums.size()));
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -116,4 +150,6 @@ NB_MODULE(_kernels, m) {
   m.def("quantize_blockwise", &quantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("dequantize_blockwise", &dequantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_blockwise", &sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
+  m.def("accumulate_blockwise", &accumulate_blockwise, nb::call_guard<nb::gil_scoped_release>());
+  m.def("square_sum_blockwise", &square_sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -21,6 +21,9 @@ struct Codebook {
   float zero_code;
 };
 
+// Elements of a stored gradient that share one scale.
+constexpr int64_t kGradientBlock = 128;
+
 struct Quantize {
   const void* x;  // rows of `length` elements, `row_stride` elements apart
   FloatType x_type;

@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "accumulate.h"
 #include "blockwise.h"
 #include "reduce.h"
 
@@ -12,6 +13,7 @@ namespace laconic {
 struct Isa {
   std::string_view name;  // "portable", "avx2", "avx512"
   const BlockwiseKernels* blockwise;
+  const AccumulateKernels* accumulate;
   const ReduceKernels* reduce;
 };
 

@@ -8,8 +8,6 @@
 
 namespace laconic {
 
-constexpr int64_t kGradientBlock = 128;
-
 // One row per shard, `stride` elements apart.
 template <class T>
 struct Rows {

@@ -1,6 +1,6 @@
-"""Block-wise quantization: the only part of laconic that talks to torch.library.
+"""Every op on quantized bytes: the only part of laconic that talks to torch.library.
 
-Two ops, each with a plain-torch reference that runs on every device and is the specification, C++ kernels for CPU and
+Each op has a plain-torch reference that runs on every device and is the specification, C++ kernels for CPU and
 Triton kernels for CUDA. All return the same bits. docs/formats.md has the layout byte by byte.
 """
 
@@ -24,6 +24,8 @@ __all__ = [
     "dequantize_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
+    "accumulate_blockwise_",
+    "square_sum_blockwise",
     "kernels_in_use",
     "bits_of",
     "BITS",
@@ -47,6 +49,7 @@ _on_cpu = native.SELECTION.implementation
 _FAMILIES = {
     "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
     "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
+    "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
@@ -58,6 +61,8 @@ _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
 _dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default
 _sum_blockwise = torch.ops.laconic.sum_blockwise.default
 _sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
+_accumulate_blockwise_ = torch.ops.laconic.accumulate_blockwise_.default
+_square_sum_blockwise = torch.ops.laconic.square_sum_blockwise.default
 
 
 def quantize_blockwise(
@@ -158,6 +163,50 @@ def sum_requantize_blockwise(
     if residual_codes is None:
         return results[0], results[1], None, None
     return results[0], results[1], rest_codes, rest_scales
+
+
+def accumulate_blockwise_(
+    codes: Tensor,
+    scales: Tensor,
+    gradient: Tensor,
+    *,
+    residual_codes: Tensor | None = None,
+    residual_scales: Tensor | None = None,
+    alpha: float = 1.0,
+) -> None:
+    """Add alpha * gradient to a gradient stored in 8 or 12 bits, in place and in one pass.
+
+    Arguments:
+        codes: uint8 [n], int8 in two's complement; scales: fp32 [ceil(n / 128)]. Zeros are the empty store.
+        gradient: n elements of any shape and strides, taken in contiguous order; float32, bfloat16 or float16.
+        residual_codes: uint8 [ceil(n / 2)], int4; residual_scales: fp32 [ceil(n / 128)]. None at 8 bits.
+        alpha: a finite fp32 number.
+
+    In fp32: value = code * scale + residual code * residual scale + alpha * gradient, each operation rounded, is
+    quantized to int8 in blocks of 128; at 12 bits what is left of value is quantized to int4 in blocks of 128. A block
+    that met NaN or infinity has scale NaN from then on.
+
+    Raises FormatError for an argument outside these.
+    """
+    _accumulate_blockwise_(codes, scales, residual_codes, residual_scales, gradient, alpha)
+
+
+def square_sum_blockwise(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    residual_codes: Tensor | None = None,
+    residual_scales: Tensor | None = None,
+) -> Tensor:
+    """The sum of squares of a gradient stored in 8 or 12 bits, without its values in memory.
+
+    Arguments as in `accumulate_blockwise_`. Returns a 0-d fp64 tensor on the same device. Within a block the sums are
+    whole numbers; blocks are added in fp64 as a binary tree over neighbours, so threads and devices do not change a
+    bit. A scale of NaN gives NaN.
+
+    Raises FormatError for an argument outside these.
+    """
+    return _square_sum_blockwise(codes, scales, residual_codes, residual_scales)
 
 
 def kernels_in_use() -> dict[str, dict[str, str]]:

@@ -4,10 +4,13 @@ Kernels live elsewhere: `reference/` (plain torch, any device, the specification
 (CUDA). Each of them runs the check of this file first, so a bad argument is refused with the same words everywhere, and
 no kernel sees a pointer that does not fit its sizes.
 
-The ops are functional and carry no gradient: their outputs never require grad, whatever their inputs do.
+The ops carry no gradient: their outputs never require grad, whatever their inputs do. All are functional but those with
+a trailing underscore.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,9 +21,11 @@ from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
 __all__ = [
     "DTYPES",
     "LIBRARY",
-    "check_format",
+    "check_accumulate_blockwise_",
     "check_dequantize_blockwise",
+    "check_format",
     "check_quantize_blockwise",
+    "check_square_sum_blockwise",
     "check_sum_blockwise",
 ]
 
@@ -49,7 +54,23 @@ LIBRARY.define(
     " float factor) -> (Tensor codes, Tensor scales, Tensor residual_codes, Tensor residual_scales)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
-for _name in ("quantize_blockwise", "dequantize_blockwise", "sum_blockwise", "sum_requantize_blockwise"):
+LIBRARY.define(
+    "accumulate_blockwise_(Tensor(a!) codes, Tensor(b!) scales, Tensor(c!)? residual_codes,"
+    " Tensor(d!)? residual_scales, Tensor gradient, float alpha) -> ()",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "square_sum_blockwise(Tensor codes, Tensor scales, Tensor? residual_codes, Tensor? residual_scales) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+for _name in (
+    "quantize_blockwise",
+    "dequantize_blockwise",
+    "sum_blockwise",
+    "sum_requantize_blockwise",
+    "accumulate_blockwise_",
+    "square_sum_blockwise",
+):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
@@ -143,6 +164,56 @@ def check_sum_blockwise(
     return num_shards, length, num_blocks
 
 
+def check_square_sum_blockwise(
+    codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None
+) -> None:
+    """Check the parts of a stored gradient. Raises FormatError."""
+    if (residual_codes is None) != (residual_scales is None):
+        raise FormatError("residual_codes and residual_scales must both be given (12 bits) or both be None (8 bits)")
+    length = codes.numel()
+    num_blocks = -(-length // GRADIENT_BLOCK_SIZE)
+    parts = [("codes", codes, torch.uint8, length), ("scales", scales, torch.float32, num_blocks)]
+    if residual_codes is not None and residual_scales is not None:
+        parts.append(("residual_codes", residual_codes, torch.uint8, (length + 1) // 2))
+        parts.append(("residual_scales", residual_scales, torch.float32, num_blocks))
+    for name, part, dtype, numel in parts:
+        if part.dtype != dtype:
+            raise FormatError(f"{name}.dtype is {part.dtype}, but it must be {dtype}")
+        if part.dim() != 1 or part.shape[0] != numel or not part.is_contiguous():
+            raise FormatError(
+                f"{name} have shape {tuple(part.shape)} and strides {part.stride()}, but {length} elements in blocks of"
+                f" {GRADIENT_BLOCK_SIZE} take a contiguous ({numel},)"
+            )
+        if part.device != codes.device:
+            raise FormatError(f"{name} are on {part.device} and codes on {codes.device}, but all must be on one device")
+
+
+def check_accumulate_blockwise_(
+    codes: Tensor,
+    scales: Tensor,
+    residual_codes: Tensor | None,
+    residual_scales: Tensor | None,
+    gradient: Tensor,
+    alpha: float,
+) -> None:
+    """Check the arguments of accumulate_blockwise_. Raises FormatError."""
+    check_square_sum_blockwise(codes, scales, residual_codes, residual_scales)
+    if gradient.layout != torch.strided:
+        raise FormatError(
+            f"gradient.layout is {gradient.layout}, but it must be strided; use sparse=False where it is made"
+        )
+    if gradient.dtype not in DTYPES:
+        raise FormatError(f"gradient.dtype is {gradient.dtype}, but it must be one of {_names(DTYPES)}")
+    if gradient.numel() != codes.numel():
+        raise FormatError(f"gradient has {gradient.numel()} elements, but the store has {codes.numel()}")
+    if gradient.device != codes.device:
+        raise FormatError(
+            f"gradient is on {gradient.device} and codes on {codes.device}, but both must be on one device"
+        )
+    if not math.isfinite(alpha) or abs(alpha) > torch.finfo(torch.float32).max:
+        raise FormatError(f"alpha is {alpha}, but it must be a finite fp32 number")
+
+
 @torch.library.register_fake("laconic::quantize_blockwise", lib=LIBRARY)
 def _quantize_blockwise_fake(
     x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None
@@ -180,3 +251,23 @@ def _sum_requantize_blockwise_fake(
         codes.new_empty(num_packed),
         scales.new_empty(num_residual_scales),
     )
+
+
+@torch.library.register_fake("laconic::accumulate_blockwise_", lib=LIBRARY)
+def _accumulate_blockwise_fake(
+    codes: Tensor,
+    scales: Tensor,
+    residual_codes: Tensor | None,
+    residual_scales: Tensor | None,
+    gradient: Tensor,
+    alpha: float,
+) -> None:
+    check_accumulate_blockwise_(codes, scales, residual_codes, residual_scales, gradient, alpha)
+
+
+@torch.library.register_fake("laconic::square_sum_blockwise", lib=LIBRARY)
+def _square_sum_blockwise_fake(
+    codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None
+) -> Tensor:
+    check_square_sum_blockwise(codes, scales, residual_codes, residual_scales)
+    return codes.new_empty((), dtype=torch.float64)

@@ -4,14 +4,17 @@ The extension knows pointers only. The files here, one per family of ops, alloca
 checked.
 """
 
+from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
 from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
 
 __all__ = [
     "SELECTION",
+    "accumulate_blockwise_",
     "dequantize_blockwise",
     "quantize_blockwise",
+    "square_sum_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
     "supported_isas",

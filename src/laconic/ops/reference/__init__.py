@@ -4,13 +4,16 @@ All arithmetic is IEEE fp32 with round to nearest even, without fused multiply-a
 C++ and Triton kernels return the same bits. docs/formats.md tells the same story in words and bytes.
 """
 
+from laconic.ops.reference.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
 from laconic.ops.reference.reduce import sum_blockwise, sum_requantize_blockwise
 
 __all__ = [
+    "accumulate_blockwise_",
     "dequantize_blockwise",
     "quantize_blockwise",
     "seed_key",
+    "square_sum_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
     "uniform",

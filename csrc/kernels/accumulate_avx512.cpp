@@ -1,0 +1,9 @@
+#include "accumulate-inl.h"
+#include "simd_avx2-inl.h"
+#include "simd_avx512-inl.h"
+
+namespace laconic {
+
+const AccumulateKernels kAccumulateAvx512 = {accumulate<Avx512>, square_sum};
+
+}  // namespace laconic

@@ -1,0 +1,106 @@
+"""The gradient store's Triton kernels return the reference's bits: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from laconic.ops import reference
+from tests.ops.cases import DTYPES
+from tests.ops.test_accumulate import Store, awkward_gradients, same_store
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_device = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
+)
+# The interpreter computes with numpy, which warns where NaN, infinity and 64-bit wrap-around are meant to happen.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def moved(store: Store, device: str) -> Store:
+    other = store.copy()
+    other.parts = tuple(None if part is None else part.to(device) for part in other.parts)
+    return other
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", str(Path(__file__))],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+@on_device
+@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_bits_are_the_references(dtype: torch.dtype, bits: int) -> None:
+    from laconic.ops.triton import accumulate
+
+    for name, gradient in awkward_gradients(dtype):
+        if INTERPRETED and gradient.numel() > 4096:
+            gradient = gradient[::37]
+        expected = Store(gradient.numel(), bits)
+        found = moved(expected, DEVICE)
+        for alpha in (1.0, -0.37):
+            reference.accumulate_blockwise_(*expected.parts, gradient, alpha)
+            accumulate.accumulate_blockwise_(*found.parts, gradient.to(DEVICE), alpha)
+            assert same_store(moved(found, "cpu"), expected), (name, alpha)
+            total = reference.square_sum_blockwise(*expected.parts)
+            total_found = accumulate.square_sum_blockwise(*found.parts).cpu()
+            assert total_found == total or (total.isnan() and total_found.isnan()), (name, alpha)
+
+
+@on_device
+def test_square_sum_over_many_programs_has_the_references_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laconic.ops.triton import accumulate
+
+    monkeypatch.setattr(accumulate, "_FOLD", 8)
+    store = Store(128 * 16 * 70 + 3, 8)
+    store.parts[0].random_(0, 256, generator=torch.Generator().manual_seed(0))
+    store.parts[1].normal_(generator=torch.Generator().manual_seed(1)).abs_()
+    found = accumulate.square_sum_blockwise(*moved(store, DEVICE).parts)
+    assert found.cpu() == reference.square_sum_blockwise(*store.parts)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("residual", [False, True])
+def test_kernels_compile_without_fused_or_flushing_arithmetic(residual: bool) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from laconic.ops.triton import accumulate
+
+    def ptx_of(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object]) -> str:
+        signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        return triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants),
+            target=GPUTarget("cuda", 90, 32),
+            options={"enable_fp_fusion": False},
+        ).asm["ptx"]
+
+    pointers = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "residual_codes_ptr": "*u8", "residual_scales_ptr": "*fp32"}
+    shape = {"RESIDUAL": residual, "BLOCKS": 16}
+    for ptx in (
+        ptx_of(accumulate._accumulate_kernel, pointers | {"gradient_ptr": "*i16", "alpha": "fp32"}, shape),
+        ptx_of(accumulate._square_kernel, pointers | {"sums_ptr": "*fp64"}, shape | {"ROUNDS": 4}),
+        ptx_of(accumulate._fold_kernel, {"values_ptr": "*fp64", "sums_ptr": "*fp64"}, {"FOLD": 1024, "ROUNDS": 10}),
+    ):
+        assert "fma" not in ptx
+        assert ".ftz" not in ptx
+        assert ".approx" not in ptx
