@@ -1,0 +1,361 @@
+"""What each part of a model keeps for backward, in bytes, under every choice that can be made for it.
+
+A unit is the smallest set of sites that are decided together: a norm with the linears that read it, the pair of gate
+and up with the down projection, attention, its output projection. Formulas are those of the code in
+`laconic.activations`, so the sum over units is what `SavedTensorTracker` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from laconic.cost.model_shape import ModelShape
+from laconic.errors import PlanError
+
+__all__ = [
+    "CODE_BITS",
+    "EXACT",
+    "PRECISIONS",
+    "RECOMPUTE",
+    "Batch",
+    "Choice",
+    "Precision",
+    "Unit",
+    "head_unit",
+    "layer_units",
+    "loss_nbytes",
+    "mask_nbytes",
+    "rotary_nbytes",
+]
+
+CODE_BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
+"""Bits per value of every block format."""
+
+_SCALE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_DEFAULT_CODES = {4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Element sizes in bytes: of parameters, of the residual stream, and of what matrix products read.
+
+    autocast: whether linears cast their input and their weight; autograd then keeps both casts.
+    """
+
+    name: str
+    parameter_nbytes: int
+    residual_nbytes: int
+    compute_nbytes: int
+    autocast: bool = False
+
+
+PRECISIONS = {
+    "fp32": Precision("fp32", 4, 4, 4),
+    "bf16": Precision("bf16", 4, 4, 2, autocast=True),
+    "bf16-pure": Precision("bf16-pure", 2, 2, 2),
+}
+"""fp32; bf16 autocast over fp32 parameters, as `laconic train --precision bf16`; everything in bf16."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with the tensors of a unit.
+
+    code: block format, None to keep them exact. recompute: kept not at all, made again in backward. offload: packed
+    bytes wait in host memory.
+    """
+
+    code: str | None = None
+    block_size: int = 64
+    scale_dtype: str = "bfloat16"
+    offload: bool = False
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.code is not None and self.code not in CODE_BITS:
+            raise PlanError(f"code is {self.code!r}, but it must be one of {', '.join(CODE_BITS)}")
+        if self.scale_dtype not in _SCALE_NBYTES:
+            raise PlanError(f"scale_dtype is {self.scale_dtype!r}, but it must be one of {', '.join(_SCALE_NBYTES)}")
+
+    @property
+    def bits(self) -> int:
+        """Bits per value without the scale's share: 16 for exact, 0 for recompute."""
+        return 0 if self.recompute else 16 if self.code is None else CODE_BITS[self.code]
+
+    @property
+    def name(self) -> str:
+        """A word for tables: "exact", "nf4", "int8 offload", "recompute"."""
+        own = "recompute" if self.recompute else self.code or "exact"
+        return f"{own} offload" if self.offload else own
+
+    def packed_nbytes(self, rows: int, length: int) -> int:
+        """Bytes of codes and scales of `rows` rows of `length` values."""
+        scales = -(-length // self.block_size) * _SCALE_NBYTES[self.scale_dtype]
+        return rows * (-(-length * self.bits // 8) + scales)
+
+    def to_json(self) -> dict[str, Any] | None:
+        """An entry of an activation plan."""
+        if self.recompute:
+            return {"recompute": True}
+        if self.code is None:
+            return None
+        entry = {"code": self.code, "block_size": self.block_size, "scale_dtype": self.scale_dtype}
+        return {**entry, "offload": True} if self.offload else entry
+
+    @classmethod
+    def from_json(cls, entry: Any) -> Choice:
+        """Reads what `to_json` wrote. Raises PlanError if it is no such entry."""
+        if entry is None:
+            return EXACT
+        if not isinstance(entry, dict) or not set(entry) <= {
+            "code",
+            "block_size",
+            "scale_dtype",
+            "offload",
+            "recompute",
+        }:
+            raise PlanError(f"site is {entry!r} in the plan, but it must be a format, {{'recompute': true}} or null")
+        return cls(**entry)
+
+    @classmethod
+    def from_bits(cls, bits: int, block_size: int = 64) -> Choice:
+        """nf4, int5, int6 or int8; 16 keeps exactly. Raises PlanError for other numbers of bits."""
+        if bits == 16:
+            return EXACT
+        if bits not in _DEFAULT_CODES:
+            raise PlanError(f"bits is {bits!r}, but it must be 4, 5, 6, 8 or 16")
+        return cls(_DEFAULT_CODES[bits], block_size)
+
+
+EXACT = Choice()
+RECOMPUTE = Choice(recompute=True)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on one rank: `sequences` of `sequence_length` tokens."""
+
+    sequences: int
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be at least 1")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.sequences * self.sequence_length
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Sites that are decided together.
+
+    name: of the site that says most about it. kind: "norm", "linear", "mlp", "attention" or "head". layer: None outside
+    of the stack. sites: modules that get the choice. exact_nbytes: kept per micro-batch if nothing is done. rows: (rows
+    per token, length) of the tensors that a choice packs. weight_nbytes: part of `exact_nbytes` that does not grow with
+    tokens (casts of weights). minimum_bits: fewer are not offered. rebuilt_with: a unit whose backward makes this
+    one's tensor again if that one is not exact; then nothing is kept here, or `input_nbytes` more if this one is exact.
+    """
+
+    name: str
+    kind: Literal["norm", "linear", "mlp", "attention", "head"]
+    layer: int | None
+    sites: tuple[str, ...]
+    exact_nbytes: int
+    rows: tuple[tuple[int, int], ...]
+    tokens: int
+    weight_nbytes: int = 0
+    minimum_bits: int = 4
+    rebuilt_with: str | None = None
+    input_nbytes: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        """Values per micro-batch that are packed."""
+        return self.tokens * sum(count * length for count, length in self.rows)
+
+    def packed_nbytes(self, choice: Choice) -> int:
+        """Bytes of codes and scales per micro-batch."""
+        return sum(choice.packed_nbytes(count * self.tokens, length) for count, length in self.rows)
+
+    def nbytes(self, choice: Choice) -> int:
+        """Bytes on the device per micro-batch that waits for its backward."""
+        if choice.recompute or choice.offload:
+            return 0
+        return self.exact_nbytes if choice.code is None else self.packed_nbytes(choice)
+
+    def nbytes_beside(self, choice: Choice, other: Choice) -> int:
+        """Bytes on the device if `other` is chosen for the unit in `rebuilt_with`."""
+        if self.rebuilt_with is None or other == EXACT:
+            return self.nbytes(choice)
+        return self.exact_nbytes + self.input_nbytes if choice == EXACT else 0
+
+    def host_nbytes(self, choice: Choice) -> int:
+        """Bytes in host memory per micro-batch that waits for its backward."""
+        return self.packed_nbytes(choice) if choice.offload else 0
+
+
+def layer_units(shape: ModelShape, layer: int, batch: Batch, precision: Precision) -> list[Unit]:
+    """The units of one decoder layer, in the order of its forward."""
+    traits, tokens = shape.traits, batch.tokens
+    at = f"model.layers.{layer}"
+    hidden, ffn, query, key = shape.hidden_size, shape.intermediate_size, shape.query_size, shape.key_size
+    qkv = ("qkv_proj",) if traits.fused else ("q_proj", "k_proj", "v_proj")
+    gate_up = ("gate_up_proj",) if traits.fused else ("gate_proj", "up_proj")
+    qkv_sites = tuple(f"{at}.self_attn.{name}" for name in qkv)
+    gate_up_sites = tuple(f"{at}.mlp.{name}" for name in gate_up)
+    units: list[Unit] = []
+
+    def norm(name: str, rows: int, length: int, element_nbytes: int = precision.residual_nbytes) -> Unit:
+        exact = _norm_nbytes(shape, element_nbytes, tokens * rows, length)
+        return Unit(name, "norm", layer, (name,), exact, ((rows, length),), tokens)
+
+    def linear_input(names: Sequence[str], out_sizes: Sequence[int]) -> tuple[int, int]:
+        """Bytes that linears keep of their shared input [tokens, hidden], and of their weights' casts."""
+        copies = len(names) if precision.autocast else 1
+        weights = hidden * sum(out_sizes) * precision.compute_nbytes if precision.autocast else 0
+        return copies * tokens * hidden * precision.compute_nbytes + weights, weights
+
+    def reads_hidden(index: int, sites: tuple[str, ...], out_sizes: Sequence[int]) -> Unit:
+        """The norm in front of a block and the linears that read it, or these alone."""
+        kept, weights = linear_input(sites, out_sizes)
+        if not traits.input_norms:
+            return Unit(sites[0], "linear", layer, sites, kept, ((1, hidden),), tokens, weights)
+        unit = norm(f"{at}.{traits.input_norms[index]}", 1, hidden)
+        return replace(unit, sites=(*unit.sites, *sites), exact_nbytes=unit.exact_nbytes + kept, weight_nbytes=weights)
+
+    # 1. Attention.
+    units.append(reads_hidden(0, qkv_sites, (query + 2 * key,)))
+    if traits.qk_norm is not None:
+        per_head = traits.qk_norm == "head"
+        for name, heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads)):
+            rows, length = (heads, shape.head_dim) if per_head else (1, heads * shape.head_dim)
+            # These norms read what projections give.
+            units.append(norm(f"{at}.self_attn.{name}", rows, length, precision.compute_nbytes))
+    units += _attention_units(shape, at, layer, batch, precision)
+    for name in traits.output_norms[:1]:
+        units.append(norm(f"{at}.{name}", 1, hidden))
+
+    # 2. Feed-forward block.
+    units.append(reads_hidden(1, gate_up_sites, (2 * ffn,)))
+    weights = hidden * ffn * precision.compute_nbytes if precision.autocast else 0
+    units.append(
+        Unit(
+            name=f"{at}.mlp",
+            kind="mlp",
+            layer=layer,
+            sites=(f"{at}.mlp", f"{at}.mlp.down_proj"),
+            # gate, act(gate), up and their product
+            exact_nbytes=4 * tokens * ffn * precision.compute_nbytes + weights,
+            rows=((1, 2 * ffn),) if traits.fused else ((2, ffn),),
+            tokens=tokens,
+            weight_nbytes=weights,
+        )
+    )
+    for name in traits.output_norms[1:]:
+        units.append(norm(f"{at}.{name}", 1, hidden))
+    return units
+
+
+def head_unit(shape: ModelShape, batch: Batch, precision: Precision) -> Unit:
+    """The final norm and the output projection; below 8 bits the latter's gradient suffers (docs/activations.md)."""
+    hidden = shape.hidden_size
+    weights = hidden * shape.vocab_size * precision.compute_nbytes if precision.autocast else 0
+    exact = (
+        _norm_nbytes(shape, precision.residual_nbytes, batch.tokens, hidden)
+        + batch.tokens * hidden * precision.compute_nbytes
+    )
+    return Unit(
+        name="model.norm",
+        kind="head",
+        layer=None,
+        sites=("model.norm", "lm_head"),
+        exact_nbytes=exact + weights,
+        rows=((1, hidden),),
+        tokens=batch.tokens,
+        weight_nbytes=weights,
+        minimum_bits=8,
+    )
+
+
+def _norm_nbytes(shape: ModelShape, element_nbytes: int, rows: int, length: int) -> int:
+    """What autograd keeps of a Hugging Face RMS norm: fp32 input, normalized value, inverse root mean square."""
+    normalized = element_nbytes if shape.traits.norm == "cast" else 4
+    extra = length * 4 if shape.traits.norm == "offset" else 0  # 1 + weight in fp32
+    return rows * (length * (4 + normalized) + 4) + extra
+
+
+def _attention_units(shape: ModelShape, at: str, layer: int, batch: Batch, precision: Precision) -> list[Unit]:
+    """Queries, keys, values, output and log-sum-exp; with `eager` attention the scores as well.
+
+    A choice other than exact keeps packed queries, keys and values by head; the rest is made again in backward. The
+    output projection reads what attention holds, or keeps it where attention does not, unless backward makes it again.
+    """
+    tokens, element, name = batch.tokens, precision.compute_nbytes, f"{at}.self_attn"
+    query, key = shape.query_size, shape.key_size
+    masked = mask_nbytes(shape, batch) > 0
+    spread = query if masked or shape.traits.eager else key  # with a mask keys and values are repeated for all heads
+    weights = query * shape.hidden_size * element if precision.autocast else 0
+    exact = tokens * (query + 2 * spread) * element
+    if shape.traits.eager:
+        # tanh of the scores if they are capped, their softmax in fp32 and, if that is another dtype, rounded.
+        per_score = (element if shape.softcap else 0) + 4 + (element if element != 4 else 0)
+        exact += tokens * shape.num_heads * batch.sequence_length * per_score
+    else:
+        exact += tokens * (query * element + 4 * shape.num_heads)
+    if masked and not shape.traits.eager:
+        exact += tokens * batch.sequence_length * element  # the mask as numbers, made anew by each call
+    if shape.traits.fused and not masked:
+        exact += tokens * (query + key) * element  # values are a view of the fused projection
+    core = Unit(
+        name=name,
+        kind="attention",
+        layer=layer,
+        sites=(name,),
+        exact_nbytes=exact,
+        rows=((shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim),),
+        tokens=tokens,
+    )
+    held = not (shape.traits.eager or shape.traits.attention_copies)
+    read = tokens * query * element
+    output = Unit(
+        name=f"{name}.o_proj",
+        kind="linear",
+        layer=layer,
+        sites=(f"{name}.o_proj",),
+        exact_nbytes=weights if held else read + weights,
+        rows=() if held else ((1, query),),
+        tokens=tokens,
+        weight_nbytes=weights,
+        rebuilt_with=name,
+        input_nbytes=read if held else 0,
+    )
+    return [core, output]
+
+
+def loss_nbytes(shape: ModelShape, batch: Batch, precision: Precision, chunked: bool) -> int:
+    """What the loss keeps: log-probabilities in fp32 and labels, or, computed in chunks, a log-sum-exp per token.
+
+    With capped logits the tanh as well.
+    """
+    if chunked:
+        return batch.tokens * (4 + 8)
+    capped = shape.vocab_size * precision.compute_nbytes if shape.softcap else 0
+    return batch.tokens * (4 * shape.vocab_size + capped + 8) + 4
+
+
+def rotary_nbytes(shape: ModelShape, batch: Batch, precision: Precision) -> int:
+    """The cosine and sine that all attention modules of a stage share."""
+    element = 4 if shape.traits.wide_rotary else precision.residual_nbytes
+    return 2 * batch.sequence_length * shape.head_dim * element
+
+
+def mask_nbytes(shape: ModelShape, batch: Batch) -> int:
+    """The mask of a sliding window, bool, shared by the attention modules of a stage; 0 without one."""
+    masked = shape.sliding_window is not None and shape.sliding_window < batch.sequence_length
+    return batch.sequences * batch.sequence_length**2 if masked else 0
