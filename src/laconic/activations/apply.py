@@ -8,13 +8,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from laconic.activations.attention import AttentionCore, attention_core_of
 from laconic.activations.forwards import SiteForward, forward_for
 from laconic.activations.hooks import HooksForward
-from laconic.activations.plan import ActivationPlan, Policy, careful_head
+from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.report import Report, make_report, measure, sample_inputs
 from laconic.activations.sites import find_sites
-from laconic.errors import ModelError
+from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
+from laconic.ops import BITS
 
 __all__ = ["compress_activations", "decompress_activations"]
 
@@ -26,6 +28,7 @@ def compress_activations(
     format: str | None = None,
     block_size: int = 64,
     scale_dtype: torch.dtype = torch.bfloat16,
+    attention: str | BlockFormat | None = None,
     policy: Policy | None = None,
     plan: ActivationPlan | None = None,
     mode: Literal["sites", "hooks"] = "sites",
@@ -47,6 +50,9 @@ def compress_activations(
             "int5", "int6" and "int8".
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        attention: how query, key and value are kept: "exact" leaves attention as it is; "int8", "nf4" (any code) or a
+            format packs them, and attention runs again in backward. The output then costs nothing. None is
+            `ATTENTION`, or what the policy or plan says if there is one.
         policy: decides site by site instead of `bits` and `format`.
         plan: the decision as data, instead of a policy; sites it does not name stay exact.
         mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model.
@@ -57,12 +63,17 @@ def compress_activations(
         What was found and what is kept; `print` it. `left_exact` names what keeps tensors as before.
 
     Raises:
-        FormatError: bits, format, block_size or scale_dtype is not supported.
+        FormatError: bits, format, block_size, scale_dtype or attention is not supported.
         ModelError: nothing is recognized, the model is compressed already, or the plan names sites it does not have.
     """
     if mode not in ("sites", "hooks"):
         raise ModelError(f"mode is {mode!r}, but it must be 'sites' or 'hooks'")
     block_format = BlockFormat.from_bits(bits, code=format, block_size=block_size, scale_dtype=scale_dtype)
+    if attention is not None and (policy is not None or plan is not None):
+        raise ModelError(
+            "attention= is for the default policy; with policy= or plan=, that decides about attention sites"
+        )
+    attention_format = _attention_format(attention or ATTENTION, block_size, scale_dtype)
     if _forwards(model):
         raise ModelError(
             f"{type(model).__name__} has compressed activations already; "
@@ -76,10 +87,10 @@ def compress_activations(
                 f"that laconic knows; mode='hooks' packs the saved tensors of any model"
             )
         if plan is None:
-            plan = ActivationPlan.make(sites, policy if policy is not None else careful_head(block_format))
+            plan = ActivationPlan.make(sites, policy or careful_head(block_format, attention_format))
         plan.check(sites)
-    elif policy is not None or plan is not None:
-        raise ModelError("mode='hooks' packs all saved tensors alike; policy= and plan= need mode='sites'")
+    elif policy is not None or plan is not None or attention is not None:
+        raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
 
     sample = sample_inputs(model, example_inputs, sequence_length)
     before = None if sample is None else measure(model, *sample)
@@ -93,7 +104,9 @@ def compress_activations(
         formats = plan.formats
         for site in sites:
             chosen = formats.get(site.name)
-            if chosen is not None:
+            if chosen is not None and site.kind == "attention":
+                AttentionCore(modules[site.name], site, chosen)
+            elif chosen is not None:
                 modules[site.name].forward = forward_for(modules[site.name], site, chosen)
     after = None if sample is None else measure(model, *sample)
     origins = {id(f.module): f.origin for f in _forwards(model) if isinstance(f, SiteForward)}
@@ -111,14 +124,28 @@ def decompress_activations(model: nn.Module) -> nn.Module:
     if not forwards:
         raise ModelError(f"{type(model).__name__} has no compressed activations, so there is nothing to take out")
     for forward in forwards:
-        if forward.replaced is None:
+        if isinstance(forward, AttentionCore):
+            forward.remove()
+        elif forward.replaced is None:
             del forward.module.forward
         else:
             forward.module.forward = forward.replaced
     return model
 
 
-def _forwards(model: nn.Module) -> list[SiteForward | HooksForward]:
-    """The forwards of ours in a model."""
-    candidates = [module.__dict__.get("forward") for module in model.modules()]
-    return [forward for forward in candidates if isinstance(forward, (SiteForward, HooksForward))]
+def _attention_format(attention: str | BlockFormat, block_size: int, scale_dtype: torch.dtype) -> BlockFormat | None:
+    if isinstance(attention, BlockFormat):
+        return attention
+    if attention == "exact":
+        return None
+    if attention not in BITS:
+        codes = ", ".join(BITS)
+        raise FormatError(f"attention is {attention!r}, but it must be 'exact', a BlockFormat or one of {codes}")
+    return BlockFormat(attention, block_size=block_size, scale_dtype=scale_dtype)
+
+
+def _forwards(model: nn.Module) -> list[SiteForward | HooksForward | AttentionCore]:
+    """What is ours in a model."""
+    modules = list(model.modules())
+    candidates = [module.__dict__.get("forward") for module in modules] + [attention_core_of(m) for m in modules]
+    return [found for found in candidates if isinstance(found, (SiteForward, HooksForward, AttentionCore))]

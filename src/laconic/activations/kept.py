@@ -27,7 +27,7 @@ from torch import Tensor
 
 from laconic.formats import BlockFormat, BlockTensor
 
-__all__ = ["Kept", "Memo", "attach", "derive", "keep", "take_all"]
+__all__ = ["Kept", "Memo", "attach", "derive", "keep", "pack", "take_all"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -109,6 +109,13 @@ def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
         return found
     if _producer_holds(x):
         return Kept((x,), Memo(lambda tensors: tensors[0]), "attention")
+    kept = pack(x, format, origin)
+    attach(x, kept)
+    return kept
+
+
+def pack(x: Tensor, format: BlockFormat, origin: str) -> Kept:
+    """Packed codes and scales of `x`, whatever else is kept for it."""
     packed = format.quantize(x.detach())
     dtype, shape = x.dtype, x.shape
 
@@ -116,9 +123,7 @@ def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
         codes, scales = tensors
         return BlockTensor(codes, scales, format, shape, dtype).dequantize()
 
-    kept = Kept((packed.codes, packed.scales), Memo(dequantize), origin)
-    attach(x, kept)
-    return kept
+    return Kept((packed.codes, packed.scales), Memo(dequantize), origin)
 
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:

@@ -16,27 +16,32 @@ from laconic.activations.sites import Site
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["ActivationPlan", "Policy", "careful_head", "uniform"]
+__all__ = ["ATTENTION", "ActivationPlan", "Policy", "careful_head", "uniform"]
 
 Policy = Callable[[Site], BlockFormat | None]
 
 
-def uniform(format: BlockFormat | None) -> Policy:
-    """The policy that gives every site the same format."""
-    return lambda site: format
+ATTENTION = "exact"
+"""What is kept for attention unless told otherwise: "exact", "int8" or "nf4"."""
 
 
-def careful_head(format: BlockFormat | None) -> Policy:
+def uniform(format: BlockFormat | None, attention: BlockFormat | None = None) -> Policy:
+    """The policy that gives every site the same format, but attention its own."""
+    return lambda site: attention if site.kind == "attention" else format
+
+
+def careful_head(format: BlockFormat | None, attention: BlockFormat | None = None) -> Policy:
     """The default policy: the same format everywhere, but at least 8 bits behind the stack of layers.
 
     The gradient of the output projection is the one place where four bits show. A small Llama is 0.06 to 0.10 nats
     behind after 150 steps when its final norm is kept at nf4 and nothing else is, and within noise when everything but
     that is (docs/activations.md). It is one tensor per model, so 8 bits cost next to nothing.
     """
+    everywhere = uniform(format, attention)
     if format is None or format.bits >= 8:
-        return uniform(format)
+        return everywhere
     head = BlockFormat("int8", block_size=format.block_size, scale_dtype=format.scale_dtype)
-    return lambda site: head if site.head else format
+    return lambda site: head if site.head else everywhere(site)
 
 
 @dataclass(frozen=True)

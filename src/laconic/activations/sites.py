@@ -8,6 +8,7 @@ familiar but does something else is left alone.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch.func import functional_call
 
 from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
 
-__all__ = ["LinearSpec", "MlpSpec", "Site", "find_sites"]
+__all__ = ["AttentionSpec", "LinearSpec", "MlpSpec", "Site", "find_sites"]
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,30 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """Attention through Hugging Face's `AttentionInterface`; heads: features of query, key and value heads per token.
+
+    `heads` is None where the configuration does not tell.
+    """
+
+    heads: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
 class Site:
     """A place where backward needs a tensor.
 
-    name: the module's qualified name. kind: "norm", "linear" or "mlp". layer: index of the decoder layer, None outside
-    of the stack. features: shape per token of what the site keeps if it has to keep it itself; for an mlp gate and up
-    together. spec: what exactly it computes. head: whether it is a norm or linear behind a stack of layers, such as the
-    final norm and the output projection of a language model.
+    name: the module's qualified name. kind: "norm", "linear", "mlp" or "attention". layer: index of the decoder layer,
+    None outside of the stack. features: shape per token of what the site keeps if it has to keep it itself; for an mlp
+    gate and up together, for attention query, key and value. spec: what exactly it computes. head: whether it is a norm
+    or linear behind a stack of layers, such as the final norm and the output projection of a language model.
     """
 
     name: str
-    kind: Literal["norm", "linear", "mlp"]
+    kind: Literal["norm", "linear", "mlp", "attention"]
     layer: int | None
     features: tuple[int, ...]
-    spec: NormSpec | LinearSpec | MlpSpec
+    spec: NormSpec | LinearSpec | MlpSpec | AttentionSpec
     head: bool = False
 
 
@@ -68,7 +79,8 @@ def find_sites(model: nn.Module) -> list[Site]:
     sites = list(_sites(model))
     if all(site.layer is None for site in sites):
         return sites
-    return [replace(site, head=True) if site.layer is None and site.kind != "mlp" else site for site in sites]
+    may_be_head = ("norm", "linear")
+    return [replace(site, head=site.layer is None and site.kind in may_be_head) for site in sites]
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -83,6 +95,8 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             down = _child(module, mlp.down)
             width = _weight_of(down).shape[0 if _is_conv1d(down) else 1]
             yield Site(name, "mlp", layer, (width * (1 if mlp.up is None and not mlp.fused else 2),), mlp)
+        elif (attention := _attention(module)) is not None:
+            yield Site(name, "attention", layer, () if attention.heads is None else (sum(attention.heads),), attention)
 
 
 def _layer_of(name: str) -> int | None:
@@ -249,3 +263,30 @@ def _activation(module: nn.Module) -> str | None:
     if got is None or not torch.equal(given, x):  # one that works in place would overwrite what is to be kept
         return None
     return next((name for name, function in ACTIVATIONS.items() if _same(got, function.forward(x))), None)
+
+
+# Attention
+
+
+def _attention(module: nn.Module) -> AttentionSpec | None:
+    """Recognizes a module whose forward asks Hugging Face's interface for the code that computes attention."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or "get_interface" not in code.co_names:
+        return None
+    named = (forward.__globals__.get(name) for name in code.co_names)
+    if not any(type(value).__name__ == "AttentionInterface" for value in named):
+        return None
+    return AttentionSpec(_heads(module, getattr(module, "config", None)))
+
+
+def _heads(module: nn.Module, config: object) -> tuple[int, int, int] | None:
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        return None
+    latent = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+    if isinstance(latent[0], int) and isinstance(latent[1], int):  # DeepSeek: keys are spread to all heads
+        return num_heads * latent[0], num_heads * latent[0], num_heads * latent[1]
+    num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(module, "head_dim", None) or getattr(config, "hidden_size", 0) // num_heads
+    return num_heads * head_dim, num_key_value_heads * head_dim, num_key_value_heads * head_dim

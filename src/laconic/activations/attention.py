@@ -1,0 +1,292 @@
+"""Attention that keeps packed queries, keys and values, and runs again in backward.
+
+[Note: compressed attention]
+Attention's backward multiplies exponentials of the logits with a saved statistic (the log-sum-exp of each row). If the
+logits come from quantized tensors and the statistic does not, the rows of probabilities no longer sum to one, and the
+error of the gradient grows with the logits: that is why four bits everywhere does not train (AGoQ, arXiv 2605.00539,
+section 2.2 of our notes has the numbers). Here nothing but query, key and value is kept. Backward dequantizes them and
+runs the very same attention code again under autograd, so that logits, statistic, output and gradients all belong to
+the same tensors. The output projection takes its input from that second run as well, so the output costs no bytes.
+
+Keys and values are packed before they are repeated for groups of query heads; what else the code was given (masks,
+block masks, positions, scaling, windows) is held by reference; what it drew (dropout) is drawn again.
+
+Hugging Face's attention modules ask `AttentionInterface.get_interface` for the code to run. From the first conversion
+on, what that hands out looks at the module it is called with: one without a site of ours runs the code as it is. So the
+configuration stays untouched, masks are made for the implementation the user chose, and one chosen or registered later
+is served too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
+from laconic.activations.replay import Replay
+from laconic.activations.sites import Site
+from laconic.errors import ModelError
+from laconic.formats import BlockFormat
+from laconic.ops import DTYPES
+
+__all__ = ["AttentionCore", "attention_core_of"]
+
+_ATTRIBUTE = "_laconic_attention"
+
+
+def attention_core_of(module: nn.Module) -> AttentionCore | None:
+    """What stands in for a module's attention, if it has been converted."""
+    core = module.__dict__.get(_ATTRIBUTE)
+    return core if isinstance(core, AttentionCore) else None
+
+
+class AttentionCore:
+    """Stands between an attention module and the code that computes its attention.
+
+    Args:
+        module: which module; it gets the core as an attribute.
+        site: what it is.
+        format: how query, key and value are packed, along the head dimension.
+    """
+
+    origin: str | None = None
+
+    def __init__(self, module: nn.Module, site: Site, format: BlockFormat) -> None:
+        self.module = module
+        self.site = site
+        self.format = format
+        self._checked = False
+        module.__dict__[_ATTRIBUTE] = self
+        _serve_attention_modules()
+
+    def remove(self) -> None:
+        """Lets the module run its attention as before."""
+        del self.module.__dict__[_ATTRIBUTE]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _serve_attention_modules()  # a model may be unpickled in a process that never converted one
+
+    def __call__(self, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """attend(module, query, key, value, ...) with query [batch, heads, tokens, head_dim]."""
+        if len(args) < 4 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return attend(*args, **kwargs)
+        module, query, key, value, *rest = args
+        packable = all(_packable(x) for x in (query, key, value))
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if not packable or not any(x.requires_grad for x in (query, key, value, *own.values())):
+            return attend(*args, **kwargs)
+        return self._run(attend, module, (query, key, value), own, (rest, kwargs))
+
+    def _run(
+        self, attend: Callable[..., Any], module: nn.Module, qkv: Tensors, own: dict[str, Tensor], others: Any
+    ) -> Any:
+        # 1. The value, by the module's own code.
+        replay = Replay(qkv[0].device)
+        leaves, spec = tree_flatten(others)
+        with torch.no_grad():
+            results, random_state = replay.run(lambda: attend(module, *qkv, *others[0], **others[1]))
+        outputs, results_spec = tree_flatten(results)
+        found = tuple(index for index, value in enumerate(outputs) if isinstance(value, Tensor))
+
+        # 2. What backward gets instead of it.
+        context = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        rest = tuple(_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        packed = tuple(pack(x, self.format, "attention") for x in qkv)
+        codes = tuple(tensor for kept in packed for tensor in kept.tensors)
+        memos = tuple(kept.memo for kept in packed)
+        run = _Run(
+            core=self,
+            attend=attend,
+            module=module,
+            memos=memos,
+            counts=tuple(len(kept.tensors) for kept in packed),
+            own=tuple(own),
+            requires_grad=tuple(x.requires_grad for x in (*qkv, *own.values(), *context)),
+            rest=rest,
+            spec=spec,
+            found=found,
+            replay=replay,
+        )
+        saved = (*codes, *own.values(), *context, *random_state)
+        kept = Kept(saved, Memo(run.rebuild, memos), "attention")
+        values = [outputs[index] for index in found]
+        # The output projection flattens the heads. Of a contiguous tensor that is a view, and a view finds the note.
+        values[0] = values[0].contiguous()
+        tensors: tuple[Tensor, ...] = _Attention.apply(kept.memo, run, values, *qkv, *saved)
+
+        # 3. Whoever reads the output can have it from the second run.
+        attach(tensors[0], derive(_output, (kept,), (), "attention"))
+        for index, tensor in zip(found, tensors, strict=True):
+            outputs[index] = tensor
+        return tree_unflatten(outputs, results_spec)
+
+    def check(self, outputs: Tensors, leaves: Tensors) -> None:
+        """Looks once whether the code reaches parameters that get no gradient from us.
+
+        Raises:
+            ModelError: it does.
+        """
+        if self._checked:
+            return
+        known = {id(leaf) for leaf in leaves}
+        stack, seen = [output.grad_fn for output in outputs], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known:
+                raise ModelError(
+                    f"the attention code of {self.site.name!r} uses a parameter of shape {list(variable.shape)} that "
+                    f"is neither the module's own nor an argument, so compressed attention would lose its gradient; "
+                    f"keep this site exact: None in the plan, or attention='exact'"
+                )
+            stack.extend(next_node for next_node, _ in node.next_functions)
+        self._checked = True
+
+
+class _Here:
+    """Marks where a tensor stood among the arguments."""
+
+
+_HERE = _Here()
+
+
+@dataclass(frozen=True)
+class _Second:
+    """The second run: its outputs with their graph, and the leaves of that graph in the order of the first inputs."""
+
+    outputs: Tensors
+    leaves: Tensors
+
+
+@dataclass(frozen=True)
+class _Run:
+    """All about one call of the attention code that is not a tensor.
+
+    memos, counts: how query, key and value are rebuilt, each from how many saved tensors. own: names of the module's
+    own parameters. requires_grad: of query, key, value, own parameters and the tensors among the other arguments. rest,
+    spec: the other arguments, with marks for the tensors. found: which results are tensors.
+    """
+
+    core: AttentionCore
+    attend: Callable[..., Any]
+    module: nn.Module
+    memos: tuple[Memo, ...]
+    counts: tuple[int, ...]
+    own: tuple[str, ...]
+    requires_grad: tuple[bool, ...]
+    rest: tuple[Any, ...]
+    spec: TreeSpec
+    found: tuple[int, ...]
+    replay: Replay
+
+    def rebuild(self, saved: Tensors, *_: object) -> Any:
+        """Runs the attention code again, under autograd, on what `saved` stands for."""
+        codes, saved = saved[: sum(self.counts)], saved[sum(self.counts) :]
+        inputs = (*take_all(self.memos, self.counts, codes), *saved[: len(self.requires_grad) - 3])
+        leaves = tuple(
+            x.detach().requires_grad_(requires) for x, requires in zip(inputs, self.requires_grad, strict=True)
+        )
+        random_state = saved[len(self.requires_grad) - 3 :]
+        qkv, own, context = leaves[:3], leaves[3 : 3 + len(self.own)], iter(leaves[3 + len(self.own) :])
+        others, kwargs = tree_unflatten([next(context) if x is _HERE else x for x in self.rest], self.spec)
+        parameters = _Swapped(self.module, dict(zip(self.own, own, strict=True)))
+        with torch.enable_grad(), self.replay.again(random_state), parameters:
+            results, _spec = tree_flatten(self.attend(self.module, *qkv, *others, **kwargs))
+        outputs = tuple(results[index] for index in self.found)
+        self.core.check(outputs, leaves)
+        return _Second(outputs, leaves)
+
+
+class _Swapped:
+    """Puts other tensors in the place of a module's own parameters for a while."""
+
+    def __init__(self, module: nn.Module, others: dict[str, Tensor]) -> None:
+        self._parameters: dict[str, Any] = module._parameters
+        self._others = others
+
+    def __enter__(self) -> None:
+        self._before = {name: self._parameters[name] for name in self._others}
+        self._parameters.update(self._others)
+
+    def __exit__(self, *_: object) -> None:
+        self._parameters.update(self._before)
+
+
+class _Attention(torch.autograd.Function):
+    """Inputs: query, key, value, then what is saved: packed tensors, own parameters, tensors among other arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, memo: Memo, run: _Run, values: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        memo.announce()
+        ctx.memo, ctx.run = memo, run
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[3:])
+        return tuple(_same_storage(value) for value in values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        second: Any = ctx.memo.take(ctx.saved_tensors)
+        wanted = [leaf for leaf in second.leaves if leaf.requires_grad]
+        reached = [(y, g) for y, g in zip(second.outputs, grads, strict=True) if g is not None and y.requires_grad]
+        found: dict[int, Tensor | None] = {}
+        if reached and wanted:
+            outputs, given = zip(*reached, strict=True)
+            got = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+            found = {id(leaf): grad for leaf, grad in zip(wanted, got, strict=True)}
+        dleaves = [found.get(id(leaf)) for leaf in second.leaves]
+        num_codes = sum(ctx.run.counts)
+        num_random = len(ctx.needs_input_grad) - 3 - len(dleaves) - num_codes
+        return (None, None, None, *dleaves[:3], *[None] * num_codes, *dleaves[3:], *[None] * num_random)
+
+
+def _same_storage(x: Tensor) -> Tensor:
+    """`x` as a tensor of its own, not a view, so that views of it lead back to it and to its note."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+    )
+
+
+def _output(second: Any) -> Tensor:
+    output: Tensor = second.outputs[0]
+    return output.detach()
+
+
+def _packable(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
+
+
+def _serve_attention_modules() -> None:
+    """Lets what `AttentionInterface.get_interface` hands out look for our cores; done once per process."""
+    interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    if interface is None:
+        return
+    original = interface.get_interface
+    if getattr(original, "serves_laconic", False):
+        return
+
+    @functools.wraps(original)
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attend = original(self, *args, **kwargs)
+        return functools.wraps(attend)(functools.partial(_dispatch, attend))
+
+    get_interface.serves_laconic = True  # type: ignore[attr-defined]  # so that it is wrapped once
+    interface.get_interface = get_interface
+
+
+def _dispatch(attend: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    core = attention_core_of(module) if isinstance(module, nn.Module) else None
+    return attend(module, *args, **kwargs) if core is None else core(attend, module, *args, **kwargs)
