@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import laconic
 from laconic.errors import CheckpointError
 from laconic.train.durable import fsync_directory, fsync_file, sha256_of
+from laconic.train.pipeline import Parts
 from laconic.train.run_dir import latest_name
 from laconic.train.world import World
 
@@ -196,11 +197,14 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """What DCP stores, and the full state dicts it is a view of.
 
-    Names are those of the plain model whatever wraps it. DCP gets no param_groups (they follow from the configuration)
-    and a tied weight once.
+    Names are those of the plain model whatever wraps it, and of the whole model for the parts of a pipeline. DCP gets
+    no param_groups (they follow from the configuration) and a tied weight once.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    stored = {"model": _without_aliases(model_state), "optimizer": optimizer_state["state"]}
+    weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
+    if isinstance(model, Parts):
+        weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
+    stored = {"model": _without_aliases(weights), "optimizer": moments}
     return stored, {"model": model_state, "optimizer": optimizer_state}
 
 

@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from laconic.errors import ConfigError
 
-__all__ = ["ActivationsConfig", "CheckpointConfig", "DataConfig", "ModelConfig", "OptimizerConfig", "TrainConfig"]
+__all__ = [
+    "ActivationsConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "TrainConfig",
+]
 
 
 def _require(condition: bool, field_name: str, value: object, rule: str) -> None:
@@ -173,6 +181,64 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """The model cut into stages on different processes; `parallel` then says how the replicas of a stage share it."""
+
+    stages: int = 1
+    """Processes that one copy of the model is cut over; 1 means no pipeline. Divides the number of processes."""
+    virtual_stages: int = 1
+    """Chunks of layers per process; above 1 only with interleaved-1f1b."""
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = "1f1b"
+    """In which order a process runs forwards and backwards."""
+    micro_batches: int | None = None
+    """Micro-batches per optimizer step; None means accumulation if that is above 1, else twice the stages."""
+    split: tuple[int, ...] = ()
+    """Decoder layers per chunk, stages x virtual_stages numbers; empty: balanced by parameters, embedding and head
+    counted."""
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "virtual_stages"):
+            _require(getattr(self, name) >= 1, f"pipeline.{name}", getattr(self, name), "be at least 1")
+        _require(
+            (self.virtual_stages > 1) == (self.schedule == "interleaved-1f1b"),
+            "pipeline.virtual_stages",
+            self.virtual_stages,
+            "be at least 2 with pipeline.schedule = interleaved-1f1b"
+            if self.virtual_stages == 1
+            else f"be 1 with pipeline.schedule = {self.schedule}; interleaved-1f1b takes more",
+        )
+        _require(
+            self.stages > 1 or self.virtual_stages == 1,
+            "pipeline.virtual_stages",
+            self.virtual_stages,
+            "be 1 with one stage",
+        )
+        micro = self.micro_batches
+        _require(micro is None or micro >= 1, "pipeline.micro_batches", micro, "be at least 1")
+        _require(
+            micro is None or self.schedule != "1f1b" or micro >= self.stages,
+            "pipeline.micro_batches",
+            micro,
+            f"be at least pipeline.stages ({self.stages}) with 1f1b",
+        )
+        rounds = 1 if micro is None else max(1, micro // self.stages)
+        _require(
+            micro is None or self.schedule != "interleaved-1f1b" or micro % rounds == 0,
+            "pipeline.micro_batches",
+            micro,
+            f"be a multiple of micro_batches // stages ({rounds}) with interleaved-1f1b; "
+            f"a multiple of {self.stages} always is",
+        )
+        num_chunks = self.stages * self.virtual_stages
+        _require(
+            not self.split or (len(self.split) == num_chunks and min(self.split) >= 1),
+            "pipeline.split",
+            list(self.split),
+            f"have stages x virtual_stages = {num_chunks} numbers of at least 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When and how many checkpoints are kept."""
 
@@ -197,6 +263,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     run_dir: str | None = None
@@ -212,7 +279,8 @@ class TrainConfig:
     steps: int = 200
     """Optimizer steps in the whole run."""
     batch_size: int = 16
-    """Sequences per optimizer step over all processes; a multiple of world size x accumulation."""
+    """Sequences per optimizer step over all processes; a multiple of processes x accumulation, with a pipeline of
+    replicas x micro-batches."""
     accumulation: int = 1
     """Micro-batches per optimizer step and process."""
     sequence_length: int = 256
@@ -241,5 +309,20 @@ class TrainConfig:
             self.batch_size,
             f"be a multiple of accumulation ({self.accumulation})",
         )
+        _require(
+            self.pipeline.stages == 1 or self.accumulation in (1, self.micro_batches),
+            "accumulation",
+            self.accumulation,
+            f"be 1 or pipeline.micro_batches ({self.micro_batches}), which it is another name for with a pipeline",
+        )
         _require(self.rank_timeout_seconds > 0, "rank_timeout_seconds", self.rank_timeout_seconds, "be above 0")
         _require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per optimizer step and process (with a pipeline: per replica)."""
+        if self.pipeline.stages == 1:
+            return self.accumulation
+        if self.pipeline.micro_batches is not None:
+            return self.pipeline.micro_batches
+        return self.accumulation if self.accumulation > 1 else 2 * self.pipeline.stages

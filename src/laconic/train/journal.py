@@ -75,13 +75,14 @@ class Journal:
         that of the process that took most.
         """
         config = self._config
-        micro_tokens = config.batch_size // (self._world.size * config.accumulation) * config.sequence_length
+        micro_tokens = trainer.micro_batch_size * config.sequence_length
+        # A copy of the model is as many processes as there are stages.
+        saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
         peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
         best: float | None = None
         if self._metrics is not None:
             losses = [row["validation_loss"] for row in read_metrics(self._run_dir) if "validation_loss" in row]
             best = min((loss for loss in losses if math.isfinite(loss)), default=None)
-        assert trainer.saved_nbytes is not None
         return {
             "steps": done,
             "loss": self._last["loss"],
@@ -89,12 +90,13 @@ class Journal:
             "best_validation_loss": best,
             "tokens_per_second": config.batch_size * config.sequence_length / statistics.median(self._step_seconds),
             "peak_memory_nbytes": peak_nbytes,
-            "saved_nbytes_per_token": trainer.saved_nbytes / micro_tokens,
+            "saved_nbytes_per_token": saved_nbytes / micro_tokens,
             "bf16_nbytes_per_token": bf16_nbytes_per_token,
             "wire_nbytes_per_step": trainer.wire_nbytes,
             "skipped_steps": self._num_skipped,
             "world_size": self._world.size,
             "parallel": config.parallel,
+            "stages": config.pipeline.stages,
             "precision": config.precision,
             "seconds": seconds,
         }
@@ -113,7 +115,9 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
     done, steps = summary["steps"], config.steps
     kept, unmodified = summary["saved_nbytes_per_token"], summary["bf16_nbytes_per_token"]
     validation, best = summary["validation_loss"], summary["best_validation_loss"]
-    processes = "1 process" if summary["world_size"] == 1 else f"{summary['world_size']} processes, {config.parallel}"
+    stages = f", {summary['stages']} stages" if summary["stages"] > 1 else ""
+    processes = f"{summary['world_size']} processes, {config.parallel}{stages}"
+    processes = "1 process" if summary["world_size"] == 1 else processes
     lines = [
         f"{'done' if done == steps else 'stopped'}: {done} of {steps} steps in {summary['seconds']:.0f} s",
         f"  loss               {summary['loss']:.4f}",

@@ -167,7 +167,8 @@ def _converted(value: Any, hint: Any, name: str, source: str | None) -> Any:
         if isinstance(value, str) and value in get_args(hint):
             return value
     elif get_origin(hint) is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        item_type = get_args(hint)[0]
+        if isinstance(value, list | tuple) and all(type(item) is item_type for item in value):
             return tuple(value)
     elif get_origin(hint) is dict:
         if isinstance(value, Mapping):
@@ -185,7 +186,7 @@ def _expected(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, get_args(hint)))
     if get_origin(hint) is tuple:
-        return 'a list of strings, e.g. ["corpus/"]'
+        return 'a list of strings, e.g. ["corpus/"]' if get_args(hint)[0] is str else "a list of integers, e.g. [3, 2]"
     if get_origin(hint) is dict or dataclasses.is_dataclass(hint):
         return "a table"
     names = {

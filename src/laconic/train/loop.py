@@ -17,14 +17,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from laconic.activations import SavedTensorTracker
 from laconic.train.config import OptimizerConfig, TrainConfig
 from laconic.train.data import TokenDataset, batch
+from laconic.train.layout import Layout
 from laconic.train.parallel import accumulate, autocast, clip_gradients, full_value, gradient_norm, plain_model
+from laconic.train.pipeline import Pipeline
 from laconic.train.sampler import split_mix
 from laconic.train.schedule import learning_rate
+from laconic.train.stages import mean_loss
 from laconic.train.stop import StopRequest
 from laconic.train.wire import WireCounter
 from laconic.train.world import World
@@ -50,25 +52,30 @@ class StepResult:
 class Trainer:
     """Owns the model, its optimizer and the data, and runs steps and evaluations.
 
-    `model` may be plain, DDP- or FSDP2-wrapped. `validation` None: `evaluate` gives None.
+    `model` may be plain, DDP- or FSDP2-wrapped, or the parts of a `pipeline`. `validation` None: `evaluate` gives None.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         world: World,
+        layout: Layout,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         train: TokenDataset,
         validation: TokenDataset | None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._config = config
         self._world = world
+        self._layout = layout
+        self._pipeline = pipeline
         self.model = model
         self.optimizer = optimizer
         self._train = train
         self._validation = validation
-        self._micro_batch_size = config.batch_size // (world.size * config.accumulation)
+        self.micro_batch_size = config.batch_size // (layout.num_replicas * config.micro_batches)
+        """Sequences in a micro-batch."""
         self.saved_nbytes: int | None = None
         """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
         self.wire_nbytes: int | None = None
@@ -85,77 +92,114 @@ class Trainer:
         with ExitStack() as measuring:
             counter = measuring.enter_context(WireCounter(world.size)) if self.wire_nbytes is None else None
             loss = self._forward_backward(step)
-            parameters = list(self.model.parameters())
-            norm = gradient_norm(parameters)
+            norm = gradient_norm(self._counted_parameters())
             norm_value = full_value(norm)
             bad = ~(torch.isfinite(norm_value) & torch.isfinite(loss))
-            votes = torch.stack([loss / world.size, bad.to(loss.dtype), torch.full_like(loss, float(stop.requested))])
-            mean_loss, num_bad, num_stop = world.sum(votes).tolist()
+            stops = torch.full_like(loss, float(stop.requested))
+            votes = [loss / self._layout.num_replicas, bad.to(loss.dtype), stops]
+            if self._pipeline is not None:
+                # Each stage knows the norm of its own part; its replicas all know the same.
+                votes.append(norm_value.double() ** 2 / self._layout.num_replicas)
+            mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
         if counter is not None:
             self.wire_nbytes = counter.nbytes
+        if squares:
+            norm = norm_value = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 
         skipped = num_bad > 0
         if not skipped:
-            clip_gradients(parameters, norm, config.optimizer.clip_norm)
+            clip_gradients(self.model.parameters(), norm, config.optimizer.clip_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(mean_loss, float(norm_value), rate, skipped, num_stop > 0)
 
+    def _counted_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose gradients make up this process's part of the norm."""
+        return list(self.model.parameters()) if self._pipeline is None else self._pipeline.counted
+
     def _forward_backward(self, step: int) -> torch.Tensor:
-        """Gradients of this process's share of the batch, and its mean loss, fp64 0-dim on the device."""
+        """Gradients of this process's share of the batch, and its mean loss, fp64 0-dim on the device.
+
+        In a pipeline the last stage has the loss and the others 0.
+        """
         config, world = self._config, self._world
+        if self._pipeline is not None:
+            loss = self._pipeline.forward_backward(torch.cat(list(self._micro_batches(step))))
+            self.saved_nbytes = self._pipeline.saved_nbytes
+            return loss
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        for micro in range(config.accumulation):
-            tokens = batch(
-                self._train, config.seed, step, config.batch_size, config.accumulation, micro, world.rank, world.size
-            ).to(world.device)
-            with accumulate(self.model, last=micro == config.accumulation - 1):
+        for micro, tokens in enumerate(self._micro_batches(step)):
+            with accumulate(self.model, last=micro == config.micro_batches - 1):
                 if self.saved_nbytes is None:
                     with SavedTensorTracker(plain_model(self.model)) as tracker:
                         loss = self._loss(self.model, tokens)
                     self.saved_nbytes = tracker.nbytes
                 else:
                     loss = self._loss(self.model, tokens)
-                (loss / config.accumulation).backward()
-            total += loss.detach().double() / config.accumulation
+                (loss / config.micro_batches).backward()
+            total += loss.detach().double() / config.micro_batches
         return total
+
+    def _micro_batches(self, step: int) -> Iterator[torch.Tensor]:
+        """This replica's micro-batches of a step, each int64 [micro_batch_size, T + 1] on the device."""
+        config, layout = self._config, self._layout
+        for micro in range(config.micro_batches):
+            yield batch(
+                self._train,
+                config.seed,
+                step,
+                config.batch_size,
+                config.micro_batches,
+                micro,
+                layout.replica,
+                layout.num_replicas,
+            ).to(self._world.device)
 
     def _loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy, fp32, of the model's predictions on `tokens`, int64 [n, T + 1]."""
         with autocast(model, self._world.device, self._config.precision):
-            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            return mean_loss(model, tokens[:, 1:], input_ids=tokens[:, :-1])
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss over the validation sequences, the same ones each time, shared by the processes."""
         if self._validation is None:
             return None
-        world = self._world
+        world, pipeline = self._world, self._pipeline
         model = plain_model(self.model)
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for tokens, weight in self._validation_batches():
-            total[0] += weight
-            total[1] += weight * self._loss(model, tokens)
+        for tokens, num_counted in self._validation_batches():
+            total[0] += num_counted
+            if pipeline is None:
+                total[1] += num_counted * self._loss(model, tokens)
+            else:
+                counts = torch.arange(len(tokens), device=world.device) < num_counted
+                total[1] += pipeline.evaluate(tokens, counts)
         model.train()
         count, loss = world.sum(total).tolist()
-        return float(loss / count)
+        # All stages of a replica have counted its sequences, and the last one has their loss.
+        return float(loss * self._layout.num_stages / count)
 
     def _validation_batches(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """This process's validation sequences in batches, [n, T + 1], with how many of them count: n, or 0."""
+        """This replica's validation sequences in batches, [n, T + 1], with how many of them count: the first so many.
+
+        A batch that is not full is short; in a pipeline, whose shapes are fixed, it is filled up with repetitions.
+        """
         assert self._validation is not None
-        config, world = self._config, self._world
+        config, world, layout = self._config, self._world, self._layout
         available = len(self._validation)
         num_sequences = min(config.eval_sequences, available)
         chosen = [index * available // num_sequences for index in range(num_sequences)]
-        own = chosen[world.rank :: world.size]
-        size = self._micro_batch_size
+        own = chosen[layout.replica :: layout.num_replicas]
+        fixed = self._pipeline is not None
+        size = self.micro_batch_size * (config.micro_batches if fixed else 1)
         # FSDP2 gathers in every forward, so all processes make equally many, if need be with a batch that counts 0.
-        num_rounds = math.ceil(math.ceil(num_sequences / world.size) / size)
+        num_rounds = math.ceil(math.ceil(num_sequences / layout.num_replicas) / size)
         for start in range(0, num_rounds * size, size):
             part = own[start : start + size]
-            sequences = [self._validation[index] for index in part or chosen[:1]]
+            filled = part + chosen[:1] * (size - len(part) if fixed else not part)
+            sequences = [self._validation[index] for index in filled]
             yield torch.stack(sequences).to(world.device), len(part)
 
 

@@ -14,11 +14,13 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from laconic.train.layout import Layout
+from laconic.train.stages import Gap, decoder_stack
 from laconic.train.world import World
 
 __all__ = [
@@ -34,14 +36,14 @@ __all__ = [
 
 
 def wrap_model(
-    model: nn.Module, world: World, parallel: Literal["ddp", "fsdp"], precision: Literal["fp32", "bf16"]
+    model: nn.Module, world: World, layout: Layout, parallel: Literal["ddp", "fsdp"], precision: Literal["fp32", "bf16"]
 ) -> nn.Module:
-    """`model`, already on `world.device` and the same on every process, made data parallel; unchanged for one process.
+    """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
     With FSDP2 and bf16 the layers compute and are gathered in bf16, while shards, gradients and their reduction stay
     fp32.
     """
-    if world.size == 1:
+    if layout.stage_group is None:
         return model
     if parallel == "ddp":
         # Nothing here changes buffers in forward, so they need no broadcast. torch 2.13 renamed the switch.
@@ -52,10 +54,11 @@ def wrap_model(
         return DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            process_group=layout.stage_group,
             gradient_as_bucket_view=True,
             **no_broadcast,
         )
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = DeviceMesh.from_group(layout.stage_group, world.device.type)
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -71,14 +74,9 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the largest module list of `model` by parameters, which is its stack of layers; or nothing."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    largest: nn.ModuleList | None = max(lists, key=_num_parameters, default=None)
-    return [] if largest is None else list(largest)
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    """The blocks of `decoder_stack` that `model` has."""
+    stack = decoder_stack(model)
+    return [] if stack is None else [layer for layer in stack if not isinstance(layer, Gap)]
 
 
 def autocast(

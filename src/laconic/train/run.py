@@ -20,15 +20,18 @@ from torch import nn
 import laconic
 from laconic.activations import saved_nbytes_per_token
 from laconic.errors import ConfigError, TrainingError
+from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
 from laconic.train.journal import Journal, closing_words
+from laconic.train.layout import make_layout
 from laconic.train.load_config import save_config
 from laconic.train.loop import Trainer, make_optimizer
 from laconic.train.metrics import check_tensorboard
 from laconic.train.model import build_model
 from laconic.train.parallel import wrap_model
+from laconic.train.pipeline import Pipeline
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
@@ -50,12 +53,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     started = time.monotonic()
 
     # 1. Everything that can be refused, before anything is written.
-    processes = world.size * config.accumulation
-    if config.batch_size % processes:
-        raise ConfigError(
-            f"batch_size is {config.batch_size}, but it must be a multiple of world size x accumulation "
-            f"({world.size} x {config.accumulation})"
-        )
+    check_agreement(config, world)
+    layout = make_layout(config, world)
     if config.tensorboard:
         check_tensorboard()
     run_dir = check_run_dir(config, world)
@@ -66,7 +65,9 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     validation = TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None
     plain = build_model(config.model, corpus.vocab_size, config.sequence_length, config.seed, corpus.end_of_document)
     check_vocab(corpus, next(plain.get_input_embeddings().parameters()).shape[0])
-    nn.Module.to(plain, world.device)
+    pipelined = layout.num_stages > 1
+    if not pipelined:  # a stage moves only its own part
+        nn.Module.to(plain, world.device)
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
     report = laconic.compress_activations(
         plain,
@@ -78,9 +79,12 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     )
 
     # 2. The trainer, and where it starts.
-    model = wrap_model(plain, world, config.parallel, config.precision)
+    texts = _model_texts(plain)
+    pipeline = Pipeline(config, world, layout, plain) if pipelined else None
+    model = wrap_model(plain, world, layout, config.parallel, config.precision) if pipeline is None else pipeline.parts
+    del plain
     optimizer = make_optimizer(model, config.optimizer)
-    trainer = Trainer(config, world, model, optimizer, train, validation)
+    trainer = Trainer(config, world, layout, model, optimizer, train, validation, pipeline)
     identity = _identity(config, corpus)
     first_step = 0
     if config.resume:
@@ -112,7 +116,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
             optimizer,
             step=done,
             identity=identity,
-            texts=_model_texts(plain),
+            texts=texts,
             keep=config.checkpoint.keep,
         )
 

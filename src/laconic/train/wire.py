@@ -8,6 +8,9 @@ algorithm (the ring, as in NCCL and gloo) sends per process: with W processes an
     all-gather of N per process            (W - 1) * N
     reduce-scatter, all-to-all of N        (W - 1) / W * N
     broadcast of N                         N (in a ring all but the last process pass it on)
+    send of N                              N
+
+W is the size of the group that a collective runs in, which may be smaller than the run.
 
 A dispatch mode slows down every operator, so it is open for one step only; each step issues the same collectives.
 """
@@ -18,13 +21,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["WireCounter"]
 
 
 class WireCounter(TorchDispatchMode):
-    """Context manager: after the block, `nbytes` is what this process, one of `world_size`, sent inside it."""
+    """Context manager: after the block, `nbytes` is what this process sent inside it.
+
+    `world_size` stands for the size of a group that an operator does not name.
+    """
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -36,23 +43,34 @@ class WireCounter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            # (output, input, ...) for the operators that have both, (tensors, ...) for those in place.
-            self._count(func.__name__, args[:2])
+            # (output, input, group, ...) for the operators that have both, (tensors, group, ...) for those in place.
+            self._count(func.__name__, args[:2], self._group_size(args[1:3]))
         elif func.namespace == "_c10d_functional":
-            self._count(func.__name__, (args[0], args[0]))
+            self._count(func.__name__, (args[0], args[0]), self._group_size(args[-1:]))
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, tensors: Sequence[Any]) -> None:
-        others = self._world_size - 1
+    def _group_size(self, candidates: Sequence[Any]) -> int:
+        for value in candidates:
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                return dist.ProcessGroup.unbox(value).size()
+            if isinstance(value, dist.ProcessGroup):
+                return value.size()
+            if isinstance(value, str):
+                # Functional collectives name their group; torch has no public way from the name to the group.
+                return dist.distributed_c10d._resolve_process_group(value).size()  # type: ignore[attr-defined, arg-type]
+        return self._world_size
+
+    def _count(self, name: str, tensors: Sequence[Any], group_size: int) -> None:
+        others = group_size - 1
         if "reduce_scatter" in name or "all_to_all" in name or "alltoall" in name:
-            self.nbytes += others * _nbytes(tensors[1]) // self._world_size
+            self.nbytes += others * _nbytes(tensors[1]) // group_size
         elif "allgather" in name or "all_gather" in name:
             self.nbytes += others * _nbytes(tensors[1])
         elif "allreduce" in name or "all_reduce" in name:
-            self.nbytes += 2 * others * _nbytes(tensors[0]) // self._world_size
-        elif "broadcast" in name:
+            self.nbytes += 2 * others * _nbytes(tensors[0]) // group_size
+        elif "broadcast" in name or name.startswith("send"):
             self.nbytes += _nbytes(tensors[0])
-        # Barriers and waits carry nothing.
+        # Receives, barriers and waits carry nothing out.
 
 
 def _nbytes(value: Any) -> int:

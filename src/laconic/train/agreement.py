@@ -1,0 +1,45 @@
+"""Whether all processes of a run were started with the same settings, asked before anything else is done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+import laconic
+from laconic.errors import ConfigError
+from laconic.train.config import TrainConfig
+from laconic.train.world import World
+
+__all__ = ["check_agreement"]
+
+# What may differ between machines, or is taken from rank 0.
+_LOCAL = ("run_dir", "nproc", "tensorboard", "data.paths", "data.cache_dir", "data.tokenizer", "model.path")
+
+
+def check_agreement(config: TrainConfig, world: World) -> None:
+    """Raise the same ConfigError on every process, naming a difference, unless all have the same settings and versions.
+
+    All processes call it together. Paths may differ; what they hold is compared where it is read.
+    """
+    settings = dict(_flattened(dataclasses.asdict(config)))
+    settings = {name: value for name, value in settings.items() if name not in _LOCAL}
+    settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
+    first, *others = world.gather(settings)
+    for rank, other in enumerate(others, 1):
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                raise ConfigError(
+                    f"{name} is {first.get(name)!r} on rank 0, but {other.get(name)!r} on rank {rank}; start all "
+                    "processes of a run with the same settings and versions"
+                )
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,105 @@
+"""What the processes of a pipeline do together: `python -m tests.distributed.pipelined FOLDER`, with torchrun's
+variables.
+
+As in `tests.distributed.pair`, each scenario is a run in FOLDER, and the tests read what it left there. Two processes
+do one part of them and four the other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.train.stages import Chunk
+from laconic.train.worker import leave
+from laconic.train.world import World, join_world, read_environment
+from tests.distributed.pair import Pair
+from tests.train.runs import resumed, tiny_config
+
+LAYERS = {"model.num_hidden_layers": 4}
+SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16} | LAYERS
+DROPOUT = {"model.extra": {"attention_dropout": 0.3}} | LAYERS
+UNTIED = {"model.tie_word_embeddings": False}
+FSDP = {"parallel": "fsdp"}
+TWO = {"pipeline.stages": 2, "pipeline.micro_batches": 2}
+GPIPE = TWO | {"pipeline.schedule": "gpipe"}
+INTERLEAVED = TWO | {"pipeline.schedule": "interleaved-1f1b", "pipeline.virtual_stages": 2}
+FOUR = {"pipeline.stages": 4, "pipeline.micro_batches": 4}
+
+# By number of processes, name: changes. Smooth runs are compared with one process; the others, which compress
+# activations, are run in one piece and with a stop after step 3 as "<name>-broken".
+SMOOTH_RUNS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"2-1f1b": TWO, "2-gpipe": GPIPE, "2-interleaved": INTERLEAVED, "2-untied": TWO | UNTIED},
+    4: {"4-1f1b": FOUR, "4-ddp": TWO, "4-fsdp": TWO | FSDP, "4-interleaved-fsdp": INTERLEAVED | FSDP},
+}
+BROKEN_RUNS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"2-1f1b-nf4": TWO | DROPOUT, "2-interleaved-nf4": INTERLEAVED | DROPOUT},
+    4: {"4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"}},
+}
+
+
+class Pipelined(Pair):
+    """The scenarios, as seen by one of the processes."""
+
+    def smooth_runs(self) -> None:
+        for name, changes in SMOOTH_RUNS[self.world.size].items():
+            self.train(tiny_config(self.folder, name, SMOOTH | changes))
+
+    def interrupted_runs(self) -> None:
+        for name, changes in BROKEN_RUNS[self.world.size].items():
+            self.train(tiny_config(self.folder, name, changes))
+            broken = tiny_config(self.folder, f"{name}-broken", changes)
+            assert self.train(broken, stop_after=3, on_rank=self.world.size - 1) == 130
+            torch.manual_seed(self.world.rank + 77)
+            assert self.train(resumed(broken)) == 0
+
+    def changed_layouts(self) -> None:
+        """Interleaved stages go on with what FSDP2 began, and FSDP2 with what they left."""
+        self.train(tiny_config(self.folder, "2-changed", SMOOTH | FSDP), stop_after=2)
+        self.train(resumed(tiny_config(self.folder, "2-changed", SMOOTH | INTERLEAVED)), stop_after=2)
+        self.train(resumed(tiny_config(self.folder, "2-changed", SMOOTH | FSDP)))
+
+    def not_finite(self) -> None:
+        """The second step's loss is NaN, which only the last stage sees."""
+        loss = Chunk.loss
+        calls = {"training": 0}
+
+        def spoilt(self: Chunk, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            calls["training"] += torch.is_grad_enabled()
+            value = loss(self, x, labels)
+            return value * float("nan") if torch.is_grad_enabled() and calls["training"] == 4 else value
+
+        Chunk.loss = spoilt  # type: ignore[method-assign]
+        try:
+            self.train(tiny_config(self.folder, "2-nan", TWO | LAYERS))
+        finally:
+            Chunk.loss = loss  # type: ignore[method-assign]
+
+    def refusals(self) -> None:
+        self.expect_error("stages", tiny_config(self.folder, "stages", {"pipeline.stages": 3}))
+        uneven = {"pipeline.stages": 2, "pipeline.micro_batches": 3}
+        self.expect_error("uneven", tiny_config(self.folder, "uneven", uneven))
+        self.expect_error("layers", tiny_config(self.folder, "layers", INTERLEAVED))
+        rate = {"optimizer.learning_rate": 1e-3 * (1 + self.world.rank)}
+        self.expect_error("settings", tiny_config(self.folder, "settings", rate))
+
+
+def main() -> None:
+    world: World = join_world(read_environment(os.environ), timeout_seconds=60.0)
+    scenarios = Pipelined(Path(sys.argv[1]), world)
+    scenarios.smooth_runs()
+    scenarios.interrupted_runs()
+    if world.size == 2:
+        scenarios.changed_layouts()
+        scenarios.not_finite()
+        scenarios.refusals()
+    world.leave()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The model cut over two and four processes: the training of one, and the same decisions on every stage."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laconic.train.export import export
+from laconic.train.metrics import read_metrics
+from tests.distributed.pipelined import BROKEN_RUNS, SMOOTH, SMOOTH_RUNS, UNTIED
+from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.train.runs import exact_metrics, losses, tiny_config, train_alone
+
+# As in test_parallel: 128 fp32 values near 5.5 are averaged, and this Adam's updates are smooth in their gradients.
+ROUNDING = 4e-5
+
+
+def run_processes(folder: Path, world_size: int) -> None:
+    port = free_port()
+    arguments = ["-m", "tests.distributed.pipelined", str(folder)]
+    processes = [start(arguments, rank_environment(rank, world_size, port)) for rank in range(world_size)]
+    for rank, ending in enumerate([finish(process, 280) for process in processes]):
+        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the runs of two and of four processes, and those of one to compare with."""
+    folder = tmp_path_factory.mktemp("pipelined")
+    train_alone(tiny_config(folder, "alone", SMOOTH))
+    train_alone(tiny_config(folder, "alone-untied", SMOOTH | UNTIED))
+    for world_size in (2, 4):
+        run_processes(folder, world_size)
+    return folder
+
+
+def reference(name: str) -> str:
+    return "alone-untied" if "untied" in name else "alone"
+
+
+SMOOTH_NAMES = [*SMOOTH_RUNS[2], *SMOOTH_RUNS[4], "2-changed"]
+BROKEN_NAMES = [*BROKEN_RUNS[2], *BROKEN_RUNS[4]]
+
+
+@pytest.mark.parametrize("name", SMOOTH_NAMES)
+def test_losses_and_norms_do_not_depend_on_the_pipeline(folder: Path, name: str) -> None:
+    rows, expected = read_metrics(folder / name), read_metrics(folder / reference(name))
+    for field in ("loss", "validation_loss"):
+        found = [row[field] for row in rows if field in row]
+        assert found == pytest.approx([row[field] for row in expected if field in row], abs=ROUNDING)
+    norms = [row["grad_norm"] for row in rows if "grad_norm" in row]
+    # The same sums in another order, and the embedding counted once however many copies it has.
+    assert norms == pytest.approx([row["grad_norm"] for row in expected if "grad_norm" in row], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SMOOTH_NAMES)
+def test_weights_do_not_depend_on_the_pipeline(folder: Path, name: str, tmp_path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(export(folder / reference(name), tmp_path / "alone"))
+    found = AutoModelForCausalLM.from_pretrained(export(folder / name, tmp_path / name))
+    theirs = dict(found.named_parameters())
+    assert theirs.keys() == dict(expected.named_parameters()).keys()
+    for parameter_name, one in expected.named_parameters():
+        # Six updates of at most lr / eps = 0.2 times a gradient error of 2^-20 each.
+        assert torch.allclose(one, theirs[parameter_name], rtol=0, atol=6 * 0.2 * 2**-20), parameter_name
+
+
+@pytest.mark.parametrize("name", BROKEN_NAMES)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(folder: Path, name: str, tmp_path: Path) -> None:
+    assert exact_metrics(folder / f"{name}-broken") == exact_metrics(folder / name)
+    whole, broken = (export(folder / run, tmp_path / run) for run in (name, f"{name}-broken"))
+    assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
+
+
+def test_stages_keep_compressed_activations(folder: Path) -> None:
+    def kept(name: str) -> float:
+        value: float = json.loads((folder / name / "summary.json").read_text())["saved_nbytes_per_token"]
+        return value
+
+    # The stages together keep what one process keeps, but for masks and rotary tables that each of them makes.
+    assert kept("2-1f1b") == pytest.approx(kept("alone"), rel=0.03)
+    assert kept("2-1f1b-nf4") < 0.6 * kept("2-1f1b")
+
+
+def test_bytes_between_stages_are_counted(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_config(_hf_config(folder / "2-untied"))
+    votes_nbytes = 4 * 8
+    # Rank 0 of two stages sends hidden states [2, 32, 32] in fp32 for two micro-batches. In its first step it also
+    # sends, as the schedule's opening, one int32.
+    first = read_metrics(folder / "2-untied")[0]
+    assert first["wire_nbytes"] == 2 * 2 * 32 * 32 * 4 + votes_nbytes + 4
+    # A tied embedding's gradient is added up between the ends: 2 (W - 1) / W = 1 for two.
+    embedding_nbytes = 4 * model.get_input_embeddings().weight.numel()
+    assert read_metrics(folder / "2-1f1b")[0]["wire_nbytes"] == first["wire_nbytes"] + embedding_nbytes
+
+
+def _hf_config(run_dir: Path) -> object:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(run_dir / "checkpoints" / "step-00000006")
+
+
+def test_a_bad_loss_on_the_last_stage_is_skipped_by_all(folder: Path) -> None:
+    values = losses(folder / "2-nan")
+    assert [step for step, loss in values.items() if math.isnan(loss)] == [2]
+    rows = [row for row in read_metrics(folder / "2-nan") if "loss" in row]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stages", "pipeline.stages is 3, but it must divide the number of processes (2)"),
+        ("uneven", "batch_size is 4, but it must be a multiple of replicas x micro-batches (1 x 3)"),
+        ("layers", "the model has 2 decoder layers, but pipeline.stages x pipeline.virtual_stages asks for 4"),
+        ("settings", "optimizer.learning_rate is 0.001 on rank 0, but 0.002 on rank 1"),
+    ],
+)
+def test_every_process_refuses_what_cannot_be_done(folder: Path, name: str, message: str) -> None:
+    for rank in range(2):
+        assert (folder / f"{name}.{rank}.txt").read_text().startswith(f"ConfigError: {message}")
+    assert not (folder / name).exists()
