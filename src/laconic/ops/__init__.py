@@ -16,6 +16,8 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
+from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
+from laconic.ops.reference import dequantize_dynamic, quantize_dynamic
 from laconic.ops.schemas import DTYPES, LIBRARY
 from laconic.ops.selection import say_once
 
@@ -26,11 +28,15 @@ __all__ = [
     "sum_requantize_blockwise",
     "accumulate_blockwise_",
     "square_sum_blockwise",
+    "adamw8bit_",
+    "quantize_dynamic",
+    "dequantize_dynamic",
     "kernels_in_use",
     "bits_of",
     "BITS",
     "BLOCK_SIZES",
     "DTYPES",
+    "STATE_BLOCK_SIZE",
 ]
 
 
@@ -50,6 +56,7 @@ _FAMILIES = {
     "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
     "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
     "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
+    "adamw": ("adamw8bit_",),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
@@ -63,6 +70,7 @@ _sum_blockwise = torch.ops.laconic.sum_blockwise.default
 _sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
 _accumulate_blockwise_ = torch.ops.laconic.accumulate_blockwise_.default
 _square_sum_blockwise = torch.ops.laconic.square_sum_blockwise.default
+_adamw8bit_ = torch.ops.laconic.adamw8bit_.default
 
 
 def quantize_blockwise(
@@ -207,6 +215,66 @@ def square_sum_blockwise(
     Raises FormatError for an argument outside these.
     """
     return _square_sum_blockwise(codes, scales, residual_codes, residual_scales)
+
+
+def adamw8bit_(
+    parameter: Tensor,
+    exp_avg_codes: Tensor,
+    exp_avg_scales: Tensor,
+    exp_avg_sq_codes: Tensor,
+    exp_avg_sq_scales: Tensor,
+    gradient: Tensor,
+    gradient_scales: Tensor | None = None,
+    residual_codes: Tensor | None = None,
+    residual_scales: Tensor | None = None,
+    *,
+    gradient_factor: Tensor | None = None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool = False,
+) -> None:
+    """One step of AdamW with moments in 8 bits, in place, one pass over the data.
+
+    Arguments:
+        parameter: [...], float32, bfloat16 or float16. It is cut into rows that blocks of 256 run along: `rows` rows of
+            n / rows elements each, in the order of the contiguous tensor.
+        exp_avg_codes, exp_avg_sq_codes: uint8 [...], codes of the signed and of the unsigned map of ops/dynamic_map.py.
+        exp_avg_scales, exp_avg_sq_scales: fp32 [rows, ceil(n / rows / 256)].
+        gradient: [...], float32, bfloat16 or float16; or the int8 codes of a quantized gradient, uint8 [n], with
+            gradient_scales fp32 [ceil(n / 128)] and, at 12 bits, residual_codes uint8 [ceil(n / 2)] and
+            residual_scales fp32 [ceil(n / 128)].
+        gradient_factor: fp32, 0-d; the gradient is multiplied by it. It is not read by the host.
+        lr, beta1, beta2, eps, weight_decay, maximize: as in torch.optim.AdamW. eps counts as at least 2**-126.
+        step: number of this step, 1 for the first.
+
+    No weight moves by more than lr * C(step) + lr * weight_decay * |weight|, Adam's own worst case (adamw_scalars.py),
+    plus its rounding. A block that meets NaN or infinity gets scale NaN.
+
+    Raises FormatError for an argument outside these.
+    """
+    _adamw8bit_(
+        parameter,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradient,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+        gradient_factor,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        step,
+        maximize,
+    )
 
 
 def kernels_in_use() -> dict[str, dict[str, str]]:

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
+from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 
 __all__ = [
     "DTYPES",
     "LIBRARY",
     "check_accumulate_blockwise_",
+    "check_adamw8bit",
     "check_dequantize_blockwise",
     "check_format",
     "check_quantize_blockwise",
@@ -63,6 +65,13 @@ LIBRARY.define(
     "square_sum_blockwise(Tensor codes, Tensor scales, Tensor? residual_codes, Tensor? residual_scales) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+LIBRARY.define(
+    "adamw8bit_(Tensor(a!) parameter, Tensor(b!) exp_avg_codes, Tensor(c!) exp_avg_scales, Tensor(d!) exp_avg_sq_codes,"
+    " Tensor(e!) exp_avg_sq_scales, Tensor gradient, Tensor? gradient_scales, Tensor? residual_codes,"
+    " Tensor? residual_scales, Tensor? gradient_factor, float lr, float beta1, float beta2, float eps,"
+    " float weight_decay, int step, bool maximize) -> ()",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
@@ -70,6 +79,7 @@ for _name in (
     "sum_requantize_blockwise",
     "accumulate_blockwise_",
     "square_sum_blockwise",
+    "adamw8bit_",
 ):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
@@ -271,3 +281,110 @@ def _square_sum_blockwise_fake(
 ) -> Tensor:
     check_square_sum_blockwise(codes, scales, residual_codes, residual_scales)
     return codes.new_empty((), dtype=torch.float64)
+
+
+def check_adamw8bit(
+    parameter: Tensor,
+    exp_avg_codes: Tensor,
+    exp_avg_scales: Tensor,
+    exp_avg_sq_codes: Tensor,
+    exp_avg_sq_scales: Tensor,
+    gradient: Tensor,
+    gradient_scales: Tensor | None,
+    residual_codes: Tensor | None,
+    residual_scales: Tensor | None,
+    gradient_factor: Tensor | None,
+    step: int,
+) -> tuple[int, int]:
+    """Check the arguments of adamw8bit_; return (rows, length of a row), the shape that blocks run along.
+
+    Raises FormatError.
+    """
+    if parameter.dtype not in DTYPES:
+        raise FormatError(f"parameter.dtype is {parameter.dtype}, but it must be one of {_names(DTYPES)}")
+    if step < 1:
+        raise FormatError(f"step is {step}, but it must be at least 1, the number of the first step")
+
+    # 1. Moments: codes like the parameter, scales by row.
+    rows = exp_avg_scales.shape[0] if exp_avg_scales.dim() == 2 else 0
+    length = parameter.numel() // rows if rows else 0
+    scales_shape = (rows, (length + STATE_BLOCK_SIZE - 1) // STATE_BLOCK_SIZE)
+    if parameter.numel() != rows * length or (rows and exp_avg_scales.shape[1] != scales_shape[1]):
+        raise FormatError(
+            f"exp_avg_scales has shape {tuple(exp_avg_scales.shape)}, but for a parameter with {parameter.numel()}"
+            f" elements it must be [rows, ceil(elements / rows / {STATE_BLOCK_SIZE})]"
+        )
+    n = parameter.numel()
+    expected: list[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
+        ("exp_avg_codes", exp_avg_codes, tuple(parameter.shape), (torch.uint8,)),
+        ("exp_avg_scales", exp_avg_scales, tuple(exp_avg_scales.shape), (torch.float32,)),
+        ("exp_avg_sq_codes", exp_avg_sq_codes, tuple(parameter.shape), (torch.uint8,)),
+        ("exp_avg_sq_scales", exp_avg_sq_scales, tuple(exp_avg_scales.shape), (torch.float32,)),
+    ]
+
+    # 2. The gradient: dense, or flat codes.
+    num_scales = (n + GRADIENT_BLOCK_SIZE - 1) // GRADIENT_BLOCK_SIZE
+    if gradient_scales is None:
+        expected.append(("gradient", gradient, tuple(parameter.shape), DTYPES))
+    else:
+        expected.append(("gradient", gradient, (n,), (torch.uint8,)))
+        expected.append(("gradient_scales", gradient_scales, (num_scales,), (torch.float32,)))
+    if (residual_codes is None) != (residual_scales is None):
+        raise FormatError("residual_codes and residual_scales belong together, but one of them is None")
+    if residual_codes is not None and residual_scales is not None:
+        if gradient_scales is None:
+            raise FormatError("residual_codes is given for a dense gradient, but only a quantized one has a residual")
+        expected.append(("residual_codes", residual_codes, ((n + 1) // 2,), (torch.uint8,)))
+        expected.append(("residual_scales", residual_scales, (num_scales,), (torch.float32,)))
+    if gradient_factor is not None:
+        expected.append(("gradient_factor", gradient_factor, (), (torch.float32,)))
+
+    # 3. Every tensor as the kernels read it.
+    for name, tensor, shape, dtypes in expected:
+        if tuple(tensor.shape) != shape:
+            raise FormatError(f"{name} has shape {tuple(tensor.shape)}, but it must be {shape}")
+        if tensor.dtype not in dtypes:
+            raise FormatError(f"{name}.dtype is {tensor.dtype}, but it must be {_names(dtypes)}")
+    for name, tensor in (("parameter", parameter), *((name, tensor) for name, tensor, *_ in expected)):
+        if tensor.device != parameter.device:
+            raise FormatError(f"{name} is on {tensor.device}, but it must be on {parameter.device}, as the parameter")
+        if not tensor.is_contiguous():
+            raise FormatError(
+                f"{name} has strides {tensor.stride()}, but it must be contiguous; pass a contiguous copy"
+            )
+    return rows, length
+
+
+@torch.library.register_fake("laconic::adamw8bit_", lib=LIBRARY)
+def _adamw8bit_fake(
+    parameter: Tensor,
+    exp_avg_codes: Tensor,
+    exp_avg_scales: Tensor,
+    exp_avg_sq_codes: Tensor,
+    exp_avg_sq_scales: Tensor,
+    gradient: Tensor,
+    gradient_scales: Tensor | None,
+    residual_codes: Tensor | None,
+    residual_scales: Tensor | None,
+    gradient_factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool,
+) -> None:
+    check_adamw8bit(
+        parameter,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradient,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+        gradient_factor,
+        step,
+    )

@@ -5,6 +5,7 @@ checked.
 """
 
 from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise
+from laconic.ops.native.adamw import adamw8bit_
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
 from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
@@ -12,6 +13,7 @@ from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
 __all__ = [
     "SELECTION",
     "accumulate_blockwise_",
+    "adamw8bit_",
     "dequantize_blockwise",
     "quantize_blockwise",
     "square_sum_blockwise",

@@ -1,0 +1,140 @@
+"""AdamW with 8-bit moments: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.ops.adamw_scalars import adamw_scalars
+from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE, MIN_SCALE
+from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE, dynamic_map_tensor
+from laconic.ops.reference.blockwise import dequantize_blockwise
+from laconic.ops.schemas import check_adamw8bit
+
+__all__ = ["adamw8bit_", "dequantize_dynamic", "quantize_dynamic"]
+
+_INFINITY_BITS = 0x7F800000
+_NAN_BITS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_BITS_DTYPE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@torch.no_grad()
+def adamw8bit_(
+    parameter: Tensor,
+    exp_avg_codes: Tensor,
+    exp_avg_scales: Tensor,
+    exp_avg_sq_codes: Tensor,
+    exp_avg_sq_scales: Tensor,
+    gradient: Tensor,
+    gradient_scales: Tensor | None,
+    residual_codes: Tensor | None,
+    residual_scales: Tensor | None,
+    gradient_factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool,
+) -> None:
+    """One step of AdamW in place; see `laconic.ops.adamw8bit_`."""
+    rows, length = check_adamw8bit(
+        parameter,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradient,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+        gradient_factor,
+        step,
+    )
+    a = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)
+
+    # 1. The gradient in fp32.
+    g = _gradient(gradient, gradient_scales, residual_codes, residual_scales).view(rows, length)
+    if gradient_factor is not None:
+        g = g * gradient_factor
+    if maximize:
+        g = -g
+
+    # 2. The moments, in this order of operations.
+    m = dequantize_dynamic(exp_avg_codes.view(rows, length), exp_avg_scales, signed=True)
+    v = dequantize_dynamic(exp_avg_sq_codes.view(rows, length), exp_avg_sq_scales, signed=False)
+    m = m * a.beta1 + g * a.one_minus_beta1
+    v = v * a.beta2 + (g * g) * a.one_minus_beta2
+    root = v.sqrt()
+
+    # 3. No |m| beyond what Adam's could be; comparisons with NaN leave m alone.
+    limit = root * a.ratio_max
+    m = torch.where(limit < m, limit, m)
+    m = torch.where(-limit > m, -limit, m)
+
+    # 4. The weights.
+    change = m / (root * a.inverse_correction2 + a.eps)
+    p = parameter.view(rows, length).float() * a.decay - change * a.step_size
+    written = p.to(parameter.dtype)
+    written.view(_BITS_DTYPE[parameter.dtype]).masked_fill_(p.isnan(), _NAN_BITS[parameter.dtype])
+    parameter.copy_(written.view_as(parameter))
+
+    # 5. The moments again in 8 bits.
+    for moment, codes, scales, signed in (
+        (m, exp_avg_codes, exp_avg_scales, True),
+        (v, exp_avg_sq_codes, exp_avg_sq_scales, False),
+    ):
+        new_codes, new_scales = quantize_dynamic(moment, signed=signed)
+        codes.copy_(new_codes.view_as(codes))
+        scales.copy_(new_scales)
+
+
+def quantize_dynamic(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [rows, L] and scales fp32 [rows, ceil(L / 256)] of x, fp32 [rows, L], blocks along rows.
+
+    A block with NaN or infinity gets scale NaN; one whose largest magnitude is below 2**-126, scale 0 and zeros.
+    """
+    rows, length = x.shape
+    tables = dynamic_map_tensor(signed, x.device)
+    borders, slopes, offsets, last = (tables[256 + 8 * i : 264 + 8 * i] for i in range(4))
+    zero_border, top = tables[288], tables[289]
+    num_blocks = -(-length // STATE_BLOCK_SIZE)
+    padding = num_blocks * STATE_BLOCK_SIZE - length
+    blocks = torch.nn.functional.pad(x, (0, padding)).view(rows, num_blocks, STATE_BLOCK_SIZE)
+
+    magnitude_bits = blocks.abs().view(torch.int32).amax(-1)
+    scales = magnitude_bits.view(torch.float32).clone()
+    broken = magnitude_bits >= _INFINITY_BITS
+    vanished = ~broken & (scales < MIN_SCALE)
+    scales = scales.masked_fill(vanished, 0.0).masked_fill(broken, float("nan"))
+
+    ordinary = ~(broken | vanished)
+    inverse = torch.where(ordinary, scales, 1.0).reciprocal()
+    n = torch.where(ordinary.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
+    magnitude = n.abs()
+    decade = torch.bucketize(magnitude, borders)  # how many lie strictly below
+    number = (magnitude * slopes[decade] + offsets[decade]).int()
+    number = torch.minimum(number, last[decade].int()) + (magnitude > top)
+    number = number.masked_fill(magnitude <= zero_border, 0)
+    codes = torch.where(n < 0, ZERO_CODE[signed] - number.clamp(max=127), ZERO_CODE[signed] + number)
+    return codes.to(torch.uint8).view(rows, num_blocks * STATE_BLOCK_SIZE)[:, :length].contiguous(), scales
+
+
+def dequantize_dynamic(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """The values, fp32 [rows, L], of codes uint8 [rows, L] and scales fp32 [rows, ceil(L / 256)]."""
+    levels = dynamic_map_tensor(signed, codes.device)[:256][codes.int()]
+    return levels * scales.repeat_interleave(STATE_BLOCK_SIZE, dim=-1)[:, : codes.shape[-1]]
+
+
+def _gradient(
+    gradient: Tensor, scales: Tensor | None, residual_codes: Tensor | None, residual_scales: Tensor | None
+) -> Tensor:
+    """The gradient, flat fp32: a dense tensor, or int8 codes with or without an int4 residual."""
+    if scales is None:
+        return gradient.flatten().float()
+    n, size = gradient.numel(), GRADIENT_BLOCK_SIZE
+    value = dequantize_blockwise(gradient.view(n), scales, "int8", size, n, torch.float32)
+    if residual_codes is not None and residual_scales is not None:
+        value = value + dequantize_blockwise(residual_codes, residual_scales, "int4", size, n, torch.float32)
+    return value

@@ -1,0 +1,291 @@
+"""AdamW whose moments take 2 bytes per weight instead of 8, and which reads quantized gradients as they are.
+
+docs/optim.md has the format, the bound on the size of a step and the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from laconic.errors import ConfigError, FormatError
+from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.ops import DTYPES, adamw8bit_
+from laconic.optim.moments import check_state, is_8bit, local, new_state
+
+__all__ = ["AdamW8bit"]
+
+
+class _Update(NamedTuple):
+    """A parameter that has a gradient in this step."""
+
+    name: str
+    parameter: Tensor
+    gradient: Tensor | QuantizedGradient
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) with block-wise 8-bit moments (Dettmers et al., 2022).
+
+    Arguments, as in torch.optim.AdamW but for the last:
+        params: parameters, or groups of them; float32, bfloat16 or float16, plain or DTensor (FSDP2).
+        lr, betas, eps, weight_decay: weight decay is decoupled from the gradient.
+        maximize: go up instead of down.
+        min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
+            (norms, biases) and parameters with less than 16 elements per index of their first dimension.
+
+    State of a parameter: "step" (0-dim fp32 on the host), and "exp_avg_codes", "exp_avg_sq_codes" (uint8, the
+    parameter's shape), "exp_avg_scales", "exp_avg_sq_scales" (fp32, [shape[0], ceil(elements of a row / 256)]); in fp32
+    "exp_avg" and "exp_avg_sq". Those of a DTensor are DTensors, which torch.distributed.checkpoint can save, load and
+    reshard.
+
+    Raises ConfigError for a hyperparameter out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        min_8bit_numel: int = 4096,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "min_8bit_numel": min_8bit_numel,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, as in torch. Raises ConfigError for one out of range."""
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of all moments on this process."""
+        values = chain.from_iterable(state.values() for state in self.state.values())
+        return sum(local(value).nbytes for value in values if isinstance(value, Tensor) and value.dim() > 0)
+
+    @overload
+    def step(self, closure: None = None, *, gradient_factor: Tensor | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], *, gradient_factor: Tensor | None = None) -> float: ...
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], float] | None = None, *, gradient_factor: Tensor | None = None
+    ) -> float | None:
+        """Update every parameter that has a gradient: `grad`, or a quantized one (laconic.formats.quantized_gradient).
+
+        Arguments:
+            closure: evaluates the model again and returns the loss.
+            gradient_factor: a 0-dim tensor that every gradient is multiplied by as it is read, such as the coefficient
+                of clipping; the gradients themselves stay as they are, and the host does not wait for its value.
+
+        Raises FormatError, before anything changed, for a gradient that cannot be used.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if gradient_factor is not None and gradient_factor.dim() != 0:
+            raise FormatError(f"gradient_factor has shape {tuple(gradient_factor.shape)}, but it must be 0-dimensional")
+        if isinstance(gradient_factor, DTensor):
+            gradient_factor = gradient_factor.full_tensor()
+        work = [(group, list(self._updates(number, group))) for number, group in enumerate(self.param_groups)]
+        for group, updates in work:
+            for update in updates:
+                if not self.state[update.parameter]:
+                    self.state[update.parameter] = new_state(update.parameter, group["min_8bit_numel"])
+        for group, updates in work:
+            for update in updates:
+                if is_8bit(self.state[update.parameter]):
+                    self._step_8bit(group, update, gradient_factor)
+            self._step_fp32(group, [u for u in updates if not is_8bit(self.state[u.parameter])], gradient_factor)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, quantized ones too; with `set_to_none` False they become zeros that stay allocated."""
+        super().zero_grad(set_to_none)
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+            gradient = quantized_gradient(parameter)
+            if gradient is None:
+                continue
+            if set_to_none:
+                set_quantized_gradient(parameter, None)
+                continue
+            for part in (gradient.codes, gradient.scales, gradient.residual_codes, gradient.residual_scales):
+                if part is not None:
+                    part.zero_()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of an AdamW8bit returned; tensors are copied.
+
+        Raises FormatError, before anything changed, for a state that does not fit, and for those of other optimizers,
+        which laconic.optim.from_adamw_state and from_bitsandbytes_state convert.
+        """
+        checked: dict[Tensor, dict[str, Any]] = {}
+
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            for number, (group, saved) in enumerate(zip(self.param_groups, loaded["param_groups"], strict=False)):
+                for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
+                    state = loaded["state"].get(key)
+                    if state:
+                        min_8bit_numel = saved.get("min_8bit_numel", group["min_8bit_numel"])
+                        check_state(_name(number, group, index), parameter, state, min_8bit_numel)
+                        checked[parameter] = state
+
+        # The last of the hooks, so that it sees what is going to be loaded.
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        # torch has cast every tensor to the parameter's dtype, which is no good for codes and scales.
+        for parameter, state in checked.items():
+            for key, value in state.items():
+                step = key == "step"
+                fresh = torch.as_tensor(value, dtype=torch.float32) if step else value
+                self.state[parameter][key] = fresh.detach().to(device="cpu" if step else parameter.device, copy=True)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    def _updates(self, group_number: int, group: Mapping[str, Any]) -> Iterator[_Update]:
+        """The parameters of a group that have a gradient, each checked."""
+        for index, parameter in enumerate(group["params"]):
+            dense, quantized = parameter.grad, quantized_gradient(parameter)
+            if dense is None and quantized is None:
+                continue
+            name = _name(group_number, group, index)
+            if dense is not None and quantized is not None:
+                raise FormatError(
+                    f"{name} has a gradient in .grad and a quantized one, but only one of them can be meant; clear the"
+                    " other with parameter.grad = None or laconic.formats.set_quantized_gradient(parameter, None)"
+                )
+            if parameter.dtype not in DTYPES:
+                raise FormatError(f"{name} is {parameter.dtype}, but it must be float32, bfloat16 or float16")
+            if quantized is None:
+                _check_dense(name, parameter, dense)
+            elif quantized.shape != local(parameter).shape:
+                raise FormatError(
+                    f"the quantized gradient of {name} has shape {tuple(quantized.shape)}, but the part of the"
+                    f" parameter on this process has {tuple(local(parameter).shape)}"
+                )
+            yield _Update(name, parameter, dense if quantized is None else quantized)
+
+    def _step_8bit(self, group: Mapping[str, Any], update: _Update, factor: Tensor | None) -> None:
+        parameter, gradient = local(update.parameter), update.gradient
+        state = self.state[update.parameter]
+        state["step"] += 1
+        # A parameter in another order of memory, such as channels_last, is updated in a copy.
+        values = parameter.contiguous()
+        parts: tuple[Tensor | None, ...]
+        if isinstance(gradient, QuantizedGradient):
+            parts = (gradient.codes, gradient.scales, gradient.residual_codes, gradient.residual_scales)
+        else:
+            parts = (local(gradient).contiguous(), None, None, None)
+        beta1, beta2 = group["betas"]
+        adamw8bit_(
+            values,
+            *(local(state[f"exp_avg{moment}_{part}"]) for moment in ("", "_sq") for part in ("codes", "scales")),
+            *parts,
+            gradient_factor=None if factor is None else _on(values.device, factor),
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=int(state["step"].item()),
+            maximize=group["maximize"],
+        )
+        if values is not parameter:
+            parameter.copy_(values)
+
+    def _step_fp32(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
+        """torch's own AdamW over the parameters with fp32 moments; they are small, so copies in fp32 do no harm."""
+        if not updates:
+            return
+        states = [self.state[update.parameter] for update in updates]
+        parameters = [local(update.parameter) for update in updates]
+        values = [parameter.float() for parameter in parameters]
+        gradients = [
+            gradient.dequantize() if isinstance(gradient, QuantizedGradient) else local(gradient).float()
+            for gradient in (update.gradient for update in updates)
+        ]
+        if factor is not None:
+            gradients = [gradient * _on(gradient.device, factor) for gradient in gradients]
+        beta1, beta2 = group["betas"]
+        adamw(
+            values,
+            gradients,
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        for parameter, value in zip(parameters, values, strict=True):
+            if value is not parameter:
+                parameter.copy_(value)
+
+
+def _on(device: torch.device, factor: Tensor) -> Tensor:
+    return factor.detach().to(device=device, dtype=torch.float32)
+
+
+def _name(group_number: int, group: Mapping[str, Any], index: int) -> str:
+    """What errors call a parameter: its name, if the optimizer was given named parameters."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][index]}"
+    return f"parameter {index} of group {group_number}"
+
+
+def _check_dense(name: str, parameter: Tensor, gradient: Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise FormatError(
+            f"the gradient of {name} is sparse, but AdamW8bit reads dense ones; build the layer with sparse=False"
+        )
+    if gradient.dtype not in DTYPES:
+        raise FormatError(f"the gradient of {name} is {gradient.dtype}, but it must be float32, bfloat16 or float16")
+    if isinstance(gradient, DTensor) != isinstance(parameter, DTensor) or (
+        isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements
+    ):
+        raise FormatError(
+            f"the gradient of {name} is not placed as the parameter is; redistribute it to the parameter's placements"
+        )
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    for field, value, rule, holds in (
+        ("lr", group["lr"], "at least 0", group["lr"] >= 0),
+        ("betas[0]", beta1, "at least 0 and below 1", 0 <= beta1 < 1),
+        ("betas[1]", beta2, "at least 0 and below 1", 0 <= beta2 < 1),
+        ("eps", group["eps"], "at least 0", group["eps"] >= 0),
+        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
+        ("min_8bit_numel", group["min_8bit_numel"], "at least 0", group["min_8bit_numel"] >= 0),
+    ):
+        if not holds:
+            raise ConfigError(f"{field} is {value}, but it must be {rule}")

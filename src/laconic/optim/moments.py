@@ -1,0 +1,172 @@
+"""How the moments of one parameter are stored: in 8 bits or in fp32, plain or sharded like the parameter.
+
+Blocks of 256 run along rows, where a row holds the elements that share an index of the first dimension. FSDP2 cuts that
+dimension only, so every block lies on one process whatever the world size, and codes and scales are DTensors with the
+parameter's own placements: a checkpoint of theirs can be loaded by any number of processes, bit for bit. Where rows are
+multiples of 256 long, as in language models, this is the flat order of bitsandbytes.
+
+What depends on the shape alone is decided by the parameter's global shape, so that all layouts agree on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from laconic.errors import FormatError
+from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
+from laconic.ops.dynamic_map import ZERO_CODE
+
+__all__ = [
+    "MOMENTS",
+    "check_state",
+    "dequantize_moment",
+    "is_8bit",
+    "local",
+    "new_state",
+    "quantize_moment",
+    "rows_of",
+    "wants_8bit",
+]
+
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Adam's moments by their names in a state, and whether each has a sign. In 8 bits, <name>_codes and <name>_scales."""
+
+# Shorter rows would spend more on scales than they save; only depthwise convolutions and the like have them.
+_MIN_ROW_LENGTH = 16
+# A vector shorter than this is a norm or a bias: small, and cut anywhere by FSDP2, also within a block.
+_MIN_VECTOR_NUMEL = 1 << 20
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies on this process; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(shape: torch.Size) -> tuple[int, int]:
+    """(rows, length of a row) that the blocks of a tensor of this shape run along; a vector is one row."""
+    if len(shape) < 2:
+        return 1, shape.numel()
+    return shape[0], math.prod(shape[1:])
+
+
+def wants_8bit(parameter: Tensor, min_8bit_numel: int) -> bool:
+    """Whether the moments of a parameter are kept in 8 bits, which its global shape decides."""
+    rows, length = rows_of(parameter.shape)
+    smallest = min_8bit_numel if parameter.dim() >= 2 else max(min_8bit_numel, _MIN_VECTOR_NUMEL)
+    return rows * length >= smallest and length >= _MIN_ROW_LENGTH
+
+
+def is_8bit(state: Mapping[str, Any]) -> bool:
+    """Whether a state holds codes and scales."""
+    return "exp_avg_codes" in state
+
+
+def new_state(parameter: Tensor, min_8bit_numel: int) -> dict[str, Any]:
+    """The state before the first step: both moments zero, on the parameter's device and with its placements.
+
+    "step" is a 0-dim fp32 tensor on the host, as in torch. Raises FormatError for a sharding that 8-bit moments cannot
+    follow.
+    """
+    state: dict[str, Any] = {"step": torch.tensor(0.0)}
+    for name, signed in MOMENTS.items():
+        if wants_8bit(parameter, min_8bit_numel):
+            part = local(parameter)
+            rows, length = rows_of(part.shape)
+            codes = torch.full(part.shape, ZERO_CODE[signed], dtype=torch.uint8, device=part.device)
+            scales = torch.zeros(rows, -(-length // STATE_BLOCK_SIZE), dtype=torch.float32, device=part.device)
+            state[f"{name}_codes"], state[f"{name}_scales"] = _placed_like(parameter, codes, scales)
+        else:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return state
+
+
+def quantize_moment(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 of the moment's shape, and scales, fp32 [rows, blocks per row], of a plain fp32 tensor."""
+    codes, scales = quantize_dynamic(moment.reshape(rows_of(moment.shape)), signed=signed)
+    return codes.view(moment.shape), scales
+
+
+def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """The moment, fp32 of the codes' shape, from plain tensors."""
+    values = dequantize_dynamic(codes.reshape(rows_of(codes.shape)), scales, signed=signed)
+    return values.view(codes.shape)
+
+
+def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit_numel: int) -> None:
+    """Check that a loaded state fits a parameter. Raises FormatError, which calls the parameter `name`."""
+    expected = {"step"} | (
+        {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales")} if is_8bit(state) else set(MOMENTS)
+    )
+    if set(state) != expected:
+        raise FormatError(
+            f"the state of {name} has {', '.join(sorted(map(str, state)))}, but AdamW8bit keeps"
+            f" {', '.join(sorted(expected))}; convert a state of bitsandbytes with"
+            " laconic.optim.from_bitsandbytes_state"
+        )
+    if not is_8bit(state) and wants_8bit(parameter, min_8bit_numel):
+        raise FormatError(
+            f"the state of {name} is in fp32, but this optimizer keeps it in 8 bits; convert a state of"
+            " torch.optim.AdamW with laconic.optim.from_adamw_state, or set min_8bit_numel above"
+            f" {parameter.numel()} to go on in fp32"
+        )
+    rows, length = rows_of(parameter.shape)
+    for key, value in state.items():
+        if key == "step":
+            continue
+        shape, dtype = tuple(parameter.shape), torch.uint8 if key.endswith("_codes") else torch.float32
+        if key.endswith("_scales"):
+            shape = (rows, -(-length // STATE_BLOCK_SIZE))
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise FormatError(f"{key} of {name} is {found}, but it must be {dtype} {shape}")
+        if isinstance(value, DTensor) != isinstance(parameter, DTensor):
+            kinds = ["a plain tensor", "a DTensor"]
+            raise FormatError(
+                f"{key} of {name} is {kinds[isinstance(value, DTensor)]}, but the parameter is"
+                f" {kinds[isinstance(parameter, DTensor)]}; load it with"
+                " torch.distributed.checkpoint.state_dict.set_state_dict"
+            )
+
+
+def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the local part as DTensors, if the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return codes, scales
+    rows, length = rows_of(parameter.shape)
+    # A vector is one row, so what cuts its dimension 0 cuts dimension 1 of its scales.
+    along_rows = 0 if parameter.dim() < 2 else 1
+    num_cuts = 1
+    placements: list[Placement] = []
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        if placement.is_shard(along_rows):
+            num_cuts *= size
+            placements.append(Shard(1))
+        elif placement.is_replicate() or (placement.is_shard(0) and along_rows):
+            placements.append(placement)
+        else:
+            num_cuts = -1
+            break
+    if num_cuts != 1 and (num_cuts < 0 or length % (num_cuts * STATE_BLOCK_SIZE)):
+        raise FormatError(
+            f"a parameter of shape {tuple(parameter.shape)} is placed as {parameter.placements} on a mesh of shape"
+            f" {tuple(parameter.device_mesh.shape)}, but 8-bit moments need whole blocks of {STATE_BLOCK_SIZE} elements"
+            " on each process; shard dimension 0, or put the parameter into a group with a larger min_8bit_numel to"
+            " keep its moments in fp32"
+        )
+    mesh, shape = parameter.device_mesh, torch.Size((rows, -(-length // STATE_BLOCK_SIZE)))
+    return (
+        DTensor.from_local(
+            codes, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
+        ),
+        DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=_strides(shape)),
+    )
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

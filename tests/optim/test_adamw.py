@@ -1,0 +1,458 @@
+"""AdamW8bit: torch's semantics, a bound on every step, quantized gradients, refusals, and states that come back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError, FormatError
+from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats.gradient import GRADIENT_FORMAT, RESIDUAL_FORMAT
+from laconic.ops.adamw_scalars import largest_step
+from laconic.optim import AdamW8bit
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+
+def quantized(gradient: Tensor, bits: int) -> QuantizedGradient:
+    """`gradient`, fp32, as the gradient store would hold it."""
+    flat = gradient.flatten()
+    coarse = GRADIENT_FORMAT.quantize(flat)
+    if bits == 8:
+        return QuantizedGradient(gradient.shape, coarse.codes, coarse.scales)
+    rest = RESIDUAL_FORMAT.quantize(flat - coarse.dequantize())
+    return QuantizedGradient(gradient.shape, coarse.codes, coarse.scales, rest.codes, rest.scales)
+
+
+def same_state(one: Any, two: Any) -> bool:
+    return set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_first_step_is_that_of_exact_adamw() -> None:
+    ours, exact = parameter(20, 300), parameter(20, 300)
+    gradient = torch.randn(20, 300) * torch.exp2(20 * torch.randn(20, 300)).clamp(1e-12, 1e12)
+    gradient[3] = 0
+    ours.grad, exact.grad = gradient.clone(), gradient.clone()
+    AdamW8bit([ours], lr=0.01, weight_decay=0.1).step()
+    torch.optim.AdamW([exact], lr=0.01, weight_decay=0.1).step()
+    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=3e-8)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_follows_exact_adamw(maximize: bool) -> None:
+    ours, exact = parameter(64, 512), parameter(64, 512)
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "maximize": maximize}
+    mine, theirs = AdamW8bit([ours], **options), torch.optim.AdamW([exact], **options)
+    start = ours.detach().clone()
+    for _ in range(20):
+        gradient = torch.randn(64, 512) + 0.3
+        ours.grad, exact.grad = gradient, gradient.clone()
+        mine.step()
+        theirs.step()
+    moved = (exact - start).square().mean().sqrt()
+    assert moved > 2e-3
+    assert (ours - exact).square().mean().sqrt() < 0.02 * moved
+
+
+def test_states_take_two_bytes_per_weight() -> None:
+    model = nn.Linear(512, 256)
+    optimizer = AdamW8bit(model.parameters())
+    model(torch.randn(3, 512)).sum().backward()
+    optimizer.step()
+    weight = optimizer.state[model.weight]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in weight.items()} == {
+        "step": (torch.float32, ()),
+        "exp_avg_codes": (torch.uint8, (256, 512)),
+        "exp_avg_scales": (torch.float32, (256, 2)),
+        "exp_avg_sq_codes": (torch.uint8, (256, 512)),
+        "exp_avg_sq_scales": (torch.float32, (256, 2)),
+    }
+    assert optimizer.state[model.bias]["exp_avg"].dtype == torch.float32
+    assert optimizer.state_nbytes == 2 * (256 * 512 + 256 * 2 * 4) + 2 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "eight"),
+    [
+        ((64, 64), True),
+        ((63, 65), False),
+        ((4096,), False),
+        (((1 << 20) - 1,), False),
+        ((1 << 20,), True),
+        ((512, 1, 16), True),
+        ((2048, 1, 8), False),
+        ((1, 4096), True),
+    ],
+)
+def test_small_parameters_and_vectors_keep_fp32(shape: tuple[int, ...], eight: bool) -> None:
+    p = nn.Parameter(torch.zeros(shape))
+    p.grad = torch.ones(shape)
+    optimizer = AdamW8bit([p])
+    optimizer.step()
+    assert ("exp_avg_codes" in optimizer.state[p]) == eight
+    torch.testing.assert_close(p.detach(), torch.full(shape, -1e-3))
+
+
+def test_parameters_with_fp32_states_follow_torch_exactly() -> None:
+    ours, exact = parameter(70), parameter(70)
+    mine = AdamW8bit([ours], lr=0.1, weight_decay=0.2)
+    theirs = torch.optim.AdamW([exact], lr=0.1, weight_decay=0.2)
+    for _ in range(3):
+        ours.grad = torch.randn(70)
+        exact.grad = ours.grad.clone()
+        mine.step()
+        theirs.step()
+    assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_move_as_wide_ones_do(dtype: torch.dtype) -> None:
+    narrow, wide = parameter(64, 256, dtype=dtype), nn.Parameter(parameter(64, 256, dtype=dtype).float())
+    bias = parameter(10, dtype=dtype)
+    mine, theirs = AdamW8bit([narrow, bias], lr=0.1), AdamW8bit([wide], lr=0.1)
+    gradient = torch.randn(64, 256).to(dtype)
+    narrow.grad, wide.grad, bias.grad = gradient, gradient.float(), torch.ones(10, dtype=dtype)
+    mine.step()
+    theirs.step()
+    assert torch.equal(narrow, wide.to(dtype))
+    assert bias.dtype == dtype
+    assert mine.state[bias]["exp_avg"].dtype == torch.float32
+
+
+# --- the bound ---
+
+
+def outlier(block: Tensor, generator: torch.Generator) -> Tensor:
+    """One element of each block is a million times the others."""
+    block[:, int(torch.randint(0, block.shape[1], (), generator=generator))] *= 1e6
+    return block
+
+
+def fading(block: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element has a magnitude of its own, from 1 down to 1e-18."""
+    return block * torch.logspace(0, -18, block.shape[1])
+
+
+def sparse(block: Tensor, generator: torch.Generator) -> Tensor:
+    """Most gradients are zero."""
+    return block * (torch.rand(block.shape, generator=generator) < 0.05)
+
+
+def wild(block: Tensor, generator: torch.Generator) -> Tensor:
+    """A new magnitude each time."""
+    return block * torch.exp2(12 * torch.randn(block.shape, generator=generator))
+
+
+def nothing(block: Tensor, generator: torch.Generator) -> Tensor:
+    """No gradient at all."""
+    return block * 0
+
+
+def tiny(block: Tensor, generator: torch.Generator) -> Tensor:
+    """Squares below the smallest number of fp32."""
+    return block * 1e-22
+
+
+KINDS: list[Callable[[Tensor, torch.Generator], Tensor]] = [outlier, fading, sparse, wild, nothing, tiny]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=30),
+    betas=st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.95, 0.9), (0.5, 0.0)]),
+    eps=st.sampled_from([1e-8, 0.0, 1e-15]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_no_step_is_larger_than_adams_largest(
+    kinds: list[Callable[[Tensor, torch.Generator], Tensor]],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p = nn.Parameter(torch.randn(4, 300, generator=generator))
+    lr = 1e-2
+    optimizer = AdamW8bit([p], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, min_8bit_numel=0)
+    for step, kind in enumerate(kinds, start=1):
+        before = p.detach().double()
+        p.grad = kind(torch.randn(4, 300, generator=generator), generator)
+        optimizer.step()
+        change = (p.detach().double() - before).abs()
+        assert change.isfinite().all()
+        bound = lr * largest_step(*betas, step) * (1 + 2.0**-15) + lr * weight_decay * before.abs()
+        rounding = 2.0**-23 * (before.abs() + bound)
+        assert (change <= bound + rounding).all(), (change / lr).max()
+        if betas == (0.9, 0.999):  # what is usually quoted as Adam's worst case
+            assert (change <= lr * 0.1 / 0.001**0.5 + lr * weight_decay * before.abs() + rounding).all()
+
+
+def test_exact_adam_reaches_the_bound() -> None:
+    # Gradients that grow by beta2 / beta1 a step; the frequently quoted (1 - b1) / sqrt(1 - b2) = 3.16 is passed.
+    p = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([p], lr=1.0, eps=0.0, weight_decay=0.0)
+    for step in range(1, 1001):
+        before = p.item()
+        p.grad = torch.full((1, 1), 1e-40 * (0.999 / 0.9) ** step, dtype=torch.float64)
+        optimizer.step()
+    assert abs(p.item() - before) == pytest.approx(largest_step(0.9, 0.999, 1000), rel=1e-9)
+    assert abs(p.item() - before) > 5.7
+
+
+def test_an_element_without_gradient_does_not_move_and_a_late_one_moves_as_in_adam() -> None:
+    ours, exact = parameter(16, 256), parameter(16, 256)
+    mine, theirs = AdamW8bit([ours], weight_decay=0.0), torch.optim.AdamW([exact], weight_decay=0.0)
+    start = ours.detach().clone()
+    for step in range(6):
+        gradient = torch.randn(16, 256)
+        if step < 5:
+            gradient[:, 128:] = 0
+        ours.grad, exact.grad = gradient, gradient.clone()
+        mine.step()
+        theirs.step()
+        if step < 5:
+            assert torch.equal(ours[:, 128:], start[:, 128:])
+    torch.testing.assert_close(ours[:, 128:], exact[:, 128:])
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("bits", [8, 12])
+@pytest.mark.parametrize("shape", [(64, 256), (33, 131), (70,)])
+def test_quantized_gradients_step_as_their_values_do(bits: int, shape: tuple[int, ...]) -> None:
+    one, two = parameter(*shape), parameter(*shape)
+    first, second = AdamW8bit([one]), AdamW8bit([two])
+    for seed in range(3):
+        gradient = quantized(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), bits)
+        set_quantized_gradient(one, gradient)
+        two.grad = gradient.dequantize()
+        first.step()
+        second.step()
+        assert one.grad is None
+    assert torch.equal(one, two)
+    assert same_state(first.state[one], second.state[two])
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_gradient_factor_multiplies_what_is_read(bits: int | None) -> None:
+    ps = [parameter(32, 256), parameter(9)]
+    qs = [parameter(32, 256), parameter(9)]
+    first, second = AdamW8bit(ps), AdamW8bit(qs)
+    for p, q in zip(ps, qs, strict=True):
+        gradient = torch.randn(p.shape)
+        if bits is None:
+            p.grad, q.grad = gradient, gradient * 0.25
+        else:
+            set_quantized_gradient(p, quantized(gradient, bits))
+            q.grad = quantized(gradient, bits).dequantize() * 0.25
+    first.step(gradient_factor=torch.tensor(0.25))
+    second.step()
+    for p, q in zip(ps, qs, strict=True):
+        assert torch.equal(p, q)
+        assert same_state(first.state[p], second.state[q])
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    used, unused = parameter(64, 64), parameter(64, 64)
+    optimizer = AdamW8bit([used, unused])
+    before = unused.detach().clone()
+    used.grad = torch.ones(64, 64)
+    optimizer.step()
+    assert torch.equal(unused, before)
+    assert not optimizer.state[unused]
+    unused.grad = torch.ones(64, 64)
+    optimizer.step()
+    assert optimizer.state[used]["step"].item() == 2
+    assert optimizer.state[unused]["step"].item() == 1
+
+
+def test_any_order_of_memory_gives_the_same_step() -> None:
+    one, two = nn.Parameter(torch.randn(8, 16, 6, 6).contiguous(memory_format=torch.channels_last)), None
+    two = nn.Parameter(one.detach().clone(memory_format=torch.contiguous_format))
+    gradient = torch.randn(16, 8, 6, 6).transpose(0, 1)
+    one.grad, two.grad = gradient, gradient.contiguous()
+    AdamW8bit([one]).step()
+    AdamW8bit([two]).step()
+    assert torch.equal(one, two)
+    assert one.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_non_finite_gradients_are_not_hidden() -> None:
+    p = parameter(16, 512)
+    optimizer = AdamW8bit([p])
+    p.grad = torch.ones(16, 512)
+    p.grad[2, 3], p.grad[5, 300] = float("nan"), float("inf")
+    optimizer.step()
+    assert p[2, 3].isnan()
+    assert p[5, 300].isnan()
+    assert p.isnan().sum() == 2
+    scales = optimizer.state[p]["exp_avg_sq_scales"]
+    assert scales.isnan().nonzero().tolist() == [[2, 0], [5, 1]]
+
+
+def test_zero_grad_clears_quantized_gradients() -> None:
+    p = parameter(64, 64)
+    optimizer = AdamW8bit([p])
+    set_quantized_gradient(p, quantized(torch.ones(64, 64), 12))
+    optimizer.zero_grad(set_to_none=False)
+    kept = quantized_gradient(p)
+    assert kept is not None
+    assert not kept.dequantize().any()
+    optimizer.zero_grad()
+    assert quantized_gradient(p) is None
+
+
+def test_closure_is_evaluated_with_gradients() -> None:
+    p = parameter(64, 64)
+    optimizer = AdamW8bit([p])
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = [optimizer.step(closure) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_groups_and_schedules_work_as_in_torch() -> None:
+    slow, fast = parameter(64, 64), parameter(64, 64)
+    optimizer = AdamW8bit([{"params": [slow], "lr": 0.0, "weight_decay": 0.0}, {"params": [fast]}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    before = fast.detach().clone()
+    for p in (slow, fast):
+        p.grad = torch.ones(64, 64)
+    optimizer.step()
+    scheduler.step()
+    assert torch.equal(slow, parameter(64, 64))
+    assert not torch.equal(fast, before)
+    assert optimizer.param_groups[1]["lr"] == 0.05
+
+
+# --- states ---
+
+
+def stepped(shape: tuple[int, ...] = (64, 256), dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, AdamW8bit]:
+    p = parameter(*shape, dtype=dtype)
+    optimizer = AdamW8bit([p])
+    p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    optimizer.step()
+    return p, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 256), (5, 7)])
+def test_state_dict_comes_back_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    p, optimizer = stepped(shape, dtype)
+    q = nn.Parameter(p.detach().clone())
+    other = AdamW8bit([q], lr=7.0)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert same_state(other.state[q], optimizer.state[p])
+    for parameter_, optimizer_ in ((p, optimizer), (q, other)):
+        parameter_.grad = torch.ones_like(parameter_)
+        optimizer_.step()
+    assert torch.equal(p, q)
+    assert same_state(other.state[q], optimizer.state[p])
+
+
+def test_loaded_states_are_copies() -> None:
+    p, optimizer = stepped()
+    q = nn.Parameter(p.detach().clone())
+    other = AdamW8bit([q])
+    other.load_state_dict(optimizer.state_dict())
+    before = optimizer.state[p]["exp_avg_codes"].clone()
+    q.grad = -torch.ones_like(q)
+    other.step()
+    assert torch.equal(optimizer.state[p]["exp_avg_codes"], before)
+    assert optimizer.state[p]["step"].item() == 1
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    p, optimizer = stepped()
+    saved = optimizer.state_dict()
+    exact = parameter(64, 256)
+    theirs = torch.optim.AdamW([exact])
+    exact.grad = torch.ones(64, 256)
+    theirs.step()
+
+    def changed(**entries: Any) -> dict[str, Any]:
+        return saved | {"state": {0: saved["state"][0] | entries}}
+
+    bad = [
+        (theirs.state_dict(), "the state of parameter 0 of group 0 is in fp32, .* laconic.optim.from_adamw_state"),
+        (
+            changed(exp_avg_scales=torch.zeros(64, 2)),
+            r"exp_avg_scales of parameter 0 .* must be torch.float32 \(64, 1\)",
+        ),
+        (changed(exp_avg_codes=torch.zeros(64, 256)), "exp_avg_codes of parameter 0 .* must be torch.uint8"),
+        (changed(max_exp_avg_sq=torch.zeros(3)), "has exp_avg_codes, .*max_exp_avg_sq.* but AdamW8bit keeps"),
+    ]
+    before = copy.deepcopy(optimizer.state[p])
+    for state, message in bad:
+        with pytest.raises(FormatError, match=message):
+            optimizer.load_state_dict(state)
+        assert same_state(optimizer.state[p], before)
+
+
+# --- refusals ---
+
+
+def test_two_gradients_are_refused_before_anything_moves() -> None:
+    first, both = parameter(64, 64), parameter(64, 64)
+    first.grad = both.grad = torch.ones(64, 64)
+    set_quantized_gradient(both, quantized(torch.ones(64, 64), 8))
+    before = first.detach().clone()
+    optimizer = AdamW8bit([("first", first), ("both", both)])
+    with pytest.raises(FormatError, match=r"parameter both has a gradient in \.grad and a quantized one"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert not optimizer.state[first]
+
+
+def test_sparse_gradients_are_refused_with_the_remedy() -> None:
+    layer = nn.Embedding(100, 64, sparse=True)
+    layer(torch.tensor([3])).sum().backward()
+    with pytest.raises(FormatError, match=r"parameter 0 of group 0 is sparse, .* build the layer with sparse=False"):
+        AdamW8bit(layer.parameters()).step()
+
+
+def test_other_gradients_that_cannot_be_read_are_refused() -> None:
+    p = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(FormatError, match=r"parameter 0 of group 0 is torch\.float64"):
+        AdamW8bit([p]).step()
+    p = parameter(4, 4)
+    set_quantized_gradient(p, quantized(torch.zeros(4, 5), 8))
+    with pytest.raises(FormatError, match=r"has shape \(4, 5\), but .* has \(4, 4\)"):
+        AdamW8bit([p]).step()
+    with pytest.raises(FormatError, match=r"gradient_factor has shape \(2,\), but it must be 0-dimensional"):
+        AdamW8bit([p]).step(gradient_factor=torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0, but it must be at least 0"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0, but it must be at least 0 and below 1"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0.1, but"),
+        ({"eps": -1e-8}, "eps is -1e-08, but it must be at least 0"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan, but it must be at least 0"),
+        ({"min_8bit_numel": -1}, "min_8bit_numel is -1, but"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdamW8bit([parameter(2, 2)], **options)
