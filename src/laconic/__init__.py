@@ -11,15 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations
     from laconic.formats import BlockFormat, BlockTensor
+    from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
 
 __version__ = "0.1.0"
 
-__all__ = ["compress_activations", "decompress_activations", "AdamW8bit", "BlockFormat", "BlockTensor", "__version__"]
+__all__ = [
+    "compress_activations",
+    "decompress_activations",
+    "compress_gradients",
+    "AdamW8bit",
+    "BlockFormat",
+    "BlockTensor",
+    "__version__",
+]
 
 _HOME = {
     "compress_activations": "laconic.activations",
     "decompress_activations": "laconic.activations",
+    "compress_gradients": "laconic.gradients",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",
     "BlockTensor": "laconic.formats",

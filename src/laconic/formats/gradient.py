@@ -10,12 +10,15 @@ knowing who made it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from laconic.errors import FormatError
 from laconic.formats.blockwise import BlockFormat, BlockTensor
+from laconic.ops import accumulate_blockwise_, square_sum_blockwise
 
 __all__ = ["GRADIENT_FORMAT", "RESIDUAL_FORMAT", "QuantizedGradient", "quantized_gradient", "set_quantized_gradient"]
 
@@ -40,6 +43,21 @@ class QuantizedGradient:
     residual_scales: Tensor | None = None
     """fp32 [ceil(n / 128)]; None at 8 bits."""
 
+    @classmethod
+    def zeros(cls, shape: Sequence[int], bits: int, device: torch.device | str | None = None) -> QuantizedGradient:
+        """The gradient zero of a parameter of this shape. Raises FormatError unless bits is 8 or 12."""
+        if bits not in (8, 12):
+            raise FormatError(f"bits is {bits!r}, but it must be 8 (int8) or 12 (int8 and an int4 residual)")
+        size = torch.Size(shape)
+        num_elements = size.numel()
+        num_blocks = -(-num_elements // GRADIENT_FORMAT.block_size)
+        codes = torch.zeros(num_elements, dtype=torch.uint8, device=device)
+        scales = torch.zeros(num_blocks, device=device, dtype=torch.float32)
+        if bits == 8:
+            return cls(size, codes, scales)
+        residual_codes = torch.zeros((num_elements + 1) // 2, dtype=torch.uint8, device=device)
+        return cls(size, codes, scales, residual_codes, torch.zeros_like(scales))
+
     @property
     def bits(self) -> int:
         """8, or 12 with a residual."""
@@ -50,6 +68,27 @@ class QuantizedGradient:
         """Bytes of codes and scales."""
         parts = (self.codes, self.scales, self.residual_codes, self.residual_scales)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def accumulate_(self, gradient: Tensor, alpha: float = 1.0) -> None:
+        """Add alpha * gradient, of the parameter's shape (float32, bfloat16, float16), in one pass."""
+        accumulate_blockwise_(
+            self.codes,
+            self.scales,
+            gradient,
+            residual_codes=self.residual_codes,
+            residual_scales=self.residual_scales,
+            alpha=alpha,
+        )
+
+    def square_sum(self) -> Tensor:
+        """The sum of squares, a 0-d fp64 tensor; NaN where a block is broken."""
+        return square_sum_blockwise(
+            self.codes, self.scales, residual_codes=self.residual_codes, residual_scales=self.residual_scales
+        )
+
+    def all_scales(self) -> list[Tensor]:
+        """The tensors that scale the gradient: what is multiplied to multiply it."""
+        return [self.scales] if self.residual_scales is None else [self.scales, self.residual_scales]
 
     def dequantize(self) -> Tensor:
         """The gradient, fp32, in the parameter's shape."""

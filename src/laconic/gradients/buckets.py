@@ -1,0 +1,89 @@
+"""Which gradients travel together, and when: reduction that starts while backward still runs.
+
+Parameters are cut into buckets in reverse order, because backward reaches the last ones first. A bucket leaves as soon
+as each of its gradients has arrived for the last time, and never before the buckets in front of it: so every rank sends
+the same buckets in the same order, whatever order its own backward takes. What has not left by the end leaves then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from laconic.errors import TrainingError
+
+__all__ = ["Buckets", "Work"]
+
+
+class Work(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> object:
+        """Return when it is done."""
+
+
+class Buckets:
+    """Parameters 0 .. n - 1, cut into buckets that are reduced one after the other."""
+
+    def __init__(self, nbytes: Sequence[int], bucket_nbytes: int, reduce: Callable[[list[int]], Work]) -> None:
+        """`nbytes` of each parameter's gradient; `reduce` starts the reduction of some parameters, by number."""
+        self._reduce = reduce
+        self._buckets: list[list[int]] = []
+        size = bucket_nbytes
+        for number in reversed(range(len(nbytes))):
+            if size + nbytes[number] > bucket_nbytes:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(number)
+            size += nbytes[number]
+        self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket}
+        self._expected: dict[int, int] | None = None
+        self._works: list[Work] = []
+
+    @property
+    def num_launched(self) -> int:
+        """How many buckets are on their way."""
+        return len(self._works)
+
+    def expect(self, num_backwards: int) -> None:
+        """From now on each parameter's gradient arrives `num_backwards` times, and then its bucket may leave."""
+        if self._expected is not None:
+            raise TrainingError(
+                "the last micro-batch was announced twice without a reduction in between; call reduce() after it"
+            )
+        self._expected = dict.fromkeys(self._bucket_of, num_backwards)
+
+    def arrived(self, number: int, name: str) -> None:
+        """Parameter `number` has a new gradient. Raises TrainingError if its bucket has left."""
+        if self._expected is None:
+            return
+        if self._bucket_of[number] < len(self._works):
+            raise TrainingError(
+                f"a gradient of {name} arrived after its reduction had started; inside last_micro_batch() each"
+                " parameter may get one gradient per backward: say how many backwards follow (num_backwards), use"
+                " checkpointing with use_reentrant=False, or leave last_micro_batch() out"
+            )
+        self._expected[number] -= 1
+        while len(self._works) < len(self._buckets) and self._is_ready(self._buckets[len(self._works)]):
+            self._launch()
+
+    def forget(self) -> None:
+        """Expect nothing any more. Raises TrainingError if a bucket has left already."""
+        if self._works:
+            raise TrainingError("gradients are being reduced; call reduce(), on every rank, before this")
+        self._expected = None
+
+    def finish(self) -> None:
+        """Reduce what has not left yet and wait for everything."""
+        while len(self._works) < len(self._buckets):
+            self._launch()
+        works, self._works, self._expected = self._works, [], None
+        for work in works:
+            work.wait()
+
+    def _is_ready(self, bucket: list[int]) -> bool:
+        assert self._expected is not None
+        return all(self._expected[number] <= 0 for number in bucket)
+
+    def _launch(self) -> None:
+        self._works.append(self._reduce(self._buckets[len(self._works)]))

@@ -1,0 +1,61 @@
+"""Ranks that hold one model together: they must start alike, and say so in words when they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laconic.errors import ConfigError
+
+__all__ = ["broadcast_state", "check_same_settings", "local_part"]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
+    """Compare settings, by name, with those of the other ranks of a group.
+
+    Costs one small all-gather; the settings themselves are exchanged only when they differ. Raises ConfigError on every
+    rank, naming the first setting that differs.
+    """
+    text = json.dumps(settings, default=str)
+    digests: list[str] = [""] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)
+    if len(set(digests)) == 1:
+        return
+    texts = [""] * group.size()
+    dist.all_gather_object(texts, text, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    first = json.loads(texts[0])
+    for rank, other_text in zip(ranks, texts, strict=True):
+        other = json.loads(other_text)
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
+                raise ConfigError(
+                    f"{name} is {first.get(name, 'missing')} on rank {ranks[0]} and {other.get(name, 'missing')} on"
+                    f" rank {rank}, but all ranks of a group must agree; start every rank with the same settings"
+                )
+    raise AssertionError("digests differ, settings do not")
+
+
+@torch.no_grad()
+def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank of a group the parameters and buffers of its first rank, in place."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        local = local_part(tensor)
+        if local.numel() == 0:
+            continue
+        whole = local.contiguous()
+        dist.broadcast(whole, source, group=group)
+        if whole is not local:
+            local.copy_(whole)
