@@ -1,0 +1,194 @@
+"""A plan as a file: which model, which world, what every site keeps, and the bytes that were predicted.
+
+docs/planning.md has the format. A plan is made for one model and one world; whoever executes it checks both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from laconic.cost.choose import Chosen
+from laconic.cost.memory import Job, Layout, Prediction, Settings, predict
+from laconic.cost.model_shape import ModelShape
+from laconic.cost.units import EXACT, Batch, Choice
+from laconic.errors import PlanError
+
+__all__ = ["Plan", "load_plan"]
+
+_FORMAT = "laconic plan"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with its choices.
+
+    choices: by name of the unit; recomputed: decoder layers that run again in backward, with the format of their input.
+    policy: who decided. budget_nbytes: of each device, None if none was given. predicted: for the reader; `prediction`
+    computes it again.
+    """
+
+    job: Job
+    choices: Mapping[str, Choice]
+    recomputed: Mapping[int, Choice]
+    policy: str
+    budget_nbytes: int | None = None
+
+    @classmethod
+    def of(cls, job: Job, chosen: Chosen, budget_nbytes: int | None = None) -> Plan:
+        """The plan of what a policy or the solver chose; how layers are split becomes explicit."""
+        job = replace(job, layout=replace(job.layout, split=job.split))
+        return cls(job, chosen.choices, chosen.recomputed, chosen.policy, budget_nbytes)
+
+    @property
+    def prediction(self) -> Prediction:
+        """Bytes of every rank."""
+        return predict(self.job, self.choices, self.recomputed)
+
+    @property
+    def attention(self) -> str:
+        """How attention is kept: "exact", a code, or "mixed"."""
+        names = {
+            self.choices.get(unit.name, EXACT).code or "exact"
+            for stage in self.job.stages()
+            for unit in stage.units()
+            if unit.kind == "attention" and unit.layer not in self.recomputed
+        }
+        return names.pop() if len(names) == 1 else "mixed" if names else "exact"
+
+    def activation_plan(self) -> dict[str, Any]:
+        """The part that `laconic.activations.ActivationPlan` reads, version 2.
+
+        "sites": by module name a format, {"recompute": true}, or null for exact. "layers": decoder layers that run
+        again in backward, by module name, with how their input is kept.
+        """
+        sites: dict[str, Any] = {}
+        for stage in self.job.stages():
+            for unit in stage.units():
+                choice = EXACT if unit.layer in self.recomputed else self.choices.get(unit.name, EXACT)
+                for index, site in enumerate(unit.sites):
+                    # The down projection reads what its block rebuilds, so it is rewritten whatever is chosen for that.
+                    inner = choice.recompute and index > 0
+                    sites[site] = (Choice("nf4") if inner else choice).to_json()
+        plan: dict[str, Any] = {"version": 2, "sites": sites}
+        if self.recomputed:
+            plan["layers"] = {f"model.layers.{i}": c.to_json() for i, c in sorted(self.recomputed.items())}
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        job, prediction = self.job, self.prediction
+        layout = asdict(job.layout) | {"split": list(job.split), "world_size": job.layout.world_size}
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "model": job.shape.to_dict(),
+            "world": layout,
+            "batch": asdict(job.batch),
+            "schedule": [[str(action) for action in line] for line in job.layout.make_schedule().actions],
+            "settings": {
+                **asdict(job.settings),
+                "attention": self.attention,
+                "activations": self.activation_plan(),
+            },
+            "policy": self.policy,
+            "budget_nbytes": self.budget_nbytes,
+            "choices": {name: choice.to_json() for name, choice in self.choices.items()},
+            "recomputed_layers": {str(layer): choice.to_json() for layer, choice in self.recomputed.items()},
+            "predicted": {
+                "ranks": [rank.to_dict() for rank in prediction.ranks],
+                "saved_nbytes_per_micro_batch": dict(prediction.saved_nbytes),
+            },
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON; a file of that name is replaced only when the new one is complete."""
+        target = Path(path)
+        temporary = target.with_name(target.name + ".part")
+        temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(target)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            PlanError: it is no plan, of another version, or says something that cannot be.
+        """
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise PlanError("the file is no laconic plan; write one with laconic plan")
+        if data.get("version") != _VERSION:
+            raise PlanError(f"the plan has version {data.get('version')!r}, but only {_VERSION} is known")
+        try:
+            world = {field.name: data["world"][field.name] for field in fields(Layout)}
+            settings = {field.name: data["settings"][field.name] for field in fields(Settings)}
+            plan = cls(
+                job=Job(
+                    ModelShape(**data["model"]),
+                    Batch(**data["batch"]),
+                    Layout(**world | {"split": tuple(world["split"])}),
+                    Settings(**settings),
+                ),
+                choices={name: Choice.from_json(entry) for name, entry in data["choices"].items()},
+                recomputed={int(layer): Choice.from_json(entry) for layer, entry in data["recomputed_layers"].items()},
+                policy=data["policy"],
+                budget_nbytes=data["budget_nbytes"],
+            )
+            written = data["settings"]["activations"]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"the plan is damaged: {error!r}; write it again with laconic plan") from error
+        _ = plan.prediction  # refused if layers, stages and choices do not fit
+        if plan.activation_plan() != written:
+            raise PlanError(
+                "the plan's settings.activations are not those of its choices; change it with laconic plan, not by hand"
+            )
+        return plan
+
+    def check(self, model: ModelShape, **world: Any) -> None:
+        """Refuses to be executed for another model or in another world.
+
+        Args:
+            model: of the run.
+            world: fields of `Layout` and `Batch`, and `world_size`, as far as the run knows them.
+
+        Raises:
+            PlanError: names the first field that differs, its value in the plan and in the run.
+        """
+        mine, theirs = self.job.shape.to_dict(), model.to_dict()
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise PlanError(
+                    f"the plan is for a model with {name} = {value!r}, but this model has {theirs[name]!r}; make a "
+                    f"plan for this model with laconic plan"
+                )
+        layout = self.job.layout
+        known = {**asdict(layout), **asdict(self.job.batch), "split": self.job.split, "world_size": layout.world_size}
+        for name, value in world.items():
+            if name not in known:
+                raise PlanError(f"a plan says nothing about {name!r}; it knows {', '.join(known)}")
+            if known[name] != value:
+                raise PlanError(
+                    f"the plan is for a run with {name} = {known[name]!r}, but this run has {value!r}; run it as "
+                    f"planned or make another plan with laconic plan"
+                )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads a plan from a file.
+
+    Raises:
+        PlanError: there is no such file, or see `Plan.from_dict`.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"plan is {str(path)!r}, but it must be a file: {error}") from error
+    except ValueError as error:
+        raise PlanError(f"plan {path} is not JSON: {error}") from error
+    return Plan.from_dict(data)

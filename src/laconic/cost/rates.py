@@ -1,0 +1,148 @@
+"""What a choice costs besides bytes: error of the gradient and seconds, from numbers that name their source.
+
+The numbers are data files in `laconic/cost/data/`; `laconic plan --calibrate` writes one of the same form for the model
+and data at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from laconic.cost.memory import Job
+from laconic.cost.units import Choice, Unit
+from laconic.errors import PlanError
+
+__all__ = ["Hardware", "Sensitivity", "layer_forward_flops", "pack_seconds", "recompute_seconds"]
+
+EXPOSED_OFFLOAD = 0.25
+"""Share of the transfers to and from host memory that computation does not hide. An assumption, not measured."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """How fast a device is. Bytes count what is read and written, in the dtype of the activations."""
+
+    name: str
+    matmul_flops_per_second: float
+    pack_bytes_per_second: float
+    host_bytes_per_second: float
+
+    @classmethod
+    def named(cls, name: str) -> Hardware:
+        """One of the devices that are shipped. Raises PlanError for another name."""
+        known = _data("hardware.json")
+        if name not in known:
+            raise PlanError(f"hardware is {name!r}, but it must be one of {', '.join(known)}")
+        return cls(name, **{key: float(entry["value"]) for key, entry in known[name].items()})
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How much the gradient suffers when all units of one kind are kept in one format and nothing else is.
+
+    errors: kind -> code -> norm of the gradient's error over norm of the gradient, all parameters together. source: who
+    measured it, on what and when.
+    """
+
+    errors: Mapping[str, Mapping[str, float]]
+    source: str
+
+    @classmethod
+    def default(cls) -> Sensitivity:
+        """What is shipped: a small Llama on text (see `source`)."""
+        return cls.from_dict(_data("sensitivity.json"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sensitivity:
+        """Reads what `laconic plan --calibrate` wrote. Raises PlanError if it cannot be read."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise PlanError(f"calibration is {str(path)!r}, but it must be a file: {error}") from error
+        except ValueError as error:
+            raise PlanError(f"calibration {path} is not JSON: {error}") from error
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Sensitivity:
+        """From {"format": "laconic sensitivity", "errors": {kind: {code: error}}, "source": text}."""
+        if not isinstance(data, dict) or data.get("format") != "laconic sensitivity":
+            raise PlanError("calibration is no laconic sensitivity; write one with laconic plan --calibrate")
+        errors = {
+            str(kind): {str(code): float(error) for code, error in by_code.items()}
+            for kind, by_code in data["errors"].items()
+        }
+        for kind, by_code in errors.items():
+            for code, error in by_code.items():
+                if not 0 <= error < float("inf"):
+                    raise PlanError(
+                        f"calibration says {error} for {kind} at {code}, but errors are finite and positive"
+                    )
+        return cls(errors, str(data.get("source", "")))
+
+    def squared_error(self, unit: Unit, choice: Choice, num_units: int) -> float:
+        """A unit's share of the squared relative error, if all `num_units` of its kind share it equally.
+
+        A choice that was not measured for the kind counts like the next coarser one that was.
+
+        Raises:
+            PlanError: neither it nor a coarser one was measured.
+        """
+        if choice.code is None or choice.recompute or not unit.rows:
+            return 0.0
+        known = self.errors.get(unit.kind, {})
+        coarser = [code for code in _BY_FINENESS[_BY_FINENESS.index(choice.code) :] if code in known]
+        if not coarser:
+            raise PlanError(
+                f"nothing is known about {unit.kind} at {choice.code}; measure it with laconic plan --calibrate"
+            )
+        return known[coarser[0]] ** 2 / num_units
+
+
+_BY_FINENESS = ["int8", "int6", "int5", "nf4", "e2m1", "int4"]
+
+
+def _data(name: str) -> Any:
+    return json.loads((resources.files("laconic.cost") / "data" / name).read_text(encoding="utf-8"))
+
+
+def layer_forward_flops(job: Job) -> float:
+    """Floating-point operations of one decoder layer's forward on one micro-batch and rank."""
+    shape, batch = job.shape, job.batch
+    linears = 2.0 * batch.tokens * shape.layer_linear_parameters
+    return (linears + attention_flops(job)) / job.layout.tensor_parallel
+
+
+def attention_flops(job: Job) -> float:
+    """Operations of causal attention alone: scores and weighted values, half of them masked."""
+    shape, batch = job.shape, job.batch
+    reach = min(batch.sequence_length, shape.sliding_window or batch.sequence_length)
+    return 4.0 * batch.tokens * reach * shape.query_size / (2 if reach == batch.sequence_length else 1)
+
+
+def recompute_seconds(job: Job, hardware: Hardware) -> float:
+    """Seconds to run one decoder layer's forward again."""
+    return layer_forward_flops(job) / hardware.matmul_flops_per_second
+
+
+def pack_seconds(job: Job, hardware: Hardware, unit: Unit, choice: Choice) -> float:
+    """Seconds that a choice adds to one micro-batch's forward and backward of a unit, against keeping it exact."""
+    shape, tokens = job.shape, job.batch.tokens
+    tp = job.layout.tensor_parallel
+    if choice.recompute:  # gate and up once more
+        flops = 2.0 * tokens * shape.hidden_size * 2 * shape.intermediate_size / tp
+        return flops / hardware.matmul_flops_per_second
+    if choice.code is None or not unit.rows:
+        return 0.0
+    element = job.precision.compute_nbytes
+    seconds = 2.0 * unit.num_elements * element / tp / hardware.pack_bytes_per_second
+    if unit.kind == "attention":
+        seconds += attention_flops(job) / tp / hardware.matmul_flops_per_second
+    if choice.offload:
+        moved = 2.0 * unit.packed_nbytes(choice) / tp
+        seconds += EXPOSED_OFFLOAD * moved / hardware.host_bytes_per_second
+    return seconds
