@@ -393,3 +393,7 @@ def test_buckets_leave_in_one_order_whatever_arrives_first() -> None:
         buckets.expect(1)
     buckets.finish()
     assert sent[4:] == [[4], [3], [2, 1], [0]]
+    sent.clear()
+    buckets.put_last([4, 2])
+    buckets.finish()
+    assert sent == [[3], [1, 0], [4, 2]]

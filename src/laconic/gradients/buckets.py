@@ -3,11 +3,12 @@
 Parameters are cut into buckets in reverse order, because backward reaches the last ones first. A bucket leaves as soon
 as each of its gradients has arrived for the last time, and never before the buckets in front of it: so every rank sends
 the same buckets in the same order, whatever order its own backward takes. What has not left by the end leaves then.
+Parameters that had no gradient on any rank last time come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from laconic.errors import TrainingError
@@ -28,17 +29,12 @@ class Buckets:
     def __init__(self, nbytes: Sequence[int], bucket_nbytes: int, reduce: Callable[[list[int]], Work]) -> None:
         """`nbytes` of each parameter's gradient; `reduce` starts the reduction of some parameters, by number."""
         self._reduce = reduce
-        self._buckets: list[list[int]] = []
-        size = bucket_nbytes
-        for number in reversed(range(len(nbytes))):
-            if size + nbytes[number] > bucket_nbytes:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(number)
-            size += nbytes[number]
-        self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket}
+        self._nbytes = nbytes
+        self._bucket_nbytes = bucket_nbytes
         self._expected: dict[int, int] | None = None
         self._works: list[Work] = []
+        self._last: frozenset[int] = frozenset()
+        self._arrange()
 
     @property
     def num_launched(self) -> int:
@@ -73,6 +69,13 @@ class Buckets:
             raise TrainingError("gradients are being reduced; call reduce(), on every rank, before this")
         self._expected = None
 
+    def put_last(self, numbers: Iterable[int]) -> None:
+        """Arrange buckets anew with some parameters, those without gradient, at the end, where they hold nobody up."""
+        assert not self._works
+        if self._last != frozenset(numbers):
+            self._last = frozenset(numbers)
+            self._arrange()
+
     def finish(self) -> None:
         """Reduce what has not left yet and wait for everything."""
         while len(self._works) < len(self._buckets):
@@ -80,6 +83,19 @@ class Buckets:
         works, self._works, self._expected = self._works, [], None
         for work in works:
             work.wait()
+
+    def _arrange(self) -> None:
+        self._buckets: list[list[int]] = []
+        backwards = range(len(self._nbytes))[::-1]
+        for some in ([n for n in backwards if n not in self._last], [n for n in backwards if n in self._last]):
+            size = self._bucket_nbytes
+            for number in some:
+                if size + self._nbytes[number] > self._bucket_nbytes:
+                    self._buckets.append([])
+                    size = 0
+                self._buckets[-1].append(number)
+                size += self._nbytes[number]
+        self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket}
 
     def _is_ready(self, bucket: list[int]) -> bool:
         assert self._expected is not None

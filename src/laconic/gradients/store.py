@@ -145,9 +145,11 @@ class CompressedGradients:
         self._buckets.finish()
         arrived = arrived.to(self._device)
         dist.all_reduce(arrived, dist.ReduceOp.MAX, group=self.group)
-        for parameter, anywhere in zip(self.parameters.values(), arrived.tolist(), strict=True):
-            if not anywhere:
+        missing = {number for number, anywhere in enumerate(arrived.tolist()) if not anywhere}
+        for number, parameter in enumerate(self.parameters.values()):
+            if number in missing:
                 set_quantized_gradient(parameter, None)
+        self._buckets.put_last(missing)
         self._unreduced = False
 
     # --- what an optimizer's step needs ---

@@ -1,0 +1,29 @@
+"""The benchmark of the gradient store runs; speeds are not asserted, the order of the errors is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_gradients_benchmark_writes_its_tables(tmp_path: Path) -> None:
+    report = tmp_path / "gradients.md"
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "gradients", "--smoke", "--out", str(report)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = {line.split(" | ")[0].strip("|* "): line.split(" | ") for line in report.read_text().splitlines()}
+    assert {"accumulate-q8", "accumulate-q12", "torch add_ to fp32", "square sum of 8 bits"} <= rows.keys()
+
+    def error_at_64(name: str) -> float:
+        return float(rows[name][-1].strip("| "))
+
+    e4m3 = error_at_64("E4M3, blocks of 128, added in bf16 (AGoQ's words)")
+    int8, int12 = error_at_64("int8, blocks of 128** (bits=8)"), error_at_64("int8 + int4 residual** (bits=12)")
+    assert int12 < error_at_64("bf16") < int8 < e4m3
