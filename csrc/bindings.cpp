@@ -1,11 +1,14 @@
 // laconic._kernels: pointers in, nothing else. Sizes are checked by src/laconic/ops/schemas.py
 // before they come here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -135,6 +138,35 @@ double square_sum_blockwise(size_t isa, int64_t num_threads, int64_t length, uin
   return laconic::tree_sum(sums.data(), static_cast<int64_t>(sums.size()));
 }
 
+void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, uintptr_t parameter,
+               int parameter_type, const std::array<uintptr_t, 6>& moments, uintptr_t gradient,
+               int gradient_type, const std::array<uintptr_t, 4>& quantized, uintptr_t factor,
+               bool maximize, const std::array<float, 9>& scalars) {
+  const laconic::AdamWKernels& kernels = *laconic::supported_isas().at(isa).adamw;
+  const auto moment = [&](int i) {
+    return laconic::Moment{pointer<uint8_t>(moments[i]), pointer<float>(moments[i + 1]),
+                           pointer<const laconic::DynamicMap>(moments[i + 2])};
+  };
+  laconic::AdamW task{pointer<void>(parameter),
+                      static_cast<FloatType>(parameter_type),
+                      length,
+                      moment(0),
+                      moment(3),
+                      pointer<const void>(gradient),
+                      static_cast<FloatType>(gradient_type),
+                      pointer<const uint8_t>(quantized[0]),
+                      pointer<const float>(quantized[1]),
+                      pointer<const uint8_t>(quantized[2]),
+                      pointer<const float>(quantized[3]),
+                      pointer<const float>(factor),
+                      maximize,
+                      {}};
+  static_assert(sizeof(task.scalars) == sizeof(scalars));
+  std::memcpy(&task.scalars, scalars.data(), sizeof(scalars));
+  run(rows, length, laconic::kStateBlock, num_threads,
+      [&](int64_t first, int64_t last) { kernels.update(task, first, last); });
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -147,6 +179,7 @@ NB_MODULE(_kernels, m) {
         return names;
       },
       "Instruction sets that this CPU runs, slowest first.");
+  m.def("adamw8bit", &adamw8bit, nb::call_guard<nb::gil_scoped_release>());
   m.def("quantize_blockwise", &quantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("dequantize_blockwise", &dequantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_blockwise", &sum_blockwise, nb::call_guard<nb::gil_scoped_release>());

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "accumulate.h"
+#include "adamw.h"
 #include "blockwise.h"
 #include "reduce.h"
 
@@ -15,6 +16,7 @@ struct Isa {
   const BlockwiseKernels* blockwise;
   const AccumulateKernels* accumulate;
   const ReduceKernels* reduce;
+  const AdamWKernels* adamw;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

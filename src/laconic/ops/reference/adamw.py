@@ -52,6 +52,8 @@ def adamw8bit_(
         gradient_factor,
         step,
     )
+    if parameter.numel() == 0:
+        return
     a = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step)
 
     # 1. The gradient in fp32.
