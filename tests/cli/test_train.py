@@ -10,6 +10,7 @@ import pytest
 
 from laconic.cli.main import main
 from laconic.cli.train import resolve
+from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.errors import ConfigError
 from laconic.train.config import TrainConfig
 from laconic.train.load_config import dump_config, load_config, save_config
@@ -58,6 +59,40 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     path.write_text('steps = 5\nseed = 9\n[model]\nfamily = "qwen3"\n[model.extra]\na = 1\nb = 2\n')
     config = config_of("--config", str(path), "--steps", "6", "--model.extra.b", "3")
     assert (config.steps, config.seed, config.model.family, config.model.extra) == (6, 9, "qwen3", {"a": 1, "b": 3})
+
+
+def test_file_and_flags_override_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[gradients]\nbits = 12\n")
+    config = config_of("--recipe", "agoq", "--config", str(path), "--optimizer.kind", "adamw")
+    assert (config.activations.bits, config.gradients.bits, config.gradients.reduce) == (4, 12, "q8")
+    assert config.optimizer.kind == "adamw"
+    assert config_of("--recipe", "exact").activations.bits == 16
+    with pytest.raises(ConfigError, match="recipe is 'all', but it must be one of exact, agoq"):
+        config_of("--recipe", "all")
+
+
+def test_a_plan_brings_the_settings_it_was_made_for(tmp_path: Path) -> None:
+    shape = ModelShape(
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=257,
+        tied=True,
+    )
+    layout = Layout(data_parallel=2, sharded=True, stages=2, micro_batches=4)
+    settings = Settings(optimizer="adamw8bit", gradient_bits=8)
+    plan = Plan(Job(shape, Batch(2, 32), layout, settings), {}, {}, "exact")
+    plan.save(tmp_path / "plan.json")
+    config = config_of("--plan", str(tmp_path / "plan.json"), "--steps", "7")
+    assert (config.plan, config.steps) == (str(tmp_path / "plan.json"), 7)
+    assert (config.model.num_hidden_layers, config.model.num_key_value_heads) == (4, 2)
+    assert (config.nproc, config.parallel, config.batch_size, config.sequence_length) == (4, "fsdp", 2 * 2 * 4, 32)
+    assert (config.pipeline.stages, config.micro_batches, config.precision) == (2, 4, "bf16")
+    assert (config.optimizer.kind, config.gradients.bits) == ("adamw8bit", 8)
 
 
 def test_resume_starts_from_the_saved_config(tmp_path: Path) -> None:

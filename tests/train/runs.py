@@ -17,6 +17,7 @@ from laconic.train.config import TrainConfig
 from laconic.train.load_config import load_config
 from laconic.train.loop import Trainer
 from laconic.train.metrics import read_metrics
+from laconic.train.recipes import recipe
 from laconic.train.run import run
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
@@ -37,6 +38,12 @@ _TINY: dict[str, Any] = {
     "eval_sequences": 6,
     "nproc": 1,
 }
+
+
+AGOQ: dict[str, Any] = {
+    f"{table}.{name}": value for table, values in recipe("agoq").items() for name, value in values.items()
+}
+"""Everything compressed."""
 
 
 def write_corpus(folder: Path) -> Path:

@@ -13,13 +13,24 @@ from laconic.train.config import (
     ActivationsConfig,
     CheckpointConfig,
     DataConfig,
+    GradientsConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     TrainConfig,
 )
 from laconic.train.load_config import build_config, dump_config, field_docs, load_config, read_toml, save_config
 
-SECTIONS = (TrainConfig, ModelConfig, DataConfig, ActivationsConfig, OptimizerConfig, CheckpointConfig)
+SECTIONS = (
+    TrainConfig,
+    ModelConfig,
+    DataConfig,
+    ActivationsConfig,
+    GradientsConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    CheckpointConfig,
+)
 
 # Text that TOML can hold: any code points but lone surrogates.
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
@@ -47,6 +58,14 @@ configs = st.builds(
         ]
     ),
     optimizer=st.builds(OptimizerConfig, learning_rate=st.floats(1e-12, 1e3), weight_decay=st.floats(0, 1)),
+    gradients=st.builds(GradientsConfig, bits=st.sampled_from([8, 12, 32])),
+    pipeline=st.sampled_from(
+        [
+            PipelineConfig(),
+            PipelineConfig(stages=3, micro_batches=6, split=(2, 1, 1)),
+            PipelineConfig(stages=2, virtual_stages=2, schedule="interleaved-1f1b"),
+        ]
+    ),
     run_dir=st.none() | texts,
     seed=st.integers(0, 2**63 - 1),
     tensorboard=st.booleans(),
@@ -163,6 +182,35 @@ def test_value_that_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
         ({"optimizer": {"learning_rate": float("inf")}}, r"optimizer.learning_rate is inf, but it must be finite"),
         ({"optimizer": {"beta1": 1.0}}, r"optimizer.beta1 is 1.0, but it must lie in \[0, 1\)"),
         ({"batch_size": 8, "accumulation": 3}, r"batch_size is 8, but it must be a multiple of accumulation \(3\)"),
+        ({"gradients": {"bits": 4}}, r"gradients.bits is 4, but it must be 8, 12 or 32"),
+        (
+            {"gradients": {"bits": 8, "reduce": "native"}},
+            r'gradients.reduce is .native., but it must be q8 or left out with parallel = "ddp" and gradients.bits = 8',
+        ),
+        (
+            {"activations": {"mode": "hooks", "attention": "int8"}},
+            r"activations.attention is .int8., but it must be exact or left out",
+        ),
+        ({"pipeline": {"stages": 0}}, r"pipeline.stages is 0, but it must be at least 1"),
+        ({"pipeline": {"virtual_stages": 2}}, r"pipeline.virtual_stages is 2, but it must be 1 with .* = 1f1b"),
+        (
+            {"pipeline": {"stages": 2, "schedule": "interleaved-1f1b"}},
+            r"pipeline.virtual_stages is 1, but it must be at least 2",
+        ),
+        (
+            {"pipeline": {"stages": 4, "micro_batches": 3}},
+            r"pipeline.micro_batches is 3, but it must be at least pipeline.stages",
+        ),
+        (
+            {"pipeline": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b", "micro_batches": 5}},
+            r"pipeline.micro_batches is 5, but it must be a multiple of micro_batches // stages \(2\)",
+        ),
+        ({"pipeline": {"stages": 2, "split": [1]}}, r"pipeline.split is \[1\], but it must have .* = 2 numbers"),
+        ({"pipeline": {"split": ["a"]}}, r"pipeline.split is \['a'\], but it must be a list of integers"),
+        (
+            {"accumulation": 2, "batch_size": 8, "pipeline": {"stages": 2, "micro_batches": 4}},
+            r"accumulation is 2, but it must be 1 or pipeline.micro_batches \(4\)",
+        ),
         ({"nproc": 0}, r"nproc is 0, but it must be at least 1"),
         ({"seed": -1}, r"seed is -1, but it must be at least 0"),
         ({"model": {"num_key_value_heads": 3}}, r"model.num_key_value_heads is 3, but it must divide"),

@@ -19,7 +19,7 @@ from laconic.train.load_config import load_config
 from laconic.train.loop import make_optimizer
 from laconic.train.metrics import read_metrics
 from laconic.train.run_dir import latest_name
-from tests.train.runs import exact_metrics, losses, resumed, tiny_config, train_alone
+from tests.train.runs import AGOQ, exact_metrics, losses, resumed, tiny_config, train_alone
 
 # Adam divides by the root of the second moment, which turns the last bits of a small gradient into a large step. With
 # this eps an update moves at most lr / eps = 0.2 times as far as its gradient, and rounding stays rounding.
@@ -79,8 +79,10 @@ def test_the_loss_falls(tmp_path: Path) -> None:
         {"model.extra": {"attention_dropout": 0.3}, "accumulation": 2},
         {"precision": "bf16"},
         {"model.family": "gpt2", "model.extra": {"resid_pdrop": 0.2}, "model.tie_word_embeddings": False},
+        AGOQ | {"accumulation": 2},
+        {"gradients.bits": 12},
     ],
-    ids=["nf4", "exact", "dropout", "bf16", "gpt2"],
+    ids=["nf4", "exact", "dropout", "bf16", "gpt2", "agoq", "12-bit-gradients"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", changes)

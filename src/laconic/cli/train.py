@@ -11,11 +11,14 @@ from laconic.cli.flags import option, parse_flags
 from laconic.errors import ConfigError
 from laconic.train.config import TrainConfig
 from laconic.train.load_config import build_config, dump_config, merge, read_toml
+from laconic.train.planned import load_plan, plan_settings
+from laconic.train.recipes import recipe
 
 __all__ = ["resolve", "run"]
 
 _OWN_FLAGS = {
     "config": (str, "TOML file with any of the fields below; flags override it."),
+    "recipe": (str, "Named settings to start from: agoq (everything compressed) or exact (nothing)."),
     "print_config": (bool, "Print the resolved configuration as TOML and stop. A good start for a file of your own."),
 }
 
@@ -35,11 +38,12 @@ def run(args: Sequence[str]) -> int:
 def resolve(args: Sequence[str]) -> tuple[TrainConfig, bool]:
     """The configuration that `args` ask for, and whether they ask only to print it.
 
-    Layers, weakest first: defaults; with --resume, the config.toml saved in the run directory; the --config file;
-    flags.
+    Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
+    --plan was made for; the --config file; flags.
     """
     path = option(args, "config")
-    layers: list[dict[str, Any]] = []
+    name = option(args, "recipe")
+    layers: list[dict[str, Any]] = [] if name is None else [recipe(name)]
     from_file = read_toml(path) if path is not None else {}
     if any(arg.lower() in ("--resume", "--resume=true") for arg in args) or from_file.get("resume"):
         run_dir = option(args, "run-dir") or from_file.get("run_dir")
@@ -49,6 +53,9 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, bool]:
         if not saved.is_file():
             raise ConfigError(f"run_dir is {run_dir!r}, but it must hold the config.toml of a run for resume")
         layers.append(read_toml(saved))
+    plan = option(args, "plan") or from_file.get("plan")
+    if plan is not None:
+        layers.append(plan_settings(load_plan(plan)))
     layers.append(from_file)
     merged: dict[str, Any] = dataclasses.asdict(TrainConfig())
     for layer in layers:

@@ -11,12 +11,13 @@ import torch
 import laconic
 from laconic.errors import ConfigError
 from laconic.train.config import TrainConfig
+from laconic.train.planned import load_plan
 from laconic.train.world import World
 
 __all__ = ["check_agreement"]
 
 # What may differ between machines, or is taken from rank 0.
-_LOCAL = ("run_dir", "nproc", "tensorboard", "data.paths", "data.cache_dir", "data.tokenizer", "model.path")
+_LOCAL = ("plan", "run_dir", "nproc", "tensorboard", "data.paths", "data.cache_dir", "data.tokenizer", "model.path")
 
 
 def check_agreement(config: TrainConfig, world: World) -> None:
@@ -27,6 +28,8 @@ def check_agreement(config: TrainConfig, world: World) -> None:
     settings = dict(_flattened(dataclasses.asdict(config)))
     settings = {name: value for name, value in settings.items() if name not in _LOCAL}
     settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
+    if config.plan is not None:
+        settings["the plan"] = load_plan(config.plan).to_dict()
     first, *others = world.gather(settings)
     for rank, other in enumerate(others, 1):
         for name in dict.fromkeys([*first, *other]):

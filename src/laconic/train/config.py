@@ -17,6 +17,7 @@ __all__ = [
     "ActivationsConfig",
     "CheckpointConfig",
     "DataConfig",
+    "GradientsConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PipelineConfig",
@@ -113,8 +114,17 @@ class ActivationsConfig:
     """Values that share one scale."""
     mode: Literal["sites", "hooks"] = "sites"
     """"sites" rewrites recognized layers and rebuilds the rest; "hooks" packs every saved tensor of any model."""
+    attention: Literal["exact", "int8", "nf4"] | None = None
+    """How query, key and value are kept: as they are, or packed, and attention runs again in backward; None means the
+    library's default, and exact with bits = 16."""
 
     def __post_init__(self) -> None:
+        _require(
+            self.mode == "sites" or self.attention in (None, "exact"),
+            "activations.attention",
+            self.attention,
+            'be exact or left out with activations.mode = "hooks", which knows no sites',
+        )
         _require(
             self.bits in (4, 5, 6, 8, 16),
             "activations.bits",
@@ -139,9 +149,27 @@ class ActivationsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientsConfig:
+    """How gradients are held between micro-batches, and how processes average them."""
+
+    bits: int = 32
+    """32, or 8 (int8) or 12 (int8 and an int4 residual): each gradient is folded into codes and freed as soon as it is
+    made."""
+    reduce: Literal["native", "q8"] | None = None
+    """native: DDP's all-reduce or FSDP2's reduce-scatter in fp32. q8: codes travel. None means native, but q8 where
+    codes are all there is: with ddp at 8 or 12 bits."""
+
+    def __post_init__(self) -> None:
+        _require(self.bits in (8, 12, 32), "gradients.bits", self.bits, "be 8, 12 or 32 (32 means no compression)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay."""
 
+    kind: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw: torch's, moments in fp32. adamw8bit: laconic's, moments in 8 bits; it reads gradients of 8 or 12 bits as
+    they are, for the other one they are unpacked before the update."""
     learning_rate: float = 2e-3
     """Peak learning rate."""
     min_learning_rate_ratio: float = 0.1
@@ -262,10 +290,13 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    gradients: GradientsConfig = field(default_factory=GradientsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
+    plan: str | None = None
+    """A file that `laconic plan` wrote. It decides what activations keep, and the run has to be the planned one."""
     run_dir: str | None = None
     """Where the run is written; None means runs/<date>-<time>."""
     resume: bool = False
@@ -315,6 +346,13 @@ class TrainConfig:
             self.accumulation,
             f"be 1 or pipeline.micro_batches ({self.micro_batches}), which it is another name for with a pipeline",
         )
+        _require(
+            self.gradients.reduce != "native" or self.gradients.bits == 32 or self.parallel == "fsdp",
+            "gradients.reduce",
+            self.gradients.reduce,
+            f'be q8 or left out with parallel = "ddp" and gradients.bits = {self.gradients.bits}: codes are reduced as '
+            "they are",
+        )
         _require(self.rank_timeout_seconds > 0, "rank_timeout_seconds", self.rank_timeout_seconds, "be above 0")
         _require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")
 
@@ -326,3 +364,10 @@ class TrainConfig:
         if self.pipeline.micro_batches is not None:
             return self.pipeline.micro_batches
         return self.accumulation if self.accumulation > 1 else 2 * self.pipeline.stages
+
+    @property
+    def reduce(self) -> Literal["native", "q8"]:
+        """`gradients.reduce`, or what it means when it is left out."""
+        if self.gradients.reduce is not None:
+            return self.gradients.reduce
+        return "q8" if self.gradients.bits < 32 and self.parallel == "ddp" else "native"

@@ -14,15 +14,18 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from laconic.activations import SavedTensorTracker
+from laconic.optim import AdamW8bit
 from laconic.train.config import OptimizerConfig, TrainConfig
 from laconic.train.data import TokenDataset, batch
+from laconic.train.gradients import Gradients
 from laconic.train.layout import Layout
-from laconic.train.parallel import accumulate, autocast, clip_gradients, full_value, gradient_norm, plain_model
+from laconic.train.parallel import autocast, plain_model
 from laconic.train.pipeline import Pipeline
 from laconic.train.sampler import split_mix
 from laconic.train.schedule import learning_rate
@@ -61,6 +64,7 @@ class Trainer:
         world: World,
         layout: Layout,
         model: nn.Module,
+        gradients: Gradients,
         optimizer: torch.optim.Optimizer,
         train: TokenDataset,
         validation: TokenDataset | None,
@@ -70,6 +74,7 @@ class Trainer:
         self._world = world
         self._layout = layout
         self._pipeline = pipeline
+        self._gradients = gradients
         self.model = model
         self.optimizer = optimizer
         self._train = train
@@ -92,26 +97,26 @@ class Trainer:
         with ExitStack() as measuring:
             counter = measuring.enter_context(WireCounter(world.size)) if self.wire_nbytes is None else None
             loss = self._forward_backward(step)
-            norm = gradient_norm(self._counted_parameters())
-            norm_value = full_value(norm)
-            bad = ~(torch.isfinite(norm_value) & torch.isfinite(loss))
+            norm = self._gradients.norm(self._counted_parameters())
+            bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
             stops = torch.full_like(loss, float(stop.requested))
             votes = [loss / self._layout.num_replicas, bad.to(loss.dtype), stops]
             if self._pipeline is not None:
                 # Each stage knows the norm of its own part; its replicas all know the same.
-                votes.append(norm_value.double() ** 2 / self._layout.num_replicas)
+                votes.append(norm.double() ** 2 / self._layout.num_replicas)
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
         if counter is not None:
             self.wire_nbytes = counter.nbytes
         if squares:
-            norm = norm_value = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
+            norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 
         skipped = num_bad > 0
         if not skipped:
-            clip_gradients(self.model.parameters(), norm, config.optimizer.clip_norm)
+            self._gradients.clip(norm, config.optimizer.clip_norm)
+            self._gradients.prepare_update()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(mean_loss, float(norm_value), rate, skipped, num_stop > 0)
+        self._gradients.clear()
+        return StepResult(mean_loss, float(norm), rate, skipped, num_stop > 0)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         """Parameters whose gradients make up this process's part of the norm."""
@@ -122,23 +127,33 @@ class Trainer:
 
         In a pipeline the last stage has the loss and the others 0.
         """
-        config, world = self._config, self._world
-        if self._pipeline is not None:
-            loss = self._pipeline.forward_backward(torch.cat(list(self._micro_batches(step))))
-            self.saved_nbytes = self._pipeline.saved_nbytes
-            return loss
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
-        for micro, tokens in enumerate(self._micro_batches(step)):
-            with accumulate(self.model, last=micro == config.micro_batches - 1):
-                if self.saved_nbytes is None:
-                    with SavedTensorTracker(plain_model(self.model)) as tracker:
-                        loss = self._loss(self.model, tokens)
-                    self.saved_nbytes = tracker.nbytes
-                else:
-                    loss = self._loss(self.model, tokens)
-                (loss / config.micro_batches).backward()
-            total += loss.detach().double() / config.micro_batches
+        config, layout, gradients, pipeline = self._config, self._layout, self._gradients, self._pipeline
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        if pipeline is not None:
+            tokens = torch.cat(list(self._micro_batches(step)))
+            with gradients.last_backward(config.micro_batches):
+                total += pipeline.forward_backward(tokens)
+            self.saved_nbytes = pipeline.saved_nbytes
+        else:
+            for micro, tokens in enumerate(self._micro_batches(step)):
+                last = micro == config.micro_batches - 1
+                with gradients.last_backward() if last else gradients.earlier_backward():
+                    loss = self._measured_loss(tokens)
+                    (loss / config.micro_batches).backward()
+                total += loss.detach().double() / config.micro_batches
+        gradients.reduce()
+        if pipeline is not None and layout.ends_group is not None:
+            gradients.add_copies(pipeline.copies, layout.ends_group)
         return total
+
+    def _measured_loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`_loss` of the model in training; the first time also a measurement."""
+        if self.saved_nbytes is not None:
+            return self._loss(self.model, tokens)
+        with SavedTensorTracker(plain_model(self.model)) as tracker:
+            loss = self._loss(self.model, tokens)
+        self.saved_nbytes = tracker.nbytes
+        return loss
 
     def _micro_batches(self, step: int) -> Iterator[torch.Tensor]:
         """This replica's micro-batches of a step, each int64 [micro_batch_size, T + 1] on the device."""
@@ -203,17 +218,17 @@ class Trainer:
             yield torch.stack(sequences).to(world.device), len(part)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW over `model`'s trainable parameters; vectors (norms, biases) are not decayed."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    options: dict[str, Any] = {
+        "params": [group for group in groups if group["params"]],
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
+    return AdamW8bit(**options) if config.kind == "adamw8bit" else torch.optim.AdamW(**options, fused=True)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.stages import Gap, decoder_stack
 from laconic.train.world import World
@@ -35,17 +38,22 @@ __all__ = [
 ]
 
 
-def wrap_model(
-    model: nn.Module, world: World, layout: Layout, parallel: Literal["ddp", "fsdp"], precision: Literal["fp32", "bf16"]
-) -> nn.Module:
+def wrap_model(model: nn.Module, config: TrainConfig, world: World, layout: Layout) -> nn.Module:
     """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
-    With FSDP2 and bf16 the layers compute and are gathered in bf16, while shards, gradients and their reduction stay
-    fp32.
+    Unchanged also where gradients are stored and reduced in codes, which needs no wrapper. With FSDP2 and bf16 the
+    layers compute and are gathered in bf16, while shards, gradients and their reduction stay fp32.
     """
-    if layout.stage_group is None:
+    if layout.stage_group is None or (config.parallel == "ddp" and config.gradients.bits < 32):
         return model
-    if parallel == "ddp":
+    wrapped = _wrapped(model, layout.stage_group, config, world)
+    if config.reduce == "q8":
+        import_module("laconic.gradients").quantize_reduction(wrapped)
+    return wrapped
+
+
+def _wrapped(model: nn.Module, group: dist.ProcessGroup, config: TrainConfig, world: World) -> nn.Module:
+    if config.parallel == "ddp":
         # Nothing here changes buffers in forward, so they need no broadcast. torch 2.13 renamed the switch.
         parameters = inspect.signature(DistributedDataParallel.__init__).parameters
         no_broadcast: dict[str, Any] = {
@@ -54,13 +62,13 @@ def wrap_model(
         return DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            process_group=layout.stage_group,
+            process_group=group,
             gradient_as_bucket_view=True,
             **no_broadcast,
         )
-    mesh = DeviceMesh.from_group(layout.stage_group, world.device.type)
+    mesh = DeviceMesh.from_group(group, world.device.type)
     policy = MixedPrecisionPolicy()
-    if precision == "bf16":
+    if config.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -6,7 +6,7 @@ of its micro-batch divided by the number of micro-batches; so nothing is scaled 
 backward of a step, and FSDP2 after it.
 
 An embedding that is tied to the head has a copy on the first and on the last stage. Their gradients are added up after
-the step, so both copies see the gradient of the whole model and stay equal bit for bit.
+the backwards, so both copies see the gradient of the whole model and stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -72,7 +71,6 @@ class Pipeline:
         Raises ConfigError when the layers cannot be dealt to the stages, and ModelError when the model cannot be cut.
         """
         self._world = world
-        self._layout = layout
         self._num_micro_batches = config.micro_batches
         num_chunks = layout.num_stages * config.pipeline.virtual_stages
         chunks = split_model(model, config.pipeline.split or balanced_split(model, num_chunks))
@@ -83,7 +81,7 @@ class Pipeline:
         self.parts = Parts([chunks[index].model for index in own])
         """What this process trains."""
         self._modules = [StageModule(chunks[index], world.device, config.precision) for index in own]
-        wrapped = [wrap_model(module, world, layout, config.parallel, config.precision) for module in self._modules]
+        wrapped = [wrap_model(module, config, world, layout) for module in self._modules]
 
         # 1. What a stage takes and gives, known before anything runs.
         micro_size = config.batch_size // (layout.num_replicas * config.micro_batches)
@@ -126,7 +124,8 @@ class Pipeline:
 
         # 3. Copies of one parameter at both ends.
         ends = {name for name, _ in _named(self.parts)} & tied if self._has_first or self._has_last else set()
-        self._tied = [parameter for name, parameter in _named(self.parts) if name in ends]
+        self.copies = [p for name, p in _named(self.parts) if name in ends and p.requires_grad]
+        """Parameters that `layout.ends_group` shares: their gradients must be added up over it after each step."""
         self.counted = [parameter for name, parameter in _named(self.parts) if not (self._has_last and name in ends)]
         """The parameters of this process without second copies: over all stages, each of the model's once."""
 
@@ -143,9 +142,6 @@ class Pipeline:
         """
         losses: list[Tensor] = []
         self._run(self._schedule.step, tokens, losses)
-        for parameter in self._tied:
-            if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), group=self._layout.ends_group)
         return self._sum(losses)
 
     @torch.no_grad()
@@ -199,9 +195,3 @@ def _tied_names(model: nn.Module, chunks: list[Chunk]) -> set[str]:
                 "untie it, or train with pipeline.stages = 1"
             )
     return set(shared)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """The part of a gradient that this process has: of FSDP2's, its shard."""
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import laconic
-from laconic.activations import saved_nbytes_per_token
+from laconic.activations import Report, saved_nbytes_per_token
 from laconic.errors import ConfigError, TrainingError
 from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
+from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
 from laconic.train.layout import make_layout
 from laconic.train.load_config import save_config
@@ -32,6 +33,7 @@ from laconic.train.metrics import check_tensorboard
 from laconic.train.model import build_model
 from laconic.train.parallel import wrap_model
 from laconic.train.pipeline import Pipeline
+from laconic.train.planned import activation_plan, check_plan, load_plan
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
@@ -39,9 +41,13 @@ from laconic.train.world import World
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from laconic.cost import Plan
+
 __all__ = ["run"]
 
 _MAX_SKIPPED_STEPS = 5
+_FORMERLY = {"optimizer.kind": "adamw"}
+"""Settings that older checkpoints do not name, and what they were."""
 
 
 def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
@@ -69,22 +75,20 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     if not pipelined:  # a stage moves only its own part
         nn.Module.to(plain, world.device)
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
-    report = laconic.compress_activations(
-        plain,
-        bits=config.activations.bits,
-        format=config.activations.format,
-        block_size=config.activations.block_size,
-        mode=config.activations.mode,
-        sequence_length=config.sequence_length,
-    )
+    plan = None
+    if config.plan is not None:
+        plan = load_plan(config.plan)
+        check_plan(plan, config, layout, plain.config)
+    report = _compress(plain, config, plan)
 
     # 2. The trainer, and where it starts.
     texts = _model_texts(plain)
     pipeline = Pipeline(config, world, layout, plain) if pipelined else None
-    model = wrap_model(plain, world, layout, config.parallel, config.precision) if pipeline is None else pipeline.parts
+    model = wrap_model(plain, config, world, layout) if pipeline is None else pipeline.parts
     del plain
+    gradients = make_gradients(config, layout, model)
     optimizer = make_optimizer(model, config.optimizer)
-    trainer = Trainer(config, world, layout, model, optimizer, train, validation, pipeline)
+    trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline)
     identity = _identity(config, corpus)
     first_step = 0
     if config.resume:
@@ -103,7 +107,11 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     if world.is_main:
         run_dir.mkdir(parents=True, exist_ok=True)
         repeatable = replace(config.checkpoint, load=None)
-        save_config(replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable), run_dir / "config.toml")
+        saved = replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable)
+        if plan is not None:  # a copy, so that the run can be resumed wherever the original goes
+            plan.save(run_dir / "plan.json")
+            saved = replace(saved, plan=str(run_dir / "plan.json"))
+        save_config(saved, run_dir / "config.toml")
         write_json(run_dir / "activations.json", report.to_dict())
         copy_tokenizer(config.data.tokenizer, run_dir)
 
@@ -186,6 +194,20 @@ def _log_on_stderr(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None) -> Report:
+    """Make `model` keep what the plan, or else [activations], says."""
+    chosen = config.activations
+    options: dict[str, Any] = {"sequence_length": config.sequence_length}
+    if plan is not None:
+        return laconic.compress_activations(model, plan=activation_plan(plan), **options)
+    if chosen.mode == "sites":
+        # Where nothing is compressed, attention is not unless asked for; else the library's default decides.
+        options["attention"] = "exact" if chosen.attention is None and chosen.bits == 16 else chosen.attention
+    return laconic.compress_activations(
+        model, chosen.bits, format=chosen.format, block_size=chosen.block_size, mode=chosen.mode, **options
+    )
+
+
 def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
     """The settings that a continued run shares with its beginning, or it would be another run."""
     return {
@@ -194,12 +216,13 @@ def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
         "sequence_length": config.sequence_length,
         "batch_size": config.batch_size,
         "seed": config.seed,
+        "optimizer.kind": config.optimizer.kind,
     }
 
 
 def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
     for name, value in now.items():
-        before = then.get(name)
+        before = then.get(name, _FORMERLY.get(name))
         # Through JSON, as the manifest has been: tuples are lists there.
         if json.loads(json.dumps(value)) != before:
             raise ConfigError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from laconic.cost import split as layer_split
 from laconic.errors import ConfigError, ModelError
 
 __all__ = ["Chunk", "Gap", "balanced_split", "decoder_stack", "mean_loss", "split_model"]
@@ -133,27 +134,9 @@ def balanced_split(model: nn.Module, num_chunks: int) -> tuple[int, ...]:
     than chunks.
     """
     layers = _layers(model, num_chunks)
-    sizes = [_num_parameters(layer) for layer in layers]
     before, after = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     first, last = (0 if module is None else _num_parameters(module) for module in (before, after))
-
-    # best[c][n]: smallest possible largest chunk when n layers make c chunks, and how many the last of them has.
-    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}
-    for chunk in range(1, num_chunks + 1):
-        own = (first if chunk == 1 else 0) + (last if chunk == num_chunks else 0)
-        for done in range(chunk, len(layers) - (num_chunks - chunk) + 1):
-            options = [
-                (max(best[chunk - 1, done - take][0], own + sum(sizes[done - take : done])), take)
-                for take in range(1, done + 1)
-                if (chunk - 1, done - take) in best
-            ]
-            best[chunk, done] = min(options)
-    counts: list[int] = []
-    done = len(layers)
-    for chunk in range(num_chunks, 0, -1):
-        counts.insert(0, best[chunk, done][1])
-        done -= counts[0]
-    return tuple(counts)
+    return layer_split.balanced_split([_num_parameters(layer) for layer in layers], num_chunks, first, last)
 
 
 def split_model(model: nn.Module, split: Sequence[int]) -> list[Chunk]:
