@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import laconic
+import laconic.optim
 from laconic.errors import ConfigError, FormatError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.gradients import CompressedGradients, compress_gradients
@@ -203,6 +204,50 @@ def test_clipping_is_torchs(bits: int, norm_type_scale: float) -> None:
     for parameter, gradient in zip(parameters, gradients.gradients().values(), strict=True):
         torch.testing.assert_close(gradient.dequantize(), parameter.grad, rtol=1e-6, atol=1e-12)
     assert gradients.norm() <= max_norm * (1 + 1e-6) or norm_type_scale > 1
+
+
+def test_norm_can_leave_out_copies() -> None:
+    model = Net()
+    gradients = compress_gradients(model)
+    model(batch(1)).square().sum().backward()
+    weight = gradients.gradients()["first.weight"].dequantize().double().norm().item()
+    assert gradients.norm(counted=[model.first.weight]).item() == pytest.approx(weight)
+    norm = gradients.clip_(weight / 2, counted=[model.first.weight])
+    assert norm.item() == pytest.approx(weight)
+    assert gradients.norm(counted=[model.first.weight]).item() == pytest.approx(weight / 2, rel=1e-5)
+
+
+def test_compressed_activations_and_gradients_train_together() -> None:
+    losses = {}
+    for kind in ("plain", "compressed"):
+        model, ids = make_model("llama"), make_ids()
+        optimizer = laconic.optim.AdamW8bit(model.parameters(), lr=3e-3)
+        gradients = None
+        if kind == "compressed":
+            laconic.compress_activations(model, bits=4)
+            gradients = laconic.compress_gradients(model)
+        for _ in range(12):
+            loss = loss_of(model, ids)
+            loss.backward()
+            if gradients is not None:
+                assert all(parameter.grad is None for parameter in model.parameters())
+                gradients.clip_(1.0)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[kind] = loss.item()
+    assert losses["compressed"] == pytest.approx(losses["plain"], rel=0.03)
+    assert losses["compressed"] < 0.8 * loss_of(make_model("llama"), make_ids()).item()
+
+
+def test_compiled_model_folds_its_gradients() -> None:
+    model = Net()
+    expected = plain_gradients(model, [lambda m: m(batch(1)).square().sum()])
+    gradients = compress_gradients(model, bits=12)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(batch(1)).square().sum().backward()
+    assert_stored(gradients, expected, slack=1.01)
 
 
 def test_scaling_by_a_power_of_two_is_exact() -> None:

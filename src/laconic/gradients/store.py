@@ -171,18 +171,25 @@ class CompressedGradients:
             torch._foreach_mul_(tensors, factor.to(device, torch.float32) if isinstance(factor, Tensor) else factor)
 
     @torch.no_grad()
-    def norm(self, over: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+    def norm(self, over: Sequence[dist.ProcessGroup] = (), counted: Iterable[nn.Parameter] | None = None) -> Tensor:
         """The 2-norm of all gradients together, a 0-d fp64 tensor; NaN if any block is broken.
 
-        Computed from codes and scales. Shards of DTensors are added up over their mesh. `over` names further groups
-        whose ranks hold different parameters (pipeline stages). With a group it raises TrainingError before `reduce()`.
+        Computed from codes and scales. Shards of DTensors are added up over their mesh.
+
+        over: further groups whose ranks hold different parameters (pipeline stages); their ranks call together.
+        counted: the parameters that count, where another rank counts its copy of the rest; None: all.
+
+        Raises TrainingError, with a group, before `reduce()`.
         """
         self._collect()
         if self._unreduced and self.group is not None:
             raise TrainingError("the gradients of this rank have not been reduced yet; call reduce() first")
         # Every rank asks its meshes in the same order, also where a parameter has no gradient.
         sums: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {None: []}
+        of_interest = None if counted is None else {id(parameter) for parameter in counted}
         for parameter in self.parameters.values():
+            if of_interest is not None and id(parameter) not in of_interest:
+                continue
             gradient = quantized_gradient(parameter)
             shares = sums.setdefault(_sharded_over(parameter), [])
             if gradient is not None:
@@ -199,13 +206,18 @@ class CompressedGradients:
             dist.all_reduce(total, group=group)
         return total.sqrt()
 
-    def clip_(self, max_norm: float, over: Sequence[dist.ProcessGroup] = ()) -> Tensor:
-        """Scale all gradients down so that their norm is at most `max_norm`; returns the norm before that.
+    def clip_(
+        self,
+        max_norm: float,
+        over: Sequence[dist.ProcessGroup] = (),
+        counted: Iterable[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale all gradients down so that their `norm(over, counted)` is at most `max_norm`; returns the norm before.
 
         The coefficient is torch.nn.utils.clip_grad_norm_'s: min(1, max_norm / (norm + 1e-6)). With a norm that is not
         finite the gradients are of no use afterwards; leave the step out.
         """
-        norm = self.norm(over)
+        norm = self.norm(over, counted)
         self.scale_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
