@@ -367,7 +367,8 @@ def _sharded_over(parameter: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | Non
     """The mesh and its dimensions that a DTensor is sharded over; None for what is whole on this rank."""
     if not isinstance(parameter, DTensor):
         return None
-    mesh_dims = tuple(at for at, placement in enumerate(parameter.placements) if placement.is_shard())
+    # Not is_shard(): the strided shards of FSDP2 over tensor parallelism deny it.
+    mesh_dims = tuple(at for at, placement in enumerate(parameter.placements) if not placement.is_replicate())
     return (parameter.device_mesh, mesh_dims) if mesh_dims else None
 
 
