@@ -96,9 +96,11 @@ def test_a_budget_nothing_can_meet_says_the_smallest() -> None:
 
 
 def test_recomputing_and_offloading_are_used_when_bits_do_not_suffice() -> None:
+    job = replace(LARGE, layout=replace(LARGE.layout, schedule="gpipe", stages_per_rank=1, micro_batches=32))
+
     def least(words: tuple[str, ...]) -> int:
         with pytest.raises(PlanError) as caught:
-            choose(LARGE, 1, allowed=words)
+            choose(job, 1, allowed=words)
         return int(str(caught.value).split("do with is ")[1].split(" bytes")[0].replace(",", ""))
 
     bits = least(("16", "8", "6", "5", "4"))
@@ -106,10 +108,12 @@ def test_recomputing_and_offloading_are_used_when_bits_do_not_suffice() -> None:
     host = least(("16", "8", "6", "5", "4", "offload"))
     assert again < bits
     assert host < again
-    chosen = choose(LARGE, again, allowed=("16", "8", "6", "5", "4", "recompute"))
+    chosen = choose(job, again, allowed=("16", "8", "6", "5", "4", "recompute"))
     assert chosen.recomputed
     assert chosen.time_share > 0.1
-    chosen = choose(LARGE, host, allowed=("16", "8", "6", "5", "4", "offload"))
+    half = choose(job, (again + bits) // 2, allowed=("16", "8", "6", "5", "4", "recompute"))
+    assert half.time_share < chosen.time_share
+    chosen = choose(job, host, allowed=("16", "8", "6", "5", "4", "offload"))
     assert chosen.prediction.ranks[0].host_nbytes > 0
 
 

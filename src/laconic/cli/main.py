@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "train": "train a model; without arguments, a small demo",
     "compare": "put runs side by side: a table and report.html",
+    "plan": "predict bytes per rank, and choose what to keep under a budget",
     "export": "write a run's model as a Hugging Face directory",
     "doctor": "show versions, kernels and devices, and test them",
 }

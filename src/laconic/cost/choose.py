@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from laconic.cost.memory import Job, Prediction, Stage, predict, recomputed_nbytes
+from laconic.cost.memory import Job, Prediction, Stage, kept_nbytes, predict, recomputed_nbytes
 from laconic.cost.rates import Hardware, Sensitivity, layer_forward_flops, pack_seconds, recompute_seconds
 from laconic.cost.units import EXACT, RECOMPUTE, Choice, Unit
 from laconic.errors import PlanError
@@ -167,14 +167,14 @@ def describe(
     costs = costs or _Costs(job, Sensitivity.default(), Hardware.named("h100"), Weights())
     squared_error, shares = 0.0, []
     for stage in job.stages():
-        seconds = sum(costs.hardware_seconds_recompute for layer in stage.layers if layer in recomputed)
+        seconds = sum(costs.layer_seconds for layer in stage.layers if layer in recomputed)
         for unit in stage.units():
             if unit.layer in recomputed:
                 continue
             choice = choices.get(unit.name, EXACT)
             squared_error += costs.squared_error(unit, choice)
             seconds += costs.seconds(unit, choice)
-        shares.append(seconds / (3 * len(stage.layers) * costs.hardware_seconds_recompute))
+        shares.append(seconds / (3 * len(stage.layers) * costs.layer_seconds))
     return Chosen(
         choices=dict(choices),
         recomputed=dict(recomputed),
@@ -194,12 +194,17 @@ class _Costs:
         for stage in job.stages():
             for unit in stage.units():
                 self._num_units[unit.kind] = self._num_units.get(unit.kind, 0) + 1
-        self.hardware_seconds_recompute = recompute_seconds(job, hardware)
+        self.layer_seconds = recompute_seconds(job, hardware)
+        # A backward takes twice its forward.
+        self.step_seconds = 3 * job.shape.num_layers * layer_forward_flops(job) / hardware.matmul_flops_per_second
 
     def squared_error(self, unit: Unit, choice: Choice) -> float:
         return self._sensitivity.squared_error(unit, choice, self._num_units[unit.kind])
 
     def seconds(self, unit: Unit, choice: Choice) -> float:
+        measured = self._sensitivity.time_share(unit, choice, self._num_units[unit.kind])
+        if measured is not None:
+            return measured * self.step_seconds
         return pack_seconds(self._job, self._hardware, unit, choice)
 
     def of(self, unit: Unit, choice: Choice) -> float:
@@ -208,11 +213,10 @@ class _Costs:
 
     def of_recomputed_layer(self) -> float:
         """What the solver minimizes, for one layer that runs again."""
-        return self._time(self.hardware_seconds_recompute)
+        return self._time(self.layer_seconds)
 
     def _time(self, seconds: float) -> float:
-        step = 3 * self._job.shape.num_layers * layer_forward_flops(self._job) / self._hardware.matmul_flops_per_second
-        return self._weights.time * seconds / step / _TIME_UNIT
+        return self._weights.time * seconds / self.step_seconds / _TIME_UNIT
 
 
 class _Program:
@@ -238,7 +242,9 @@ class _Program:
         activations = sum(plain.activations_nbytes.values())
         self._static = plain.total_nbytes - activations
         self._again_nbytes = again.workspace_nbytes - plain.workspace_nbytes
-        self._fixed = {stage.index: sum(stage.fixed_nbytes().values()) for stage in stages}
+        # What a stage keeps whatever is chosen, and what it keeps as soon as attention is packed in one of its layers.
+        self._fixed = {stage.index: _shared_nbytes(stage, {}) for stage in stages}
+        self._arguments = {stage.index: _shared_nbytes(stage, packed) - self._fixed[stage.index] for stage in stages}
 
     def solve(self, budget_nbytes: int) -> tuple[dict[str, Choice], dict[int, Choice]] | None:
         """The cheapest choices within the budget; None if there are none."""
@@ -260,12 +266,13 @@ class _Program:
         except ImportError as error:
             raise PlanError("choosing under a budget needs SciPy; pip install laconic[plan]") from error
 
-        # 1. Columns: one per group and option, one per stage for layers that run again, one that says whether any does,
-        #    and the budget itself.
+        # 1. Columns: one per group and option; per stage one for layers that run again and one that says whether any
+        #    attention is packed; one that says whether any layer runs again; and the budget itself.
         columns = [(group, option) for group in self._groups for option in group.options]
-        num = len(columns) + len(self._stages) + 2
+        num = len(columns) + 2 * len(self._stages) + 2
         any_again, peak = num - 2, num - 1
         again = {stage.index: len(columns) + i for i, stage in enumerate(self._stages)}
+        packs = {stage.index: len(columns) + len(self._stages) + i for i, stage in enumerate(self._stages)}
         cost, upper = np.zeros(num), np.zeros(num)
         for index, (group, option) in enumerate(columns):
             # Equal costs are settled by order, so that the same input always gives the same plan.
@@ -274,6 +281,7 @@ class _Program:
         for stage in self._stages:
             cost[again[stage.index]] = self._layer_cost
             upper[again[stage.index]] = len(stage.layers) if self._layers_may_run_again else 0
+            upper[packs[stage.index]] = 1
         upper[any_again], upper[peak] = 1, np.inf
 
         # 2. Every unit has one choice, or its layer runs again.
@@ -294,6 +302,16 @@ class _Program:
         rows.append(row)
         low.append(-np.inf)
         high.append(0)
+
+        for stage in self._stages:
+            row = np.zeros(num)
+            for index, (group, option) in enumerate(columns):
+                if group.stage == stage.index and group.units[0].kind == "attention" and option.choice != EXACT:
+                    row[index] = 1
+            row[packs[stage.index]] = -len(stage.layers)
+            rows.append(row)
+            low.append(-np.inf)
+            high.append(0)
 
         # 3. Gate and up are made again from the packed input of their norm.
         for group in self._groups:
@@ -316,6 +334,7 @@ class _Program:
                 row[index] = state[group.stage] * option.nbytes / tp / _SCALE
             for stage in self._stages:
                 row[again[stage.index]] = state[stage.index] * recomputed_nbytes(self._job, LAYER_INPUT) / tp / _SCALE
+                row[packs[stage.index]] = state[stage.index] * self._arguments[stage.index] / tp / _SCALE
             row[any_again] = self._again_nbytes / _SCALE
             row[peak] = -1
             rows.append(row)
@@ -360,6 +379,11 @@ class _Program:
 
 _SCALE = 2.0**20
 """Bytes are handed to the solver in MiB, so that its tolerances are those of numbers of moderate size."""
+
+
+def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:
+    """What a waiting micro-batch keeps in a stage that belongs to no unit."""
+    return sum(nbytes for name, (_, nbytes, _) in kept_nbytes(stage, choices, {}).items() if name.startswith("("))
 
 
 def _groups(stage: Stage, costs: _Costs, words: Sequence[str]) -> list[_Group]:

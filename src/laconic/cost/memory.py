@@ -115,8 +115,11 @@ class Job:
 
     @property
     def precision(self) -> Precision:
-        """Element sizes of the run."""
-        return PRECISIONS[self.settings.precision]
+        """Element sizes of the run. FSDP2 gathers fp32 parameters in bf16, so nothing is cast by autocast there."""
+        precision = PRECISIONS[self.settings.precision]
+        if precision.autocast and self.layout.sharded and self.layout.data_parallel > 1:
+            return Precision(precision.name, precision.parameter_nbytes, 2, 2)
+        return precision
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -244,10 +247,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of every rank, and what one waiting micro-batch keeps by unit (`saved_nbytes`, over all stages)."""
+    """Bytes of every rank, and what one waiting micro-batch keeps: by unit over all stages, and in sum by stage."""
 
     ranks: tuple[RankMemory, ...]
     saved_nbytes: Mapping[str, int]
+    stage_saved_nbytes: tuple[int, ...]
 
     @property
     def peak_nbytes(self) -> int:
@@ -311,7 +315,7 @@ def predict(
             )
         )
     saved = {name: nbytes for stage in kept for name, (_, nbytes, _) in stage.items() if nbytes}
-    return Prediction(tuple(ranks), saved)
+    return Prediction(tuple(ranks), saved, tuple(sum(nbytes for _, nbytes, _ in one.values()) for one in kept))
 
 
 def kept_nbytes(
@@ -329,8 +333,9 @@ def kept_nbytes(
         beside = choices.get(unit.rebuilt_with or "", EXACT)
         kept[unit.name] = (unit.kind, unit.nbytes_beside(choice, beside), unit.host_nbytes(choice))
     packed = any(u.kind == "attention" and choices.get(u.name, EXACT) != EXACT for u in stage.units())
-    if packed and mask_nbytes(job.shape, job.batch):
-        kept[f"(mask of stage {stage.index})"] = ("attention", mask_nbytes(job.shape, job.batch), 0)
+    if packed:  # attention that runs again holds what it was given: mask and positions, shared by all layers
+        context = mask_nbytes(job.shape, job.batch) + 8 * job.batch.sequence_length
+        kept[f"(attention's arguments in stage {stage.index})"] = ("attention", context, 0)
     for layer in sorted(set(recomputed) & set(stage.layers)):
         kept[f"model.layers.{layer}"] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
     return kept

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ class Sensitivity:
     """How much the gradient suffers when all units of one kind are kept in one format and nothing else is.
 
     errors: kind -> code -> norm of the gradient's error over norm of the gradient, all parameters together. source: who
-    measured it, on what and when.
+    measured it, on what and when. time_shares: kind -> code -> added seconds over seconds of the exact step, where
+    measured; else time is estimated from `Hardware`.
     """
 
     errors: Mapping[str, Mapping[str, float]]
     source: str
+    time_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def default(cls) -> Sensitivity:
@@ -72,17 +74,23 @@ class Sensitivity:
         """From {"format": "laconic sensitivity", "errors": {kind: {code: error}}, "source": text}."""
         if not isinstance(data, dict) or data.get("format") != "laconic sensitivity":
             raise PlanError("calibration is no laconic sensitivity; write one with laconic plan --calibrate")
-        errors = {
-            str(kind): {str(code): float(error) for code, error in by_code.items()}
-            for kind, by_code in data["errors"].items()
-        }
-        for kind, by_code in errors.items():
-            for code, error in by_code.items():
-                if not 0 <= error < float("inf"):
-                    raise PlanError(
-                        f"calibration says {error} for {kind} at {code}, but errors are finite and positive"
-                    )
-        return cls(errors, str(data.get("source", "")))
+        tables = []
+        for name in ("errors", "time_shares"):
+            try:
+                table = {
+                    str(kind): {str(code): float(value) for code, value in by_code.items()}
+                    for kind, by_code in data.get(name, {}).items()
+                }
+            except (AttributeError, TypeError, ValueError) as error:
+                raise PlanError(f"calibration has no table of numbers under {name!r}: {error!r}") from error
+            for kind, by_code in table.items():
+                for code, value in by_code.items():
+                    if not 0 <= value < float("inf"):
+                        raise PlanError(
+                            f"{name} says {value} for {kind} at {code}, but it must be finite, not negative"
+                        )
+            tables.append(table)
+        return cls(tables[0], str(data.get("source", "")), tables[1])
 
     def squared_error(self, unit: Unit, choice: Choice, num_units: int) -> float:
         """A unit's share of the squared relative error, if all `num_units` of its kind share it equally.
@@ -101,6 +109,13 @@ class Sensitivity:
                 f"nothing is known about {unit.kind} at {choice.code}; measure it with laconic plan --calibrate"
             )
         return known[coarser[0]] ** 2 / num_units
+
+    def time_share(self, unit: Unit, choice: Choice, num_units: int) -> float | None:
+        """A unit's share of the measured time, None where nothing was measured for the choice."""
+        if choice.recompute or choice.offload or choice.code is None or not unit.rows:
+            return None
+        share = self.time_shares.get(unit.kind, {}).get(choice.code)
+        return None if share is None else share / num_units
 
 
 _BY_FINENESS = ["int8", "int6", "int5", "nf4", "e2m1", "int4"]

@@ -1,0 +1,187 @@
+"""`laconic plan`: does a run fit, and what has to be kept in how many bits so that it does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
+from laconic.cost.chart import save_chart
+from laconic.cost.choose import CHOICES, Chosen, Weights, agoq, by_bits, choose
+from laconic.cost.rates import Hardware, Sensitivity
+from laconic.cost.sizes import parse_nbytes
+from laconic.cost.table import plan_text
+from laconic.cost.units import EXACT, Choice
+from laconic.errors import PlanError
+from laconic.schedule import SCHEDULES
+
+__all__ = ["run"]
+
+_UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (4, 5, 6, 8)}}
+_SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic plan` with `args`: 0 if the run fits (or no budget was given), 1 if it does not."""
+    options = _parser().parse_args(args)
+    if options.calibrate is not None:
+        return _calibrate(options)
+    budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
+    if not 0 <= options.reserve < 1:
+        raise PlanError(f"reserve is {options.reserve}, but it must be at least 0 and below 1")
+    job = _job(options)
+    chosen = _chosen(options, job, budget)
+    plan = Plan.of(job, chosen, budget)
+    if options.out is not None:
+        plan.save(options.out)
+    if options.chart is not None:
+        save_chart(chosen.prediction, options.chart, budget, f"{job.shape.family}, policy {chosen.policy}")
+    if options.json:
+        print(json.dumps(plan.to_dict(), indent=1))
+    else:
+        print(plan_text(job, chosen, budget))
+        for path in (options.out, options.chart):
+            if path is not None:
+                print(f"wrote {path}")
+    return 0 if budget is None or chosen.prediction.peak_nbytes <= budget else 1
+
+
+def _job(options: argparse.Namespace) -> Job:
+    micro_batches = options.micro_batches or (2 * options.stages if options.stages > 1 else 1)
+    layout = Layout(
+        data_parallel=options.dp,
+        sharded=options.fsdp,
+        stages=options.stages,
+        stages_per_rank=options.virtual_stages,
+        schedule=options.schedule or ("interleaved-1f1b" if options.virtual_stages > 1 else "1f1b"),
+        micro_batches=micro_batches,
+        split=tuple(options.split or ()),
+        tensor_parallel=options.tp,
+    )
+    settings = Settings(
+        precision=options.precision,
+        optimizer=options.optimizer,
+        gradient_bits=options.gradients,
+        loss=options.loss,
+    )
+    return Job(_shape(options), Batch(options.batch, options.sequence_length), layout, settings)
+
+
+def _shape(options: argparse.Namespace) -> ModelShape:
+    if options.model is not None:
+        return ModelShape.load(options.model, options.family)
+    missing = [name for name in _SIZES if getattr(options, name) is None]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise PlanError(f"without a model directory the sizes are needed: {flags} missing")
+    return ModelShape(
+        family=options.family or "llama",
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_layers=options.num_layers,
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads or options.num_heads,
+        head_dim=options.head_dim or options.hidden_size // max(1, options.num_heads),
+        vocab_size=options.vocab_size,
+        tied=options.tied,
+    )
+
+
+def _chosen(options: argparse.Namespace, job: Job, budget: int | None) -> Chosen:
+    attention = EXACT if options.attention == "exact" else Choice(options.attention)
+    policy = options.policy or ("budget" if budget is not None else "exact")
+    if policy == "agoq":
+        return agoq(job, attention)
+    if policy in _UNIFORM:
+        bits = [_UNIFORM[policy]] * job.layout.num_chunks
+        return by_bits(job, bits, EXACT if policy == "exact" else attention, policy)
+    if budget is None:
+        raise PlanError("policy is 'budget', but no budget was given; add --memory, for example --memory 24GB")
+    return choose(
+        job,
+        budget,
+        allowed=options.choices,
+        sensitivity=None if options.calibration is None else Sensitivity.load(options.calibration),
+        hardware=Hardware.named(options.hardware),
+        weights=Weights(options.time_weight),
+    )
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    if options.model is None:
+        raise PlanError("--calibrate measures a model, so it needs its directory, with weights")
+    from laconic.train.calibrate import calibrate_directory
+
+    measured = calibrate_directory(
+        options.model,
+        options.data or (),
+        options.tokenizer,
+        sequences=options.batch,
+        sequence_length=options.sequence_length,
+        num_batches=options.batches,
+    )
+    Path(options.calibrate).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    for kind, errors in measured["errors"].items():
+        print(f"{kind:<10}" + "  ".join(f"{code} {error:.2%}" for code, error in errors.items()))
+    print(f"wrote {options.calibrate}; use it with --calibration {options.calibrate}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laconic plan",
+        description="Predict the bytes of every rank of a training run by kind, say whether it fits, and choose what "
+        "each site keeps for backward under the budget. Nothing runs: it is arithmetic, for any number of ranks.",
+    )
+    parser.add_argument("model", nargs="?", help="directory with a config.json, or that file; or give sizes")
+    add = parser.add_argument_group("model by sizes").add_argument
+    add("--family", help="instead of the configuration's model_type (default: llama)")
+    for name in (*_SIZES, "num_kv_heads", "head_dim"):
+        add("--" + name.replace("_", "-"), type=int, metavar="N")
+    add("--tied", action="store_true", help="embedding and output projection share their matrix")
+    add = parser.add_argument_group("run").add_argument
+    add("--sequence-length", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    add("--batch", type=int, default=1, metavar="N", help="sequences per micro-batch and rank (default: %(default)s)")
+    add("--micro-batches", type=int, metavar="N", help="per step and pipeline (default: twice the stages)")
+    add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
+    add("--optimizer", default="adamw", help="adamw or adamw8bit")
+    add("--gradients", type=int, default=32, metavar="BITS", help="32, 16, 12 or 8")
+    add("--loss", default="exact", help="exact or chunked")
+    add = parser.add_argument_group("layout").add_argument
+    add("--dp", type=int, default=1, metavar="N", help="data-parallel processes of a stage")
+    add("--fsdp", action="store_true", help="shard over them (FSDP2) instead of copying (DDP)")
+    add("--stages", type=int, default=1, metavar="N", help="pipeline stages")
+    add("--virtual-stages", type=int, default=1, metavar="N", help="chunks of layers per stage")
+    add("--schedule", choices=list(SCHEDULES), help="default: 1f1b, or interleaved-1f1b with virtual stages")
+    add("--split", type=int, nargs="+", metavar="N", help="layers per chunk (default: balanced)")
+    add("--tp", type=int, default=1, metavar="N", help="tensor parallel with sequence parallelism; estimates only")
+    add = parser.add_argument_group("choosing").add_argument
+    add("--memory", metavar="SIZE", help="of each device, for example 24GB or 80GiB")
+    add("--reserve", type=float, default=0.05, help="share of it that is left free (default: %(default)s)")
+    add(
+        "--policy",
+        choices=["budget", "agoq", *_UNIFORM],
+        help="who chooses (default: budget with --memory, else exact)",
+    )
+    add("--choices", nargs="+", default=list(CHOICES), choices=CHOICES, help="what the budget policy may choose")
+    add("--attention", default="exact", help="for the other policies: exact, int8, nf4")
+    add("--calibration", metavar="FILE", help="sensitivities written by --calibrate instead of the shipped ones")
+    add("--hardware", default="h100", help="for the time that choices cost: h100, a100, a6000, xeon-core")
+    add(
+        "--time-weight",
+        type=float,
+        default=1.0,
+        help="two per cent of the step against five per cent of gradient error",
+    )
+    add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="FILE", help="write the plan as JSON, for laconic train --plan FILE")
+    add("--chart", metavar="FILE", help="write a picture, for example plan.png")
+    add("--json", action="store_true", help="print the plan as JSON instead of tables")
+    add = parser.add_argument_group("calibration").add_argument
+    add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")
+    add("--data", nargs="+", metavar="PATH", help="text to measure on (default: the Python standard library)")
+    add("--tokenizer", help="tokenizer.json (default: the one in the model directory, else bytes)")
+    add("--batches", type=int, default=4, metavar="N", help="batches to measure on (default: %(default)s)")
+    return parser

@@ -1,0 +1,118 @@
+"""A plan as text: who holds how many bytes, and what is kept where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from laconic.cost.choose import Chosen
+from laconic.cost.memory import Job
+from laconic.cost.sizes import format_nbytes
+from laconic.cost.units import EXACT
+
+__all__ = ["describe_job", "plan_text"]
+
+
+def describe_job(job: Job) -> str:
+    """Model, world, batch and settings in four lines."""
+    shape, layout, settings, batch = job.shape, job.layout, job.settings, job.batch
+    stages = f"{layout.stages} stages" if layout.stages > 1 else "no pipeline"
+    if layout.stages_per_rank > 1:
+        stages += f" x {layout.stages_per_rank} chunks"
+    if layout.stages > 1:
+        stages += f" ({layout.schedule}, {layout.micro_batches} micro-batches)"
+    replicas = f"{layout.data_parallel} x {'FSDP2' if layout.sharded else 'DDP'}" if layout.data_parallel > 1 else ""
+    tensor = f"tensor parallel {layout.tensor_parallel}" if layout.tensor_parallel > 1 else ""
+    world = ", ".join(part for part in (stages, replicas, tensor) if part)
+    ffn = f"{shape.intermediate_size:,}"
+    return "\n".join(
+        [
+            f"model     {shape.family}: {shape.num_layers} layers, hidden {shape.hidden_size:,}, feed-forward {ffn}, "
+            f"{shape.num_heads} heads, {shape.num_kv_heads} key/value heads, vocabulary {shape.vocab_size:,}; "
+            f"{shape.num_parameters / 1e9:.2f}e9 parameters",
+            f"world     {layout.world_size} processes: {world}",
+            f"batch     {batch.sequences} x {batch.sequence_length:,} tokens per micro-batch",
+            f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients, "
+            f"{settings.loss} loss",
+        ]
+    )
+
+
+def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
+    """The whole answer for a terminal, in plain ASCII."""
+    parts = [describe_job(job), _memory_table(chosen), _choice_table(job, chosen)]
+    error, time = f"{chosen.relative_error:.1%}", f"{chosen.time_share:.1%}"
+    parts.append(
+        f"policy {chosen.policy}: gradient off by about {error}, step about {time} longer than with everything exact"
+    )
+    fullest = max(chosen.prediction.ranks, key=lambda rank: rank.total_nbytes)
+    peak = f"{format_nbytes(fullest.total_nbytes)} on rank {fullest.rank} of the pipeline"
+    if budget_nbytes is None:
+        parts.append(f"peak: {peak}")
+    elif fullest.total_nbytes <= budget_nbytes:
+        parts.append(f"fits: {peak}, of {format_nbytes(budget_nbytes)}")
+    else:
+        over = format_nbytes(fullest.total_nbytes - budget_nbytes)
+        parts.append(f"does not fit: {peak}, {over} more than {format_nbytes(budget_nbytes)}")
+    return "\n\n".join(parts)
+
+
+def _memory_table(chosen: Chosen) -> str:
+    ranks = chosen.prediction.ranks
+    kinds = list(ranks[0].kinds)
+    with_host = any(rank.host_nbytes for rank in ranks)
+    header = ["rank", "stages", "in flight", *kinds, "total", *(["on host"] if with_host else [])]
+    rows = [
+        [
+            str(rank.rank),
+            ",".join(map(str, rank.stages)),
+            str(rank.in_flight),
+            *(_gigabytes(rank.kinds[kind]) for kind in kinds),
+            _gigabytes(rank.total_nbytes),
+            *([_gigabytes(rank.host_nbytes)] if with_host else []),
+        ]
+        for rank in ranks
+    ]
+    by_site: Counter[str] = Counter()
+    for rank in ranks:
+        by_site.update({kind: n for kind, n in rank.activations_nbytes.items() if kind != "logits"})
+    sites = ", ".join(f"{kind} {_gigabytes(n)}" for kind, n in by_site.most_common() if n)
+    return f"{_columns(header, rows)}\n(GB; activations of all ranks by site: {sites})"
+
+
+def _choice_table(job: Job, chosen: Chosen) -> str:
+    """For every stage, how many of each kind of site keep what."""
+    header = ["stage", "layers", "norm", "attention", "mlp", "other", "run again"]
+    rows = []
+    for stage in job.stages():
+        found: dict[str, Counter[str]] = {}
+        for unit in stage.units():
+            if unit.rows and unit.layer not in chosen.recomputed:
+                kind = unit.kind if unit.kind in ("norm", "attention", "mlp") else "other"
+                found.setdefault(kind, Counter())[chosen.choices.get(unit.name, EXACT).name] += 1
+        again = sum(layer in chosen.recomputed for layer in stage.layers)
+        cells = [_counted(found.get(kind, Counter())) for kind in ("norm", "attention", "mlp", "other")]
+        layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])
+        rows.append([str(stage.index), layers, *cells, str(again) if again else "-"])
+    return _columns(header, rows, left=True)
+
+
+def _counted(names: Counter[str]) -> str:
+    if len(names) == 1:
+        return next(iter(names))
+    return " + ".join(f"{count} {name}" for name, count in sorted(names.items())) or "-"
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f}" if nbytes >= 1e8 else f"{nbytes / 1e9:.4f}"
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
+    table = [header, *rows]
+    widths = [max(len(row[index]) for row in table) for index in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,153 @@
+"""`laconic plan`: tables, plan files, exit codes, refusals in one line, calibration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laconic.cli.main import main
+from laconic.cost import Plan, load_plan
+from laconic.cost.rates import Sensitivity
+from laconic.cost.sizes import format_nbytes, parse_nbytes
+from laconic.errors import PlanError
+from tests.activations.models import make_model
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+LAYOUT = [
+    *("--stages", "4", "--virtual-stages", "2", "--micro-batches", "8"),
+    *("--dp", "8", "--fsdp", "--sequence-length", "8192", "--loss", "chunked"),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def test_a_plan_is_made_printed_and_written(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, chart = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main(["plan", model, "--memory", "48GB", *LAYOUT, "--out", str(plan), "--chart", str(chart)]) == 0
+    text = capsys.readouterr().out
+    assert "32 processes: 4 stages x 2 chunks (interleaved-1f1b, 8 micro-batches), 8 x FSDP2" in text
+    assert "8.03e9 parameters" in text
+    assert "\nfits: " in text
+    assert text.isascii()
+    assert [line.split()[2] for line in text.splitlines() if line[:4].strip() in ("0", "1", "2", "3")][:4] == [
+        "11",
+        "9",
+        "7",
+        "5",
+    ]
+    read = load_plan(plan)
+    assert read.policy == "budget"
+    assert read.prediction.peak_nbytes <= 48e9 * 0.95
+    assert read.job.layout.split == (2, 5, 5, 5, 5, 5, 4, 1)
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_do_instead_of_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden-size": 4096, "intermediate-size": 14336, "num-layers": 32, "num-heads": 32, "num-kv-heads": 8}
+    flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    assert main(["plan", *flags, "--vocab-size", "128256", *LAYOUT, "--json"]) == 0
+    plan = Plan.from_dict(json.loads(capsys.readouterr().out))
+    assert plan.policy == "exact"
+    assert plan.job.shape.num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("policy", "bits"), [("agoq", [4, 5, 6, 8]), ("uniform4", [4] * 4), ("uniform8", [8] * 4), ("exact", [16] * 4)]
+)
+def test_policies_are_kept_whether_they_fit_or_not(
+    model: str, policy: str, bits: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["plan", model, *LAYOUT, "--policy", policy, "--attention", "int8", "--out", str(out)]
+    assert main([*arguments, "--memory", "1000GB"]) == 0
+    assert main([*arguments, "--memory", "1GB"]) == 1
+    assert "does not fit: " in capsys.readouterr().out
+    plan = load_plan(out)
+    found = [plan.choices[f"model.layers.{layer}.mlp"].bits for layer in (0, 2, 7, 12)]
+    assert found == bits
+    assert plan.attention == ("exact" if policy == "exact" else "int8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "2GB"], r"the least that these choices can do with is [\d,]+ bytes \(\d+\.\d\d GB\)"),
+        (["--memory", "lots"], r"memory is 'lots', but it must be a size such as 24GB"),
+        (["--memory", "9GB", "--reserve", "1"], r"reserve is 1.0"),
+        (["--policy", "budget"], r"no budget was given; add --memory"),
+        (["--optimizer", "sgd"], r"optimizer is 'sgd', but it must be one of adamw, adamw8bit"),
+        (["--stages", "64"], r"the model has 32 layers, but 64 chunks"),
+        (["--stages", "4", "--virtual-stages", "2", "--micro-batches", "9"], r"num_micro_batches is 9"),
+        (["--policy", "uniform4", "--attention", "fp3"], r"code is 'fp3'"),
+        (["--memory", "1TB", "--calibration", "/nowhere"], r"calibration is '/nowhere'"),
+        (["--policy", "agoq", "--chart", "/nowhere/plan.png"], r"chart is '/nowhere/plan.png', but it cannot"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    model: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert main(["plan", model, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("laconic: error: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+def test_sizes_are_asked_for_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--num-layers", "2"]) == 2
+    assert "--hidden-size, --intermediate-size, --num-heads, --vocab-size missing" in capsys.readouterr().err
+
+
+def test_a_model_is_calibrated_and_the_planner_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory, measured, text = tmp_path / "model", tmp_path / "measured.json", tmp_path / "text.txt"
+    make_model("llama", vocab_size=257).save_pretrained(directory)  # type: ignore[operator]
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    arguments = ["--data", str(text), "--sequence-length", "32", "--batch", "2", "--batches", "2"]
+    assert main(["plan", str(directory), "--calibrate", str(measured), *arguments]) == 0
+    sensitivity = Sensitivity.load(measured)
+    assert set(sensitivity.errors) == {"norm", "attention", "mlp", "head"}
+    assert set(sensitivity.errors["head"]) == {"int8"}
+    for kind in ("norm", "attention", "mlp"):
+        errors = [sensitivity.errors[kind][code] for code in ("int8", "int6", "int5", "nf4")]
+        assert errors == sorted(errors)
+        assert 0 < errors[0] < 0.05
+        assert errors[-1] < 1
+    assert "measured by laconic plan --calibrate" in sensitivity.source
+    capsys.readouterr()
+    plan = ["plan", str(directory), "--memory", "20MB", "--precision", "fp32", "--calibration", str(measured)]
+    assert main([*plan, "--sequence-length", "64", "--batch", "8"]) == 0
+    assert "fits: " in capsys.readouterr().out
+
+
+def test_sizes_in_words() -> None:
+    assert [parse_nbytes(text) for text in ("24GB", "24 GiB", "1.5k", "7", "2TB")] == [
+        24_000_000_000,
+        24 * 2**30,
+        1500,
+        7,
+        2 * 10**12,
+    ]
+    assert [format_nbytes(n) for n in (7, 1500, 24e9, 2e12)] == ["7 B", "1.50 KB", "24.00 GB", "2.00 TB"]
+    for text in ("", "GB", "-3GB", "0", "3 parsecs"):
+        with pytest.raises(PlanError, match="must be a size"):
+            parse_nbytes(text)
