@@ -1,7 +1,24 @@
-"""Gradients in few bytes: stored in 8 or 12 bits."""
+"""Gradients in few bytes: stored in 8 or 12 bits, reduced over the network in 8 bits."""
 
 from __future__ import annotations
 
+from laconic.gradients.lane import Work
+from laconic.gradients.reduce import (
+    NATIVE_BELOW_NBYTES,
+    TwoLevel,
+    all_reduce_q8,
+    all_reduce_quantized,
+    reduce_scatter_q8,
+)
 from laconic.gradients.store import CompressedGradients, compress_gradients
 
-__all__ = ["CompressedGradients", "compress_gradients"]
+__all__ = [
+    "NATIVE_BELOW_NBYTES",
+    "CompressedGradients",
+    "TwoLevel",
+    "Work",
+    "all_reduce_q8",
+    "all_reduce_quantized",
+    "compress_gradients",
+    "reduce_scatter_q8",
+]

@@ -12,6 +12,9 @@ algorithm (the ring, as in NCCL and gloo) sends per process: with W processes an
 
 W is the size of the group that a collective runs in, which may be smaller than the run.
 
+Quantized reductions in the background run in a thread of their own, where no dispatch mode of this one sees them; they
+count for themselves, by the same formulas.
+
 A dispatch mode slows down every operator, so it is open for one step only; each step issues the same collectives.
 """
 
@@ -23,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from laconic.gradients.collectives import sent_in_background_nbytes
 
 __all__ = ["WireCounter"]
 
@@ -38,6 +43,16 @@ class WireCounter(TorchDispatchMode):
         self._world_size = world_size
         self.nbytes = 0
         """Bytes sent."""
+        self._background_nbytes = 0
+
+    def __enter__(self) -> WireCounter:
+        self._background_nbytes = sent_in_background_nbytes()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.nbytes += sent_in_background_nbytes() - self._background_nbytes
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,0 +1,182 @@
+"""Where a reduction runs while backward goes on.
+
+A reduction is several collectives with arithmetic between them. Ranks must start the collectives of a group in the same
+order, so all background reductions of a group run one after the other, in the order they were asked for, in a *lane*:
+
+- CPU tensors: a thread with a process group of its own, so that its collectives never mix with those that the program
+  issues on the caller's group meanwhile. gloo and the kernels release Python's lock.
+- CUDA tensors: a stream. Everything is started from the caller's thread, in program order, and nothing blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from laconic.gradients.collectives import in_background
+
+__all__ = ["Groups", "Job", "Work", "run_here", "run_in_background"]
+
+T = TypeVar("T")
+
+Groups = tuple[dist.ProcessGroup, ...]
+"""The process groups that a reduction talks to."""
+
+Job = Callable[[Groups], T]
+"""A reduction, told which groups to use."""
+
+
+class Work(ABC, Generic[T]):
+    """A reduction under way."""
+
+    @abstractmethod
+    def wait(self) -> T:
+        """Wait for the result, or raise what the reduction raised. On CUDA only the current stream waits."""
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abstractmethod
+    def get_future(self) -> torch.futures.Future[T]:
+        """The result as torch's future, which DDP's hooks return."""
+
+
+def run_here(job: Job[T], groups: Groups) -> T:
+    """Run a job in the calling thread, on the current stream, on the caller's own groups."""
+    with torch.no_grad():
+        return job(groups)
+
+
+def run_in_background(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
+    """Run a job in the lane of its groups. Every rank of the groups must do so in the same order."""
+    if all(group.size() == 1 for group in groups):
+        work: _ThreadWork[T] = _ThreadWork()
+        work.result.set_result(run_here(job, groups))
+        return work
+    if device.type == "cuda":
+        return _run_on_stream(job, groups, device)
+    return _lane_of(groups).submit(job)
+
+
+# --- CPU: threads ---
+
+
+class _ThreadWork(Work[T]):
+    def __init__(self) -> None:
+        self.result: Future[T] = Future()
+
+    def wait(self) -> T:
+        return self.result.result()
+
+    def is_completed(self) -> bool:
+        return self.result.done()
+
+    def get_future(self) -> torch.futures.Future[T]:
+        done: torch.futures.Future[Future[T]] = torch.futures.Future()
+        # A callback that raises is the one way to give torch's future an error that its C++ callers see too.
+        future = done.then(lambda finished: finished.value().result())
+        self.result.add_done_callback(done.set_result)
+        return future
+
+
+_Item = tuple[Job[Any], _ThreadWork[Any]]
+
+
+class _ThreadLane:
+    """A thread that runs jobs in order on copies of `groups`."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        # The thread knows the queue and the copies only, so it ends when nobody knows the lane any more.
+        arguments = (self._items, tuple(map(_copy_of, groups)))
+        threading.Thread(target=_serve, args=arguments, name="laconic-lane", daemon=True).start()
+        finalize(self, self._items.put, None).atexit = False
+
+    def submit(self, job: Job[T]) -> Work[T]:
+        work: _ThreadWork[T] = _ThreadWork()
+        self._items.put((job, work))
+        return work
+
+
+def _serve(items: SimpleQueue[_Item | None], groups: Groups) -> None:
+    with in_background(), torch.no_grad():
+        while (item := items.get()) is not None:
+            job, work = item
+            try:
+                work.result.set_result(job(groups))
+            except BaseException as error:
+                work.result.set_exception(error)
+            del item, job, work  # and with them the tensors that the job closes over
+
+
+_CPU = torch.device("cpu")
+_num_copies: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, _ThreadLane]] = WeakKeyDictionary()
+
+
+def _lane_of(groups: Groups) -> _ThreadLane:
+    lanes = _lanes.setdefault(groups[0], {})
+    if groups[1:] not in lanes:
+        lanes[groups[1:]] = _ThreadLane(groups)
+    return lanes[groups[1:]]
+
+
+def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same processes with the same timeout. Every process of `group` must come here.
+
+    `dist.new_group` cannot make it: it waits for all processes of the program, or, told to wait for the group's only,
+    names the group by how many groups each of them has, which need not be the same number.
+    """
+    number = _num_copies.get(group, 0)
+    _num_copies[group] = number + 1
+    store = PrefixStore(f"laconic/{number}/", group.get_group_store())
+    timeout = getattr(getattr(group._get_backend(_CPU), "options", None), "_timeout", None)
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout or default_pg_timeout)
+    copy = dist.ProcessGroup(store, group.rank(), group.size())
+    copy._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    copy._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    return copy
+
+
+# --- CUDA: streams ---
+
+
+class _StreamWork(Work[T]):
+    def __init__(self, future: torch.futures.Future[T], job: Job[T]) -> None:
+        self._future = future
+        self._job = job  # what it closes over must live until the stream is done with it
+
+    def wait(self) -> T:
+        return self._future.wait()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[T]:
+        return self._future
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _run_on_stream(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    stream = _streams[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    future: torch.futures.Future[T] = torch.futures.Future(devices=[device])
+    with torch.cuda.stream(stream), torch.no_grad():
+        # The future records an event here; whoever waits for it makes the current stream wait for that.
+        future.set_result(job(groups))
+    return _StreamWork(future, job)

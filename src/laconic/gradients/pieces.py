@@ -1,0 +1,119 @@
+"""One piece of a reduction, from quantizing to the result, and many of them at once.
+
+A piece is a generator that yields where it waits for the network. `overlap` runs pieces one wait apart, so that codes
+of one travel while others are computed with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.gradients import collectives
+from laconic.gradients.message import Message, Parts, num_blocks
+from laconic.ops import dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
+from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
+
+__all__ = ["Agree", "codes_piece", "overlap", "scatter_piece", "tensor_piece"]
+
+Agree = Callable[[], None]
+"""Waits until all ranks are known to mean the same, before the first payload is sent."""
+
+
+def scatter_piece(
+    rows: Tensor, chunk: Tensor, group: dist.ProcessGroup, factor: float, agree: Agree | None
+) -> Iterator[None]:
+    """Columns of every rank's chunk, rows [W, m] -> chunk fp32 [m]."""
+    message = Message(rows.shape[1], bits=8)
+    sent = message.zeros(group.size(), rows.device)
+    codes, scales = _quantize(rows)
+    views = message.parts(sent)
+    views.codes.copy_(codes)
+    views.scales.copy_(scales)
+    if agree is not None:
+        agree()
+    received = torch.empty_like(sent)
+    work = collectives.all_to_all(received, sent, group)
+    yield
+    work.wait()
+    chunk.copy_(sum_blockwise(*message.parts(received), factor=factor))
+
+
+def tensor_piece(
+    x: Tensor, group: dist.ProcessGroup, factor: float, error: Tensor | None, agree: Agree | None
+) -> Iterator[None]:
+    """Flat values x [m], replaced by their reduction."""
+    exact = x if error is None else x.float() + error
+    parts = Parts(*_quantize(exact))
+    if error is not None:
+        error.copy_((exact - _dequantize(parts, torch.float32)).nan_to_num_(0.0, 0.0, 0.0))
+    reduced = yield from _sum_everywhere(parts, group, factor, agree)
+    x.copy_(_dequantize(reduced, x.dtype))
+
+
+def codes_piece(parts: Parts, group: dist.ProcessGroup, factor: float, agree: Agree | None) -> Iterator[None]:
+    """Flat codes and scales, replaced by those of their reduction."""
+    reduced = yield from _sum_everywhere(parts, group, factor, agree)
+    for old, new in zip(parts, reduced, strict=True):
+        if old is not None and new is not None:
+            old.copy_(new)
+
+
+def _sum_everywhere(
+    parts: Parts, group: dist.ProcessGroup, factor: float, agree: Agree | None
+) -> Generator[None, None, Parts]:
+    """Flat parts of m elements on each rank -> the parts of their sum times `factor`, on every rank."""
+    world, length = group.size(), parts.codes.numel()
+    bits = 8 if parts.residual_codes is None else 12
+    # Equal chunks of whole blocks; those of the last ranks may hold nothing.
+    message = Message(-(-num_blocks(length) // world) * GRADIENT_BLOCK_SIZE, bits)
+    sent = message.zeros(world, parts.codes.device)
+    message.write(parts, sent)
+    if agree is not None:
+        agree()
+    received = torch.empty_like(sent)
+    work = collectives.all_to_all(received, sent, group)
+    yield
+    work.wait()
+    mine = message.zeros(1, parts.codes.device)
+    message.write(Parts(*sum_requantize_blockwise(*message.parts(received), factor=factor)), mine)
+    work = collectives.all_gather(received, mine, group)
+    yield
+    work.wait()
+    return message.read(received, length)
+
+
+def overlap(pieces: Iterable[Iterator[None]]) -> None:
+    """Run pieces so that each is one wait behind the one before it: the same order of collectives on every rank."""
+    waiting: deque[Iterator[None]] = deque()
+
+    def step() -> None:
+        # The youngest first, so that its message is on the way before an older one is computed with.
+        for piece in [*waiting][::-1]:
+            if next(piece, waiting) is waiting:
+                waiting.remove(piece)
+
+    for piece in pieces:
+        waiting.append(piece)
+        step()
+    while waiting:
+        step()
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_blockwise(x, code="int8", block_size=GRADIENT_BLOCK_SIZE, scale_dtype=torch.float32)
+
+
+def _dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return dequantize_blockwise(
+        parts.codes,
+        parts.scales,
+        length=parts.codes.numel(),
+        code="int8",
+        block_size=GRADIENT_BLOCK_SIZE,
+        dtype=dtype,
+    )
