@@ -76,7 +76,7 @@ class Plan:
                     sites[site] = (Choice("nf4") if inner else choice).to_json()
         plan: dict[str, Any] = {"version": 2, "sites": sites}
         if self.recomputed:
-            plan["layers"] = {f"model.layers.{i}": c.to_json() for i, c in sorted(self.recomputed.items())}
+            plan["layers"] = {f"model.layers.{i}": {"input": c.to_json()} for i, c in sorted(self.recomputed.items())}
         return plan
 
     def to_dict(self) -> dict[str, Any]:
