@@ -181,9 +181,7 @@ class CompressedGradients:
 
         Raises TrainingError, with a group, before `reduce()`.
         """
-        self._collect()
-        if self._unreduced and self.group is not None:
-            raise TrainingError("the gradients of this rank have not been reduced yet; call reduce() first")
+        self._collect_reduced()
         # Every rank asks its meshes in the same order, also where a parameter has no gradient.
         sums: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {None: []}
         of_interest = None if counted is None else {id(parameter) for parameter in counted}
@@ -245,8 +243,10 @@ class CompressedGradients:
 
         parameters: some of those compressed here; None: all. One after the other they are dequantized and their codes
         freed. An optimizer per parameter that steps in between keeps the peak at one full-precision gradient.
+
+        Raises TrainingError, with a group, before `reduce()`.
         """
-        self._collect()
+        self._collect_reduced()
         for parameter in self.parameters.values() if parameters is None else parameters:
             gradient = quantized_gradient(parameter)
             if gradient is None:
@@ -335,6 +335,11 @@ class CompressedGradients:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self._fold(name, parameter)
+
+    def _collect_reduced(self) -> None:
+        self._collect()
+        if self._unreduced and self.group is not None:
+            raise TrainingError("the gradients of this rank have not been reduced yet; call reduce() first")
 
     def _make_buckets(self, bucket_nbytes: int) -> Buckets:
         parameters = list(self.parameters.values())
