@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
-from laconic.gradients.buckets import Buckets, Work
+from laconic.gradients.buckets import Buckets
+from laconic.gradients.lane import Work
+from laconic.gradients.reduce import all_reduce_quantized
 from laconic.gradients.replicas import broadcast_state, check_same_settings, local_part
 
 __all__ = ["CompressedGradients", "compress_gradients"]
@@ -344,12 +346,10 @@ class CompressedGradients:
     def _make_buckets(self, bucket_nbytes: int) -> Buckets:
         parameters = list(self.parameters.values())
 
-        def reduce(numbers: list[int]) -> Work:
-            all_reduce_quantized = import_module("laconic.gradients.reduce").all_reduce_quantized
+        def reduce(numbers: list[int]) -> Work[None]:
             found = (quantized_gradient(parameters[number]) for number in numbers)
             gradients = [gradient for gradient in found if gradient is not None]
-            work: Work = all_reduce_quantized(gradients, self.group, average=self._average)
-            return work
+            return all_reduce_quantized(gradients, self.group, average=self._average)
 
         nbytes = [local_part(parameter).numel() * self.bits // 8 for parameter in parameters]
         return Buckets(nbytes, bucket_nbytes, reduce)
