@@ -107,7 +107,8 @@ def compress_activations(
             if chosen is not None and site.kind == "attention":
                 AttentionCore(modules[site.name], site, chosen)
             elif chosen is not None:
-                modules[site.name].forward = forward_for(modules[site.name], site, chosen)
+                # The bound method, not the object: torch.compile then guards its code, and layers share a graph.
+                modules[site.name].forward = forward_for(modules[site.name], site, chosen).__call__
     after = None if sample is None else measure(model, *sample)
     origins = {id(f.module): f.origin for f in _forwards(model) if isinstance(f, SiteForward)}
     rows = [(site, formats.get(site.name), origins.get(id(modules[site.name]))) for site in sites]
@@ -147,5 +148,6 @@ def _attention_format(attention: str | BlockFormat, block_size: int, scale_dtype
 def _forwards(model: nn.Module) -> list[SiteForward | HooksForward | AttentionCore]:
     """What is ours in a model."""
     modules = list(model.modules())
-    candidates = [module.__dict__.get("forward") for module in modules] + [attention_core_of(m) for m in modules]
+    methods = [module.__dict__.get("forward") for module in modules]
+    candidates = [getattr(method, "__self__", method) for method in methods] + [attention_core_of(m) for m in modules]
     return [found for found in candidates if isinstance(found, (SiteForward, HooksForward, AttentionCore))]
