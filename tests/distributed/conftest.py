@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.pair import SMOOTH
 from tests.distributed.processes import finish, free_port, rank_environment, start
-from tests.train.runs import resumed, tiny_config, train_alone
+from tests.train.runs import AGOQ, resumed, tiny_config, train_alone
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +18,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Alone: the reference of all smooth runs, and the first third of one that the two go on with.
     train_alone(tiny_config(folder, "smooth-alone", SMOOTH))
     train_alone(tiny_config(folder, "smooth-1-2-1", SMOOTH), stop_after=2)
+    train_alone(tiny_config(folder, "agoq-alone", AGOQ))
+    train_alone(tiny_config(folder, "agoq-1-2-1", AGOQ), stop_after=2)
     port = free_port()
     arguments = ["-m", "tests.distributed.pair", str(folder)]
     processes = [start(arguments, rank_environment(rank, 2, port)) for rank in range(2)]
     for rank, ending in enumerate([finish(process) for process in processes]):
         assert ending.code == 0, f"rank {rank}:\n{ending.err}"
     train_alone(resumed(tiny_config(folder, "smooth-1-2-1", SMOOTH)))
+    train_alone(resumed(tiny_config(folder, "agoq-1-2-1", AGOQ)))
     return folder

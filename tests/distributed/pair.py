@@ -26,10 +26,11 @@ from laconic.train.run import run
 from laconic.train.stop import StopRequest
 from laconic.train.worker import leave
 from laconic.train.world import World, join_world, read_environment
-from tests.train.runs import StopAfter, resumed, tiny_config
+from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
 
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
 FSDP = {"parallel": "fsdp"}
+NATIVE = {"gradients.reduce": "native"}
 LONG = {"steps": 100, "eval_every": 0, "checkpoint.every": 10, "nproc": 2}
 DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
 
@@ -38,6 +39,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "ddp": DROPOUT,
     "fsdp": DROPOUT | FSDP | {"accumulation": 2},
     "ddp-bf16": {"precision": "bf16"},
+    "ddp-agoq": AGOQ | {"accumulation": 2},
+    "fsdp-agoq": FSDP | AGOQ | NATIVE,
     "fsdp-bf16": FSDP | {"precision": "bf16", "model.tie_word_embeddings": False},
 }
 
@@ -88,6 +91,7 @@ class Pair:
     def changed_worlds(self) -> None:
         """Go on with a run that one process began; DDP begins what FSDP2 ends, and the other way round."""
         self.train(resumed(tiny_config(self.folder, "smooth-1-2-1", SMOOTH | FSDP)), stop_after=2)
+        self.train(resumed(tiny_config(self.folder, "agoq-1-2-1", AGOQ | FSDP | NATIVE)), stop_after=2)
         for name, first, then in (("smooth-ddp-fsdp", {}, FSDP), ("smooth-fsdp-ddp", FSDP, {})):
             self.train(tiny_config(self.folder, name, SMOOTH | first), stop_after=3)
             self.train(resumed(tiny_config(self.folder, name, SMOOTH | then)))
@@ -95,7 +99,7 @@ class Pair:
     def not_finite(self) -> None:
         """The loss of rank 1 alone becomes NaN in steps 2 and 4."""
         with spoilt(self.world.rank == 1, {1, 3}):
-            for name, changes in (("nan-ddp", {}), ("nan-fsdp", FSDP)):
+            for name, changes in (("nan-ddp", {}), ("nan-fsdp", FSDP), ("nan-agoq", AGOQ)):
                 self.train(tiny_config(self.folder, name, changes))
         with spoilt(self.world.rank == 1, set(range(2, 9))):
             self.expect_error("nan-all", tiny_config(self.folder, "nan-all", {"checkpoint.every": 1, "steps": 9}))
@@ -108,6 +112,8 @@ class Pair:
             self.expect_error("full", resumed(config))
 
     def refusals(self) -> None:
+        self.train(tiny_config(self.folder, "kind", {"checkpoint.every": 3}), stop_after=3)
+        self.expect_error("kind", resumed(tiny_config(self.folder, "kind", {"optimizer.kind": "adamw8bit"})))
         self.expect_error("batch", tiny_config(self.folder, "batch", {"batch_size": 3}))
         config = tiny_config(self.folder, "damaged", {"checkpoint.every": 3})
         self.train(config)

@@ -17,8 +17,8 @@ import torch
 from laconic.train.stages import Chunk
 from laconic.train.worker import leave
 from laconic.train.world import World, join_world, read_environment
-from tests.distributed.pair import Pair
-from tests.train.runs import resumed, tiny_config
+from tests.distributed.pair import NATIVE, Pair
+from tests.train.runs import AGOQ, resumed, tiny_config
 
 LAYERS = {"model.num_hidden_layers": 4}
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16} | LAYERS
@@ -37,8 +37,12 @@ SMOOTH_RUNS: dict[int, dict[str, dict[str, Any]]] = {
     4: {"4-1f1b": FOUR, "4-ddp": TWO, "4-fsdp": TWO | FSDP, "4-interleaved-fsdp": INTERLEAVED | FSDP},
 }
 BROKEN_RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"2-1f1b-nf4": TWO | DROPOUT, "2-interleaved-nf4": INTERLEAVED | DROPOUT},
-    4: {"4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"}},
+    2: {"2-1f1b-nf4": TWO | DROPOUT, "2-interleaved-agoq": INTERLEAVED | DROPOUT | AGOQ},
+    4: {
+        "4-ddp-agoq": TWO | LAYERS | AGOQ,
+        "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ | NATIVE,
+        "4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"},
+    },
 }
 
 

@@ -68,6 +68,29 @@ def test_bf16_stays_close_to_fp32(pair: Path) -> None:
         assert losses(pair / run)[6] < losses(pair / run)[1]
 
 
+@pytest.mark.parametrize("name", ["ddp-agoq", "fsdp-agoq", "agoq-1-2-1"])
+def test_everything_compressed_trains_alike_on_any_number_of_processes(pair: Path, name: str) -> None:
+    expected, found = losses(pair / "agoq-alone"), losses(pair / name)
+    assert list(found) == list(expected)
+    # Codes of a gradient that is shared by two are made of other values, each within 1/254 of its block's largest.
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, abs=0.01), step
+
+
+def test_both_refuse_the_moments_of_another_optimizer(pair: Path) -> None:
+    for error in errors(pair, "kind"):
+        assert error.startswith("ConfigError: optimizer.kind is 'adamw8bit', but the run that wrote")
+
+
+def test_codes_take_a_quarter_of_the_bytes(pair: Path) -> None:
+    model = build_model(tiny_config(pair, "-").model, 257, 32, 0)
+    dense_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    for name in ("ddp-agoq",):
+        sent = read_metrics(pair / name)[0]["wire_nbytes"]
+        # One byte per element and 4 per 128, of which a vector of 32 has one of its own.
+        assert dense_nbytes / 4 < sent < dense_nbytes / 3.3
+
+
 def test_the_summary_counts_both_processes(pair: Path) -> None:
     summary = json.loads((pair / "smooth-fsdp" / "summary.json").read_text())
     assert (summary["world_size"], summary["parallel"]) == (2, "fsdp")
@@ -95,7 +118,7 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(pair: Path) -> None:
     assert expected_nbytes <= found <= expected_nbytes + 100  # the norm and the votes
 
 
-@pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp"])
+@pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp", "nan-agoq"])
 def test_a_bad_loss_on_one_process_is_skipped_by_both(pair: Path, name: str) -> None:
     values = losses(pair / name)
     assert [step for step, loss in values.items() if math.isnan(loss)] == [2, 4]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,11 +103,9 @@ class DenseGradients(Gradients):
 class StoredGradients(Gradients):
     """Gradients in codes; `store` has been put on the model."""
 
-    def __init__(self, store: CompressedGradients, layout: Layout, sharded: bool, unpack: bool) -> None:
-        """`sharded`: whether FSDP2 shards the parameters; `unpack`: whether the optimizer needs dense gradients."""
+    def __init__(self, store: CompressedGradients, unpack: bool) -> None:
+        """`unpack`: whether the optimizer needs dense gradients."""
         self._store = store
-        self._layout = layout
-        self._sharded = sharded
         self._unpack = unpack
 
     def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
@@ -121,21 +118,16 @@ class StoredGradients(Gradients):
         self._store.reduce()
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        from laconic.gradients import all_reduce_quantized
+
         gradients = [quantized_gradient(parameter) for parameter in parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:  # the same at both ends: they run the same layers' worth of the same model
             return
-        all_reduce_quantized = import_module("laconic.gradients.reduce").all_reduce_quantized
         all_reduce_quantized(present, group, average=False).wait()
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        gradients = [quantized_gradient(parameter) for parameter in parameters]
-        squares = [gradient.square_sum().double() for gradient in gradients if gradient is not None]
-        device = _local(next(iter(self._store.parameters.values()))).device
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        if self._sharded:
-            dist.all_reduce(total, group=self._layout.stage_group)
-        return total.sqrt()
+        return self._store.norm(counted=parameters)
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if max_norm > 0:
@@ -160,7 +152,7 @@ def make_gradients(config: TrainConfig, layout: Layout, model: nn.Module) -> Gra
 
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
     store = compress_gradients(model, None if sharded else layout.stage_group, bits=config.gradients.bits)
-    return StoredGradients(store, layout, sharded, unpack=config.optimizer.kind == "adamw")
+    return StoredGradients(store, unpack=config.optimizer.kind == "adamw")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from laconic.train.config import TrainConfig
 from laconic.train.loop import StepResult, Trainer
+from laconic.train.memory import MemoryCheck
 from laconic.train.metrics import MetricsWriter, Progress, format_nbytes, peak_memory_nbytes, read_metrics
 from laconic.train.world import World
 
@@ -32,6 +33,7 @@ class Journal:
         self._step_seconds: list[float] = []
         self._last: dict[str, Any] = {}
         self._num_skipped = 0
+        self._memory: MemoryCheck | None = None
 
     def message(self, text: str) -> None:
         """Show a line to the user."""
@@ -58,6 +60,11 @@ class Journal:
         if self._metrics is not None:
             self._metrics.write(done, **{name: self._last[name] for name in self._last if name != "validation_loss"})
         self._progress.update(done, self._last)
+
+    def memory(self, check: MemoryCheck) -> None:
+        """Write down what the planner had predicted for this process and what was measured."""
+        self._memory = check
+        self.message(str(check))
 
     def validation(self, done: int, loss: float | None) -> None:
         """Write down the validation loss after `done` steps; None: there is no validation data."""
@@ -99,6 +106,7 @@ class Journal:
             "stages": config.pipeline.stages,
             "precision": config.precision,
             "seconds": seconds,
+            "memory": None if self._memory is None else self._memory.to_dict(),
         }
 
     def __enter__(self) -> Journal:

@@ -11,7 +11,7 @@ all-reduce, and therefore always take the same decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,8 @@ class Trainer:
         """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
         self.wire_nbytes: int | None = None
         """Bytes this process sends per step; measured in the first step."""
+        self.before_update: Callable[[], None] | None = None
+        """Called in each step that updates, when gradients are there and before they are used up."""
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
         """Run optimizer step `step` (0-based). All processes call it together; a stop asked of one is told to all."""
@@ -113,6 +115,8 @@ class Trainer:
         skipped = num_bad > 0
         if not skipped:
             self._gradients.clip(norm, config.optimizer.clip_norm)
+            if self.before_update is not None:
+                self.before_update()
             self._gradients.prepare_update()
             self.optimizer.step()
         self._gradients.clear()

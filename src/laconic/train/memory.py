@@ -59,9 +59,7 @@ def choices_of(
         bits, code, block_size: as there; behind the layers at least 8 bits.
         attention: "exact" or a code.
     """
-    if bits == 16:
-        return {}
-    inner = Choice(code or Choice.from_bits(bits).code, block_size)
+    inner = EXACT if bits == 16 else Choice(code or Choice.from_bits(bits).code, block_size)
     head = inner if inner.bits >= 8 else Choice("int8", block_size)
     core = EXACT if attention == "exact" else Choice(attention, block_size)
     by_kind = {"head": head, "attention": core}
@@ -79,6 +77,10 @@ class MemoryCheck:
     def error(self) -> float:
         """(predicted - measured) / measured, over all kinds."""
         return sum(self.predicted.values()) / max(1, sum(self.measured.values())) - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"predicted": dict(self.predicted), "measured": dict(self.measured), "error": self.error}
 
     def __str__(self) -> str:
         parts = [

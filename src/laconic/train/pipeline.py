@@ -73,7 +73,9 @@ class Pipeline:
         self._world = world
         self._num_micro_batches = config.micro_batches
         num_chunks = layout.num_stages * config.pipeline.virtual_stages
-        chunks = split_model(model, config.pipeline.split or balanced_split(model, num_chunks))
+        self.split = config.pipeline.split or balanced_split(model, num_chunks)
+        """Layers of each chunk."""
+        chunks = split_model(model, self.split)
         tied = _tied_names(model, chunks)
         own = range(layout.stage, num_chunks, layout.num_stages)
         for index in own:

@@ -24,6 +24,7 @@ from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
+from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
 from laconic.train.layout import make_layout
@@ -82,13 +83,14 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     report = _compress(plain, config, plan)
 
     # 2. The trainer, and where it starts.
-    texts = _model_texts(plain)
+    texts, model_config = _model_texts(plain), plain.config.to_dict()
     pipeline = Pipeline(config, world, layout, plain) if pipelined else None
     model = wrap_model(plain, config, world, layout) if pipeline is None else pipeline.parts
     del plain
     gradients = make_gradients(config, layout, model)
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline)
+    forecast = Forecast(config, layout, model_config, trainer, plan, () if pipeline is None else pipeline.split)
     identity = _identity(config, corpus)
     first_step = 0
     if config.resume:
@@ -133,7 +135,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         journal.message(str(report).splitlines()[-1])
         if first_step:
             journal.message(f"resumed after step {first_step}")
-        done, stopped = _steps(config, trainer, journal, stop, first_step, save)
+        done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save)
     summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
     if world.is_main:
         write_json(run_dir / "summary.json", summary)
@@ -144,6 +146,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 def _steps(
     config: TrainConfig,
     trainer: Trainer,
+    forecast: Forecast,
     journal: Journal,
     stop: StopRequest,
     first_step: int,
@@ -155,6 +158,9 @@ def _steps(
         started = time.perf_counter()
         result = trainer.step(done - 1, stop)
         journal.step(done, result, time.perf_counter() - started, trainer)
+        if forecast.check is not None:
+            journal.memory(forecast.check)
+            forecast.check = None
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if result.skipped:
             journal.message(f"step {done}: loss or gradient is not finite on some process; no update")
