@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laconic.activations import compress_activations, decompress_activations
+    from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
     from laconic.formats import BlockFormat, BlockTensor
     from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "compress_activations",
     "decompress_activations",
+    "linear_cross_entropy",
     "compress_gradients",
     "AdamW8bit",
     "BlockFormat",
@@ -29,6 +30,7 @@ __all__ = [
 _HOME = {
     "compress_activations": "laconic.activations",
     "decompress_activations": "laconic.activations",
+    "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",

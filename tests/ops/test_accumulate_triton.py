@@ -52,7 +52,10 @@ def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
 def test_all_bits_are_the_references(dtype: torch.dtype, bits: int) -> None:
     from laconic.ops.triton import accumulate
 
-    for name, gradient in awkward_gradients(dtype):
+    for number, (name, gradient) in enumerate(awkward_gradients(dtype)):
+        # The interpreter is slow: there each gradient takes one number of bits per type.
+        if INTERPRETED and (number + DTYPES.index(dtype)) % 2 == (bits == 12):
+            continue
         if INTERPRETED and gradient.numel() > 4096:
             gradient = gradient[::37]
         expected = Store(gradient.numel(), bits)

@@ -12,6 +12,7 @@ from tests.ops.cases import CODES, DTYPES, awkward_tensors, same_bits
 
 QUANTIZE = torch.ops.laconic.quantize_blockwise.default
 DEQUANTIZE = torch.ops.laconic.dequantize_blockwise.default
+DEQUANTIZE_AFTER = torch.ops.laconic.dequantize_blockwise_after.default
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_opcheck_passes(code: str, seed: int | None) -> None:
         codes, scales = QUANTIZE(x, code, 32, torch.float16, seed)
         length = x.shape[-1] if x.dim() else 1
         torch.library.opcheck(DEQUANTIZE, (codes, scales, code, 32, length, torch.bfloat16))
+        torch.library.opcheck(DEQUANTIZE_AFTER, (codes, scales, code, 32, length, torch.bfloat16, x))
 
 
 @pytest.mark.parametrize("code", CODES)

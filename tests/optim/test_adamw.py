@@ -166,7 +166,7 @@ def tiny(block: Tensor, generator: torch.Generator) -> Tensor:
 KINDS: list[Callable[[Tensor, torch.Generator], Tensor]] = [outlier, fading, sparse, wild, nothing, tiny]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=30),
     betas=st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.95, 0.9), (0.5, 0.0)]),

@@ -10,6 +10,7 @@ from torch import nn
 
 from laconic.activations.attention import AttentionCore, attention_core_of
 from laconic.activations.forwards import SiteForward, forward_for
+from laconic.activations.head import CausalForward, HeadForward, find_head
 from laconic.activations.hooks import HooksForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.report import Report, make_report, measure, sample_inputs
@@ -32,6 +33,7 @@ def compress_activations(
     policy: Policy | None = None,
     plan: ActivationPlan | None = None,
     mode: Literal["sites", "hooks"] = "sites",
+    loss: Literal["exact", "chunked"] = "exact",
     example_inputs: Mapping[str, Any] | None = None,
     sequence_length: int = 128,
 ) -> Report:
@@ -56,6 +58,9 @@ def compress_activations(
         policy: decides site by site instead of `bits` and `format`.
         plan: the decision as data, instead of a policy; sites it does not name stay exact.
         mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model.
+        loss: "exact" leaves the loss alone. "chunked" computes that of a Hugging Face causal language model from its
+            hidden states, without holding its logits (see `linear_cross_entropy`): calls with labels and gradients
+            return the loss, and logits of no tokens.
         example_inputs: keyword arguments of a training forward, for measuring bytes; made up for Hugging Face models.
         sequence_length: tokens of the measuring forward when its inputs are made up.
 
@@ -64,10 +69,13 @@ def compress_activations(
 
     Raises:
         FormatError: bits, format, block_size, scale_dtype or attention is not supported.
-        ModelError: nothing is recognized, the model is compressed already, or the plan names sites it does not have.
+        ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have, or
+            the loss is not one that can be chunked.
     """
     if mode not in ("sites", "hooks"):
         raise ModelError(f"mode is {mode!r}, but it must be 'sites' or 'hooks'")
+    if loss not in ("exact", "chunked"):
+        raise ModelError(f"loss is {loss!r}, but it must be 'exact' or 'chunked'")
     block_format = BlockFormat.from_bits(bits, code=format, block_size=block_size, scale_dtype=scale_dtype)
     if attention is not None and (policy is not None or plan is not None):
         raise ModelError(
@@ -89,9 +97,12 @@ def compress_activations(
         if plan is None:
             plan = ActivationPlan.make(sites, policy or careful_head(block_format, attention_format))
         plan.check(sites)
+    elif loss == "chunked":
+        raise ModelError("mode='hooks' leaves the loss as it is; loss='chunked' needs mode='sites'")
     elif policy is not None or plan is not None or attention is not None:
         raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
 
+    head = find_head(model) if loss == "chunked" else None
     sample = sample_inputs(model, example_inputs, sequence_length)
     before = None if sample is None else measure(model, *sample)
     modules = dict(model.named_modules())
@@ -104,10 +115,16 @@ def compress_activations(
         formats = plan.formats
         for site in sites:
             chosen = formats.get(site.name)
-            if chosen is not None and site.kind == "attention":
+            if head is not None and site.name == head.projection:
+                projection = HeadForward(modules[site.name], site, chosen, head.spec)
+                modules[site.name].forward = projection.__call__
+                modules[head.name].forward = CausalForward(modules[head.name], projection)
+                formats = {**formats, site.name: None}  # with labels, which is how it is measured
+            elif chosen is not None and site.kind == "attention":
                 AttentionCore(modules[site.name], site, chosen)
             elif chosen is not None:
-                modules[site.name].forward = forward_for(modules[site.name], site, chosen)
+                # The bound method, not the object: torch.compile then guards its code, and layers share a graph.
+                modules[site.name].forward = forward_for(modules[site.name], site, chosen).__call__
     after = None if sample is None else measure(model, *sample)
     origins = {id(f.module): f.origin for f in _forwards(model) if isinstance(f, SiteForward)}
     rows = [(site, formats.get(site.name), origins.get(id(modules[site.name]))) for site in sites]
@@ -144,8 +161,10 @@ def _attention_format(attention: str | BlockFormat, block_size: int, scale_dtype
     return BlockFormat(attention, block_size=block_size, scale_dtype=scale_dtype)
 
 
-def _forwards(model: nn.Module) -> list[SiteForward | HooksForward | AttentionCore]:
+def _forwards(model: nn.Module) -> list[SiteForward | HooksForward | CausalForward | AttentionCore]:
     """What is ours in a model."""
     modules = list(model.modules())
-    candidates = [module.__dict__.get("forward") for module in modules] + [attention_core_of(m) for m in modules]
-    return [found for found in candidates if isinstance(found, (SiteForward, HooksForward, AttentionCore))]
+    methods = [module.__dict__.get("forward") for module in modules]
+    candidates = [getattr(method, "__self__", method) for method in methods] + [attention_core_of(m) for m in modules]
+    ours = (SiteForward, HooksForward, CausalForward, AttentionCore)
+    return [found for found in candidates if isinstance(found, ours)]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations import functions
-from laconic.activations.functions import ACTIVATIONS, NormSpec
-from laconic.activations.kept import Kept, attach, derive, keep
+from laconic.activations.functions import NormSpec
 from laconic.activations.sites import LinearSpec, MlpSpec, Site
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
@@ -56,13 +55,22 @@ class SiteForward:
         """The forward of a call that keeps something."""
         raise TypeError(f"{type(self).__name__} has to define run")
 
-    # torch.compile compiles what lies between the sites and runs the sites as they are: same values, same saved bytes.
-    @torch.compiler.disable(reason="laconic: saved activations are packed outside of compiled graphs")
+    def value(self, x: Tensor) -> Tensor:
+        """What the module's own code computes, saving nothing for backward."""
+        with torch.no_grad():
+            result: Tensor = self.original(x)
+        return result
+
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         ours = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
         if ours and torch.is_grad_enabled() and not args and not kwargs and self.keeps(x):
             return self.run(x)
         return self.original(x, *args, **kwargs)
+
+    def _noting_origin(self, y: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.origin = functions.origin_of(y)
+        return y
 
 
 class NormForward(SiteForward):
@@ -75,17 +83,7 @@ class NormForward(SiteForward):
         spec = self.site.spec
         assert isinstance(spec, NormSpec)
         weight, bias = self.module._parameters.get("weight"), self.module._parameters.get("bias")
-        kept = keep(x, self.format, "norm")
-        self.origin = kept.origin
-        y = functions.norm(x, weight, bias, kept, spec, self.original)
-        parameters = tuple(p for p in (weight, bias) if p is not None)
-        dtype = y.dtype
-
-        def rebuild(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-            return functions.normalize(x, weight, bias, spec).to(dtype)
-
-        attach(y, derive(rebuild, (kept,), parameters, "norm"))
-        return y
+        return self._noting_origin(functions.norm(x, self.value(x), spec, self.format, weight=weight, bias=bias))
 
 
 class LinearForward(SiteForward):
@@ -104,10 +102,9 @@ class LinearForward(SiteForward):
     def run(self, x: Tensor) -> Tensor:
         spec = self.site.spec
         assert isinstance(spec, LinearSpec)
-        kept = keep(x, self.format, "linear")
-        self.origin = kept.origin
         bias = self.module._parameters["bias"]
-        return functions.linear(x, self.weight, bias, kept, spec.transposed, self.original)
+        y = functions.linear(x, self.weight, self.value(x), spec.transposed, self.format, bias=bias)
+        return self._noting_origin(y)
 
 
 class MlpForward(SiteForward):
@@ -117,10 +114,9 @@ class MlpForward(SiteForward):
         spec = self.site.spec
         assert isinstance(spec, MlpSpec)
         child: Callable[[str], nn.Module] = self.module.get_submodule
-        act = child(spec.act)
         gate: Tensor = child(spec.gate)(x)
         up: Tensor | None = None if spec.up is None else child(spec.up)(x)
-        inside = self._inside(spec, act, gate, up)
+        inside = self._inside(spec, child(spec.act), gate, up)
         out: Tensor = child(spec.down)(inside)
         return out if spec.dropout is None else child(spec.dropout)(out)
 
@@ -135,25 +131,9 @@ class MlpForward(SiteForward):
 
         if not (gate.requires_grad or (up is not None and up.requires_grad)):
             return forward(gate, up)
-        first = keep(gate, self.format, "mlp")
-        self.origin = first.origin
-        kept_gate, kept_up = first, None if up is None else keep(up, self.format, "mlp")
-        if spec.fused:
-            kept_gate, kept_up = (derive(_half(index), (first,), (), "mlp") for index in (0, 1))
-        kept_act = derive(ACTIVATIONS[spec.activation].forward, (kept_gate,), (), "mlp")
-        kept: tuple[Kept, ...]
-        if kept_up is None:
-            kept, product = (kept_gate,), kept_act
-        else:
-            # Both the down projection's input and the gradient of up want act(gate), so it is rebuilt once for the two.
-            kept, product = (kept_gate, kept_up, kept_act), derive(torch.mul, (kept_act, kept_up), (), "mlp")
-        z = functions.activate(gate, up, kept, spec.activation, forward)
-        attach(z, product)
-        return z
-
-
-def _half(index: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.chunk(2, -1)[index]
+        with torch.no_grad():
+            value = forward(gate, up)
+        return self._noting_origin(functions.activate(gate, value, spec.activation, spec.fused, self.format, up=up))
 
 
 def forward_for(module: nn.Module, site: Site, format: BlockFormat) -> SiteForward:

@@ -1,8 +1,9 @@
 """Autograd functions that compute the module's own forward and keep only packed tensors for backward.
 
-Each one runs the original code for its value, so forward is bit-identical to the unmodified model. Backward is written
-out on values rebuilt from what was kept (see [Note: kept tensors]): the layer-aware activation quantization of AGoQ.
-Whatever a gradient needs beyond the kept tensors (inverse root mean square, sigmoid) is computed again in fp32.
+Each one is given the value that the original code computed, so forward is bit-identical to the unmodified model.
+Backward is written out on values rebuilt from what was kept (see [Note: kept tensors]): the layer-aware activation
+quantization of AGoQ. Whatever a gradient needs beyond the kept tensors (inverse root mean square, sigmoid) is computed
+again in fp32.
 """
 
 from __future__ import annotations
@@ -16,9 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from laconic.activations.kept import Kept, Tensors, take_all
+from laconic.activations.kept import Kept, Tensors, attach, derive, keep, take_all
+from laconic.activations.traceable import argument_class, traceable
+from laconic.formats import BlockFormat
 
-__all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize"]
+__all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize", "origin_of"]
+
+argument_class(BlockFormat)
+
+
+def origin_of(y: Tensor) -> str:
+    """What the input that was kept for the output `y` of one of these functions is rebuilt from: a kind of site."""
+    node: Any = y.grad_fn  # the context of an autograd function is its node in the graph
+    origin: str = node.origin
+    return origin
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,9 @@ class NormSpec:
     kind: Literal["rms", "layer"]
     eps: float
     unit_offset: bool = False
+
+
+argument_class(NormSpec)
 
 
 @dataclass(frozen=True)
@@ -78,10 +93,35 @@ def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
     return weight.float() + 1.0 if spec.unit_offset else weight.float()
 
 
-def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Kept, spec: NormSpec, forward: Any) -> Tensor:
-    """`forward(x)`, keeping `kept` (which stands for x) for backward."""
-    result: Tensor = _Norm.apply(x, weight, bias, kept, spec, forward, *kept.tensors)
-    return result
+@traceable
+def norm(
+    x: Tensor,
+    value: Tensor,
+    spec: NormSpec,
+    format: BlockFormat,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`value`, the norm of x, with a backward that keeps x packed; the result can be rebuilt from that too.
+
+    Args:
+        x: [..., features].
+        value: [..., features], what the module computed from x without gradients.
+        spec: what it computed.
+        format: how x is packed if nobody keeps it yet.
+        weight, bias: [features] or None.
+    """
+    kept = keep(x, format, "norm")
+    y: Tensor = _Norm.apply(x, weight, bias, kept, spec, (value,), *kept.tensors)
+    parameters = tuple(p for p in (weight, bias) if p is not None)
+    dtype = y.dtype
+
+    def rebuild(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return normalize(x, weight, bias, spec).to(dtype)
+
+    attach(y, derive(rebuild, (kept,), parameters, "norm"))
+    return y
 
 
 class _Norm(torch.autograd.Function):
@@ -93,21 +133,20 @@ class _Norm(torch.autograd.Function):
         bias: Tensor | None,
         kept: Kept,
         spec: NormSpec,
-        forward: Any,
+        value: tuple[Tensor],
         *saved: Tensor,
     ) -> Tensor:
         kept.memo.announce()
-        ctx.memo, ctx.spec = kept.memo, spec
+        ctx.memo, ctx.origin, ctx.spec = kept.memo, kept.origin, spec
         ctx.dtype = x.dtype
         ctx.save_for_backward(weight, bias, *saved)
-        result: Tensor = forward(x)
-        return result
+        return value[0].detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, *saved = ctx.saved_tensors
-        x = ctx.memo.take(tuple(saved)).float()
+        x = ctx.memo.take(tuple(saved), after=grad).float()
         needs = ctx.needs_input_grad[:3]
         backward = _rms_backward if ctx.spec.kind == "rms" else _layer_backward
         dx, dweight, dbias = backward(grad.float(), x, weight, bias, ctx.spec, needs)
@@ -154,16 +193,22 @@ def _layer_backward(
     return grads
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept, transposed: bool, forward: Any) -> Tensor:
-    """`forward(x)` of a linear layer, keeping `kept` (which stands for x) for backward.
+@traceable
+def linear(
+    x: Tensor, weight: Tensor, value: Tensor, transposed: bool, format: BlockFormat, *, bias: Tensor | None = None
+) -> Tensor:
+    """`value`, the output of a linear layer, with a backward that keeps what rebuilds x.
 
     Args:
         x: [..., in_features].
         weight: [out_features, in_features], or [in_features, out_features] if `transposed` (GPT-2's Conv1D).
+        value: [..., out_features], what the module computed from x without gradients.
+        format: how x is packed if it has to be packed.
         bias: [out_features] or None.
     """
-    result: Tensor = _Linear.apply(x, weight, bias, kept, transposed, forward, *kept.tensors)
-    return result
+    kept = keep(x, format, "linear")
+    y: Tensor = _Linear.apply(x, weight, bias, kept, transposed, (value,), *kept.tensors)
+    return y
 
 
 class _Linear(torch.autograd.Function):
@@ -175,16 +220,15 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         kept: Kept,
         transposed: bool,
-        forward: Any,
+        value: tuple[Tensor],
         *saved: Tensor,
     ) -> Tensor:
         kept.memo.announce()
-        ctx.memo, ctx.transposed = kept.memo, transposed
+        ctx.memo, ctx.origin, ctx.transposed = kept.memo, kept.origin, transposed
         ctx.dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *saved)
-        result: Tensor = forward(x)
-        return result
+        return value[0].detach()
 
     @staticmethod
     @once_differentiable
@@ -197,48 +241,77 @@ class _Linear(torch.autograd.Function):
             factor = weight.to(grad.dtype)
             dx = (grad @ (factor.t() if ctx.transposed else factor)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            x = ctx.memo.take(tuple(saved)).to(grad.dtype).reshape(-1, weight.shape[0 if ctx.transposed else 1])
+            x = (
+                ctx.memo.take(tuple(saved), after=grad)
+                .to(grad.dtype)
+                .reshape(-1, weight.shape[0 if ctx.transposed else 1])
+            )
             dweight = (x.t() @ rows if ctx.transposed else rows.t() @ x).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(ctx.bias_dtype)
         return (dx, dweight, dbias, *[None] * (3 + len(saved)))
 
 
-def activate(gate: Tensor, up: Tensor | None, kept: tuple[Kept, ...], activation: str, forward: Any) -> Tensor:
-    """The inside of a feed-forward site: act(gate) * up, or act(gate).
+@traceable
+def activate(
+    gate: Tensor, value: Tensor, activation: str, side_by_side: bool, format: BlockFormat, *, up: Tensor | None = None
+) -> Tensor:
+    """`value`, the inside of a feed-forward site, with a backward that keeps gate and up packed.
+
+    It is act(gate) * up, or act(gate) without up. The result, the input of the down projection, can be rebuilt too.
 
     Args:
-        gate: [..., features]; gate and up side by side, [..., 2 * features], if `up` is None but `kept` knows it.
-        up: [..., features] or None.
-        kept: stands for gate, up and act(gate), or for gate alone.
+        gate: [..., features]; gate and up in one, [..., 2 * features], if `side_by_side`.
+        value: [..., features], what the module computed from them without gradients.
         activation: a name in `ACTIVATIONS`.
-        forward: computes the value from gate, or from gate and up.
+        format: how gate and up are packed.
+        up: [..., features] or None.
     """
+    kept_gate, kept_up = keep(gate, format, "mlp"), None if up is None else keep(up, format, "mlp")
+    if side_by_side:
+        kept_gate, kept_up = (derive(_half(index), (kept_gate,), (), "mlp") for index in (0, 1))
+    kept_act = derive(ACTIVATIONS[activation].forward, (kept_gate,), (), "mlp")
+    kept: tuple[Kept, ...]
+    if kept_up is None:
+        kept, product = (kept_gate,), kept_act
+    else:
+        # Both the down projection's input and the gradient of up want act(gate), so it is rebuilt once for the two.
+        kept, product = (kept_gate, kept_up, kept_act), derive(torch.mul, (kept_act, kept_up), (), "mlp")
     saved = [tensor for part in kept for tensor in part.tensors]
-    result: Tensor = _Activate.apply(gate, up, kept, activation, forward, *saved)
-    return result
+    z: Tensor = _Activate.apply(gate, up, kept, activation, (value,), *saved)
+    attach(z, product)
+    return z
+
+
+def _half(index: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.chunk(2, -1)[index]
 
 
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, kept: tuple[Kept, ...], activation: str, forward: Any, *saved: Tensor
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        kept: tuple[Kept, ...],
+        activation: str,
+        value: tuple[Tensor],
+        *saved: Tensor,
     ) -> Tensor:
         for part in kept:
             part.memo.announce()
-        ctx.memos = tuple(part.memo for part in kept)
+        ctx.memos, ctx.origin = tuple(part.memo for part in kept), kept[0].origin
         ctx.counts = tuple(len(part.tensors) for part in kept)
         ctx.activation = ACTIVATIONS[activation]
         ctx.side_by_side = up is None and len(kept) > 1
         ctx.save_for_backward(*saved)
-        result: Tensor = forward(gate) if up is None else forward(gate, up)
-        return result
+        return value[0].detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved: Tensors = ctx.saved_tensors
-        values = take_all(ctx.memos, ctx.counts, saved)
+        values = take_all(ctx.memos, ctx.counts, saved, after=grad)
         tail = [None] * (3 + len(saved))
         if len(values) == 1:
             return (ctx.activation.backward(grad, values[0]), None, *tail)

@@ -12,6 +12,9 @@
 A `Kept` travels on the tensor it stands for, as an attribute of the Python object. So the linear after a norm finds out
 that its input can be rebuilt, whatever model it sits in, and the note disappears together with the tensor.
 
+What rebuilds a value is told the gradient that it is wanted for (`after`). In eager mode that changes nothing. In a
+compiled graph the value then depends on the gradient, so forward cannot compute it and save it in place of the codes.
+
 One value is often wanted several times in backward (by the query, key and value projections, then by the norm), so a
 rebuilt value stays until its last reader has had it: that is what `Memo` is for.
 """
@@ -49,11 +52,11 @@ class Memo:
     further passes over a retained graph every `take` rebuilds.
 
     Args:
-        rebuild: from the saved tensors to the value.
+        rebuild: from the saved tensors, and the gradient they are wanted for, to the value.
         inner: memos that `rebuild` takes from.
     """
 
-    def __init__(self, rebuild: Callable[[Tensors], Tensor], inner: tuple[Memo, ...] = ()) -> None:
+    def __init__(self, rebuild: Callable[[Tensors, Tensor | None], Tensor], inner: tuple[Memo, ...] = ()) -> None:
         self._rebuild = rebuild
         self._inner = inner
         self._readers = 0
@@ -66,9 +69,14 @@ class Memo:
                 memo.announce()
         self._readers += 1
 
-    def take(self, tensors: Tensors) -> Tensor:
-        """The value, rebuilt from the saved `tensors` unless an earlier reader had it rebuilt."""
-        value = self._value if self._value is not None else self._rebuild(tensors)
+    def take(self, tensors: Tensors, after: Tensor | None = None) -> Tensor:
+        """The value, rebuilt from the saved `tensors` unless an earlier reader had it rebuilt.
+
+        Args:
+            tensors: what was saved.
+            after: the incoming gradient of the backward that asks.
+        """
+        value = self._value if self._value is not None else self._rebuild(tensors, after)
         self._readers -= 1
         self._value = value if self._readers > 0 else None
         return value
@@ -108,7 +116,7 @@ def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
     if found is not None:
         return found
     if _producer_holds(x):
-        return Kept((x,), Memo(lambda tensors: tensors[0]), "attention")
+        return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
     kept = pack(x, format, origin)
     attach(x, kept)
     return kept
@@ -119,9 +127,9 @@ def pack(x: Tensor, format: BlockFormat, origin: str) -> Kept:
     packed = format.quantize(x.detach())
     dtype, shape = x.dtype, x.shape
 
-    def dequantize(tensors: Tensors) -> Tensor:
+    def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
         codes, scales = tensors
-        return BlockTensor(codes, scales, format, shape, dtype).dequantize()
+        return BlockTensor(codes, scales, format, shape, dtype).dequantize(after=after)
 
     return Kept((packed.codes, packed.scales), Memo(dequantize), origin)
 
@@ -131,19 +139,21 @@ def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters:
     memos = tuple(kept.memo for kept in inner)
     counts = tuple(len(kept.tensors) for kept in inner)
 
-    def rebuild(tensors: Tensors) -> Tensor:
-        return function(*take_all(memos, counts, tensors), *tensors[sum(counts) :])
+    def rebuild(tensors: Tensors, after: Tensor | None) -> Tensor:
+        return function(*take_all(memos, counts, tensors, after), *tensors[sum(counts) :])
 
     tensors = tuple(tensor for kept in inner for tensor in kept.tensors)
     return Kept((*tensors, *parameters), Memo(rebuild, memos), origin)
 
 
-def take_all(memos: tuple[Memo, ...], counts: tuple[int, ...], tensors: Tensors) -> list[Tensor]:
+def take_all(
+    memos: tuple[Memo, ...], counts: tuple[int, ...], tensors: Tensors, after: Tensor | None = None
+) -> list[Tensor]:
     """The values of several memos whose saved tensors stand in a row, `counts` of them for each."""
     values = []
     start = 0
     for memo, count in zip(memos, counts, strict=True):
-        values.append(memo.take(tensors[start : start + count]))
+        values.append(memo.take(tensors[start : start + count], after))
         start += count
     return values
 

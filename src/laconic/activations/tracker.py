@@ -57,6 +57,12 @@ def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:
     return "other"
 
 
+def _compiled(root: nn.Module) -> set[nn.Module]:
+    """The modules below `root` on which `compile` was called, and all that they hold."""
+    compiled = (module for module in root.modules() if module._compiled_call_impl is not None)
+    return {inner for module in compiled for inner in module.modules()}
+
+
 class SavedTensorTracker:
     """Context manager that counts the bytes autograd saves while it is open.
 
@@ -65,7 +71,8 @@ class SavedTensorTracker:
 
     After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
 
-    A tensor is booked on the innermost module that was running when its storage was saved first. Inside of a region of
+    A tensor is booked on the innermost module that was running when its storage was saved first; what a compiled module
+    saves is booked on the module that called it. Inside of a region of
     activation checkpointing nothing is saved, and the input that the region holds is not seen.
     """
 
@@ -94,12 +101,15 @@ class SavedTensorTracker:
         return dict(kinds)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # the model was compiled as a whole
+            return
         self._stack.append(self._names.get(id(module), ""))
         # FSDP2 swaps sharded parameters for gathered ones just before forward: look at what is there now.
         self._exclude(module)
 
     def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._stack.pop()
+        if not torch.compiler.is_compiling():
+            self._stack.pop()
 
     def _exclude(self, module: nn.Module) -> None:
         self._parameters.update(own_storages(module))
@@ -117,8 +127,11 @@ class SavedTensorTracker:
         return tensor
 
     def __enter__(self) -> SavedTensorTracker:
+        compiled = _compiled(self._root)
         for child in self._root.modules():
             self._exclude(child)
+            if child in compiled:  # its hooks would be traced, and its graphs guarded by them
+                continue
             self._handles.append(child.register_forward_pre_hook(self._enter_module, prepend=True))
             self._handles.append(child.register_forward_hook(self._exit_module, always_call=True))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)

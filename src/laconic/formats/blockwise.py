@@ -93,8 +93,11 @@ class BlockTensor:
     dtype: torch.dtype
     """Element type of the original."""
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, in the original shape, as `dtype` (None: the original's)."""
+    def dequantize(self, dtype: torch.dtype | None = None, after: Tensor | None = None) -> Tensor:
+        """The values, in the original shape, as `dtype` (None: the original's).
+
+        In a compiled graph they are not computed before `after` is there (see laconic.ops.dequantize_blockwise).
+        """
         values = dequantize_blockwise(
             self.codes,
             self.scales,
@@ -102,6 +105,7 @@ class BlockTensor:
             code=self.format.code,
             block_size=self.format.block_size,
             dtype=dtype or self.dtype,
+            after=after,
         )
         return values if self.shape else values.view(())
 

@@ -9,30 +9,23 @@ Parameters that had no gradient on any rank last time come last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from laconic.errors import TrainingError
+from laconic.gradients.lane import Work
 
-__all__ = ["Buckets", "Work"]
-
-
-class Work(Protocol):
-    """A reduction under way."""
-
-    def wait(self) -> object:
-        """Return when it is done."""
+__all__ = ["Buckets"]
 
 
 class Buckets:
     """Parameters 0 .. n - 1, cut into buckets that are reduced one after the other."""
 
-    def __init__(self, nbytes: Sequence[int], bucket_nbytes: int, reduce: Callable[[list[int]], Work]) -> None:
+    def __init__(self, nbytes: Sequence[int], bucket_nbytes: int, reduce: Callable[[list[int]], Work[None]]) -> None:
         """`nbytes` of each parameter's gradient; `reduce` starts the reduction of some parameters, by number."""
         self._reduce = reduce
         self._nbytes = nbytes
         self._bucket_nbytes = bucket_nbytes
         self._expected: dict[int, int] | None = None
-        self._works: list[Work] = []
+        self._works: list[Work[None]] = []
         self._last: frozenset[int] = frozenset()
         self._arrange()
 

@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
-from laconic.gradients.buckets import Buckets, Work
+from laconic.gradients.buckets import Buckets
+from laconic.gradients.lane import Work
+from laconic.gradients.reduce import all_reduce_quantized
 from laconic.gradients.replicas import broadcast_state, check_same_settings, local_part
 
 __all__ = ["CompressedGradients", "compress_gradients"]
@@ -181,9 +183,7 @@ class CompressedGradients:
 
         Raises TrainingError, with a group, before `reduce()`.
         """
-        self._collect()
-        if self._unreduced and self.group is not None:
-            raise TrainingError("the gradients of this rank have not been reduced yet; call reduce() first")
+        self._collect_reduced()
         # Every rank asks its meshes in the same order, also where a parameter has no gradient.
         sums: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {None: []}
         of_interest = None if counted is None else {id(parameter) for parameter in counted}
@@ -245,8 +245,10 @@ class CompressedGradients:
 
         parameters: some of those compressed here; None: all. One after the other they are dequantized and their codes
         freed. An optimizer per parameter that steps in between keeps the peak at one full-precision gradient.
+
+        Raises TrainingError, with a group, before `reduce()`.
         """
-        self._collect()
+        self._collect_reduced()
         for parameter in self.parameters.values() if parameters is None else parameters:
             gradient = quantized_gradient(parameter)
             if gradient is None:
@@ -336,15 +338,18 @@ class CompressedGradients:
             if parameter.grad is not None:
                 self._fold(name, parameter)
 
+    def _collect_reduced(self) -> None:
+        self._collect()
+        if self._unreduced and self.group is not None:
+            raise TrainingError("the gradients of this rank have not been reduced yet; call reduce() first")
+
     def _make_buckets(self, bucket_nbytes: int) -> Buckets:
         parameters = list(self.parameters.values())
 
-        def reduce(numbers: list[int]) -> Work:
-            all_reduce_quantized = import_module("laconic.gradients.reduce").all_reduce_quantized
+        def reduce(numbers: list[int]) -> Work[None]:
             found = (quantized_gradient(parameters[number]) for number in numbers)
             gradients = [gradient for gradient in found if gradient is not None]
-            work: Work = all_reduce_quantized(gradients, self.group, average=self._average)
-            return work
+            return all_reduce_quantized(gradients, self.group, average=self._average)
 
         nbytes = [local_part(parameter).numel() * self.bits // 8 for parameter in parameters]
         return Buckets(nbytes, bucket_nbytes, reduce)

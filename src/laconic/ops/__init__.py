@@ -71,6 +71,10 @@ _sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
 _accumulate_blockwise_ = torch.ops.laconic.accumulate_blockwise_.default
 _square_sum_blockwise = torch.ops.laconic.square_sum_blockwise.default
 _adamw8bit_ = torch.ops.laconic.adamw8bit_.default
+_dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
+
+# Whatever the device, it is the op without `after`; only a graph that orders its nodes sees a difference.
+LIBRARY.impl("dequantize_blockwise_after", lambda *args: _dequantize_blockwise(*args[:-1]), "CompositeExplicitAutograd")
 
 
 def quantize_blockwise(
@@ -110,6 +114,7 @@ def dequantize_blockwise(
     code: str = "nf4",
     block_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    after: Tensor | None = None,
 ) -> Tensor:
     """Turn codes and scales of `quantize_blockwise` back into values.
 
@@ -119,11 +124,16 @@ def dequantize_blockwise(
         length: size of the last dimension that was quantized.
         code, block_size: as given to quantize_blockwise.
         dtype: element type of the result: float32, bfloat16 or float16.
+        after: any tensor. A graph traced by torch.compile computes the values after this tensor, never before: given
+            the incoming gradient, backward rebuilds them when it gets there, and forward cannot save them instead of
+            the codes. Outside of compilation it changes nothing.
 
     Returns [..., length]: fp32(level * scale), rounded to nearest even to `dtype`. A block with scale NaN is all NaN.
 
     Raises FormatError for an argument outside these.
     """
+    if after is not None and torch.compiler.is_compiling():
+        return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after)
     return _dequantize_blockwise(codes, scales, code, block_size, length, dtype)
 
 

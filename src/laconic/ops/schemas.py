@@ -47,6 +47,11 @@ LIBRARY.define(
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
+    "dequantize_blockwise_after(Tensor codes, Tensor scales, str code, int block_size, SymInt length, ScalarType dtype,"
+    " Tensor after) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
     "sum_blockwise(Tensor codes, Tensor scales, Tensor? residual_codes, Tensor? residual_scales, float factor)"
     " -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
@@ -75,6 +80,7 @@ LIBRARY.define(
 for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
+    "dequantize_blockwise_after",
     "sum_blockwise",
     "sum_requantize_blockwise",
     "accumulate_blockwise_",
@@ -239,6 +245,13 @@ def _dequantize_blockwise_fake(
 ) -> Tensor:
     check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+
+
+@torch.library.register_fake("laconic::dequantize_blockwise_after", lib=LIBRARY)
+def _dequantize_blockwise_after_fake(
+    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype, after: Tensor
+) -> Tensor:
+    return _dequantize_blockwise_fake(codes, scales, code, block_size, length, dtype)
 
 
 @torch.library.register_fake("laconic::sum_blockwise", lib=LIBRARY)

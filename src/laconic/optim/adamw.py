@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.ops import DTYPES, adamw8bit_
-from laconic.optim.moments import check_state, is_8bit, local, new_state
+from laconic.optim.moments import check_state, is_8bit, local, new_state, parameter_name
 
 __all__ = ["AdamW8bit"]
 
@@ -107,7 +107,7 @@ class AdamW8bit(torch.optim.Optimizer):
             raise FormatError(f"gradient_factor has shape {tuple(gradient_factor.shape)}, but it must be 0-dimensional")
         if isinstance(gradient_factor, DTensor):
             gradient_factor = gradient_factor.full_tensor()
-        work = [(group, list(self._updates(number, group))) for number, group in enumerate(self.param_groups)]
+        work = [(group, list(self._updates(group))) for group in self.param_groups]
         for group, updates in work:
             for update in updates:
                 if not self.state[update.parameter]:
@@ -142,12 +142,12 @@ class AdamW8bit(torch.optim.Optimizer):
         checked: dict[Tensor, dict[str, Any]] = {}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-            for number, (group, saved) in enumerate(zip(self.param_groups, loaded["param_groups"], strict=False)):
+            for group, saved in zip(self.param_groups, loaded["param_groups"], strict=False):
                 for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
                     state = loaded["state"].get(key)
                     if state:
                         min_8bit_numel = saved.get("min_8bit_numel", group["min_8bit_numel"])
-                        check_state(_name(number, group, index), parameter, state, min_8bit_numel)
+                        check_state(parameter_name(self, group, index), parameter, state, min_8bit_numel)
                         checked[parameter] = state
 
         # The last of the hooks, so that it sees what is going to be loaded.
@@ -166,13 +166,13 @@ class AdamW8bit(torch.optim.Optimizer):
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
 
-    def _updates(self, group_number: int, group: Mapping[str, Any]) -> Iterator[_Update]:
+    def _updates(self, group: Mapping[str, Any]) -> Iterator[_Update]:
         """The parameters of a group that have a gradient, each checked."""
         for index, parameter in enumerate(group["params"]):
             dense, quantized = parameter.grad, quantized_gradient(parameter)
             if dense is None and quantized is None:
                 continue
-            name = _name(group_number, group, index)
+            name = parameter_name(self, group, index)
             if dense is not None and quantized is not None:
                 raise FormatError(
                     f"{name} has a gradient in .grad and a quantized one, but only one of them can be meant; clear the"
@@ -253,13 +253,6 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def _on(device: torch.device, factor: Tensor) -> Tensor:
     return factor.detach().to(device=device, dtype=torch.float32)
-
-
-def _name(group_number: int, group: Mapping[str, Any], index: int) -> str:
-    """What errors call a parameter: its name, if the optimizer was given named parameters."""
-    if "param_names" in group:
-        return f"parameter {group['param_names'][index]}"
-    return f"parameter {index} of group {group_number}"
 
 
 def _check_dense(name: str, parameter: Tensor, gradient: Tensor) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "is_8bit",
     "local",
     "new_state",
+    "parameter_name",
     "quantize_moment",
     "rows_of",
     "wants_8bit",
@@ -53,6 +54,14 @@ def rows_of(shape: torch.Size) -> tuple[int, int]:
     if len(shape) < 2:
         return 1, shape.numel()
     return shape[0], math.prod(shape[1:])
+
+
+def parameter_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], index: int) -> str:
+    """What errors call a parameter: its name, if the optimizer was given named parameters."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][index]}"
+    number = next(number for number, other in enumerate(optimizer.param_groups) if other is group)
+    return f"parameter {index} of group {number}"
 
 
 def wants_8bit(parameter: Tensor, min_8bit_numel: int) -> bool:

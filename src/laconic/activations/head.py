@@ -1,0 +1,295 @@
+"""The head of a Hugging Face causal language model, with its loss computed in chunks (see loss.py).
+
+The model's own forward runs as it is, whatever else it does: only its output projection and its loss function are
+stood in for while it runs with labels. The projection is handed the labels, computes the loss on the spot (inside of
+its own forward, where FSDP2's hooks have gathered its weight) and returns logits of no tokens, [batch, 0, vocabulary],
+which pass through whatever the model does to logits. The loss function returns what the projection computed.
+
+Which models can be served is found out by trying: the forward runs on made-up hidden states and logits, with labels,
+and has to give the loss that the formula gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laconic.activations.forwards import LinearForward
+from laconic.activations.loss import LossSpec, check_range, mean, token_losses
+from laconic.activations.sites import Site
+from laconic.errors import DataError, ModelError
+from laconic.formats import BlockFormat
+
+__all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head"]
+
+_IGNORED = -100
+"""The label of tokens that do not count, in every Hugging Face loss for causal language models."""
+
+
+@dataclass(frozen=True)
+class CausalHead:
+    """Where a model has its head: names of the causal language model in it and of its output projection, and the loss.
+
+    name: "" if the model itself is the language model. projection: qualified.
+    """
+
+    name: str
+    projection: str
+    spec: LossSpec
+
+
+@dataclass
+class _Request:
+    """Labels on their way to the projection, and the loss on its way back.
+
+    labels: one for each token of the hidden states, shifted already. num_items: what the sum is divided by.
+    """
+
+    labels: Tensor
+    num_items: int | float | Tensor | None
+    loss: Tensor | None = None
+
+
+class HeadForward(LinearForward):
+    """The forward of the output projection: the loss of a request, or without one that of a linear layer.
+
+    Args:
+        module: an nn.Linear.
+        site: what it is.
+        format: how its input is kept if there is no request; None keeps it exact. A request keeps it exact, because
+            packing would cost one more product with the vocabulary to save one tensor of the model.
+        spec: what the model does to logits.
+    """
+
+    def __init__(self, module: nn.Module, site: Site, format: BlockFormat | None, spec: LossSpec) -> None:
+        super().__init__(module, site, format or BlockFormat())
+        self.packs = format is not None
+        self.spec = spec
+        self.request: _Request | None = None
+
+    def keeps(self, x: Tensor) -> bool:
+        if self.request is not None and not isinstance(self.weight, DTensor):
+            return True
+        return self.packs and super().keeps(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.request is None or isinstance(self.weight, DTensor):
+            return super().run(x)
+        request, rows = self.request, x.reshape(-1, x.shape[-1])
+        labels = request.labels.reshape(-1).to(x.device, torch.int64)
+        if labels.shape != rows.shape[:1]:
+            raise DataError(
+                f"labels have shape {tuple(request.labels.shape)}, but the hidden states {tuple(x.shape)} of "
+                f"{type(self.module).__name__} need one for each of {rows.shape[0]} tokens"
+            )
+        check_range(labels, self.weight.shape[0], _IGNORED)
+        losses, logits = token_losses(rows, self.weight, self.module._parameters["bias"], labels, self.spec)
+        request.loss = mean(losses, labels, _IGNORED, request.num_items)
+        return logits.view(*x.shape[:-2], 0, logits.shape[-1]) if x.dim() > 1 else logits
+
+
+class CausalForward:
+    """Replaces the forward of a causal language model: the original one, with the loss computed by its projection.
+
+    With labels and gradients enabled, the output's `logits` hold no tokens. All other calls are the original's: without
+    labels, without gradients, with `logits_to_keep`, or after another loss function was given to the model.
+
+    Args:
+        module: whose forward is replaced.
+        head: the forward of its output projection.
+    """
+
+    def __init__(self, module: nn.Module, head: HeadForward) -> None:
+        self.module = module
+        self.head = head
+        self.loss_function = _attribute(module, "loss_function")
+        self.replaced = module.__dict__.get("forward")
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    # What is inside of the model is compiled; this frame only hands labels over.
+    @torch.compiler.disable(
+        recursive=False, reason="laconic: the loss is computed in chunks outside of compiled graphs"
+    )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = self._request(args, kwargs)
+        if request is None:
+            return self.original(*args, **kwargs)
+        with self._standing_in(request):
+            return self.original(*args, **kwargs)
+
+    def _request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
+        """What the projection is asked for in this call, None if the original does everything."""
+        if not torch.is_grad_enabled() or _attribute(self.module, "loss_function") is not self.loss_function:
+            return None
+        given = inspect.signature(type(self.module).forward).bind_partial(self.module, *args, **kwargs)
+        given.apply_defaults()
+        arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
+        labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+        kept = arguments.get("logits_to_keep", 0)
+        others = arguments.get("ignore_index", _IGNORED) != _IGNORED or not isinstance(kept, int) or kept != 0
+        if not isinstance(labels, Tensor) or others:
+            return None
+        return _Request(_shift(labels) if shifted is None else shifted, arguments.get("num_items_in_batch"))
+
+    @contextmanager
+    def _standing_in(self, request: _Request) -> Iterator[None]:
+        def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if request.loss is None:  # the projection ran as it is, for fp64 or a weight that is not gathered
+                value: Tensor = self.loss_function(logits, *args, **kwargs)
+                return value
+            # The sum of no logits is zero, and ties the loss to the projection's output for whoever watches that.
+            return request.loss + logits.sum()
+
+        own = self.module.__dict__.get("_loss_function")
+        self.head.request = request
+        self.module.__dict__["_loss_function"] = loss_function
+        try:
+            yield
+        finally:
+            self.head.request = None
+            del self.module.__dict__["_loss_function"]
+            if own is not None:
+                self.module.__dict__["_loss_function"] = own
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    return getattr(module, name, None)
+
+
+def _shift(labels: Tensor) -> Tensor:
+    """For each token the label of the next one; the last has none."""
+    return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+def find_head(model: nn.Module) -> CausalHead:
+    """The causal language model in `model` (itself, or what an adapter wraps) and what its loss is.
+
+    Raises:
+        ModelError: there is none, or it computes another loss; says which part does not fit.
+    """
+    for name, module in model.named_modules():
+        if hasattr(type(module), "get_output_embeddings") and _takes(module, "labels"):
+            projection = _projection_of(module)
+            full_name = f"{name}.{projection}" if name else projection
+            return CausalHead(name, full_name, _spec_of(module, projection))
+    raise ModelError(
+        f"loss is 'chunked', but {type(model).__name__} holds no Hugging Face causal language model; "
+        f"call laconic.linear_cross_entropy where the loss is computed"
+    )
+
+
+def _takes(module: nn.Module, *names: str) -> bool:
+    return set(names) <= set(inspect.signature(type(module).forward).parameters)
+
+
+def _projection_of(module: nn.Module) -> str:
+    """The name of the output projection, a plain linear child of the language model."""
+    projection = _attribute(module, "get_output_embeddings")()
+    name = next((name for name, child in module.named_children() if child is projection), None)
+    if name is None or type(projection) is not nn.Linear:
+        raise ModelError(
+            f"loss is 'chunked', but the output projection of {type(module).__name__} is "
+            f"{type(projection).__name__}, and it must be a plain nn.Linear child; use loss='exact'"
+        )
+    return name
+
+
+class _Output(dict[str, Any]):
+    """Hidden states as the result of a base model; whatever else is asked for is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int):
+            return self["last_hidden_state"] if key == 0 else None
+        return () if isinstance(key, slice) else super().__getitem__(key)
+
+
+class _Returns(nn.Module):
+    """Returns the same value whatever it is called with, and so does every child that it is asked for."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # nothing else is there, or this would not be called
+
+
+def _spec_of(module: nn.Module, projection: str) -> LossSpec:
+    """What happens between the projection and the loss, found by running the forward on made-up logits."""
+    config = _attribute(module, "config")
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scales = [1.0, getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)]
+    scales += [None if not scale else 1.0 / scale for scale in scales[1:]]
+    caps = [None, getattr(config, "final_logit_softcapping", None)]
+    generator = torch.Generator().manual_seed(0)
+    num_entries = len(next(module.get_submodule(projection).parameters()))
+    logits = 20 * torch.randn(1, 6, num_entries, generator=generator)
+    labels = torch.randint(num_entries, (1, 6), generator=generator)
+    labels[0, 2] = _IGNORED
+    trials: list[dict[str, Any]] = [{}]
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values()):
+        trials += [{"num_items_in_batch": 7}, {"shift_labels": labels.flip(1)}]
+    try:
+        found = [_try(module, projection, logits, labels, trial) for trial in trials]
+    except Exception as error:  # whatever it is, it is not a forward of the kind looked for
+        raise ModelError(
+            f"loss is 'chunked', but the forward of {type(module).__name__} cannot be tried on made-up logits "
+            f"({type(error).__name__}: {error}); use loss='exact'"
+        ) from error
+    for scale, cap in product((scale for scale in scales if scale is not None), caps):
+        if cap is None and caps[1] is not None:
+            continue
+        spec = LossSpec(softcap=cap, scale=float(scale))
+        expected = [_expected(spec, logits, labels, trial) for trial in trials]
+        if all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True)):
+            return spec
+    raise ModelError(
+        f"loss is 'chunked', but {type(module).__name__} computes another loss than the cross entropy of the next "
+        f"token (tried on made-up logits); use loss='exact'"
+    )
+
+
+def _try(module: nn.Module, projection: str, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    """The loss that the module's forward computes from these logits."""
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    hidden = torch.zeros(*labels.shape, 8)
+    rest = {name: _Returns(_Output(last_hidden_state=hidden)) for name in module._modules if name != projection}
+    twin.__dict__["_modules"] = {**rest, projection: _Returns(logits.clone())}
+    arguments = {"input_ids": torch.zeros_like(labels), "labels": labels} | options
+    for name in ("output_router_logits", "use_cache"):
+        if _takes(module, name):
+            arguments[name] = False
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        loss: Tensor = type(module).forward(twin, **arguments).loss
+    return loss
+
+
+def _expected(spec: LossSpec, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    """The loss of these logits by the formula."""
+    logits = logits * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    shifted = options.get("shift_labels", _shift(labels)).reshape(-1)
+    losses = F.cross_entropy(logits.flatten(0, 1), shifted, reduction="none")
+    return mean(losses, shifted, _IGNORED, options.get("num_items_in_batch"))

@@ -1,0 +1,51 @@
+"""How the functions of this package get into graphs of torch.compile.
+
+[Note: functions under torch.compile]
+Dynamo puts a call of a `traceable` function into its graph without looking inside, and AOTAutograd runs this very
+Python code on its tracing tensors: notes on tensors, memos, autograd functions and their backward included. So a
+compiled graph computes and saves what the eager code does. A traceable function has to keep to this:
+
+- Tensors are arguments (parameters too; never looked up on a module), alone or in tuples and dictionaries.
+- Everything else is a number, a string, a dtype, or an object of a dataclass given to `argument_class`, guarded by
+  value, so that layers which are alike share one graph. An optional argument is a keyword whose default is None.
+- It returns tensors and changes nothing outside of itself but notes on tensors.
+- Backward rebuilds with `after=grad` (see laconic.activations.kept): what a graph could compute before backward starts
+  it may compute in forward and save in place of the codes.
+
+The module's own code is called outside of it, under no_grad, where Dynamo traces it like any other code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+from torch.utils._pytree import register_dataclass
+
+__all__ = ["argument_class", "traceable"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def traceable(function: F) -> F:
+    """Lets torch.compile take calls of `function` into its graphs (see the note above)."""
+    traced = torch._dynamo.nonstrict_trace(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # None is no argument that a graph could hold.
+        return traced(*args, **{name: value for name, value in kwargs.items() if value is not None})
+
+    return call  # type: ignore[return-value]  # it has the signature of `function`
+
+
+def argument_class(cls: type) -> None:
+    """Lets objects of a dataclass be arguments of traceable functions.
+
+    Args:
+        cls: a dataclass whose fields are numbers, strings or dtypes.
+    """
+    register_dataclass(cls)

@@ -1,0 +1,190 @@
+"""loss="chunked" in Hugging Face models: the loss and gradients of the model, and who is left alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.activations import SavedTensorTracker
+from laconic.activations.head import find_head
+from laconic.activations.loss import LossSpec
+from laconic.errors import DataError, ModelError
+from tests.activations.models import VOCABULARY, gradients_of, loss_of, make_ids, make_model, relative_error
+
+# Families with something between projection and loss, or beside them, and what that is.
+SPECS: dict[str, tuple[dict[str, Any], LossSpec]] = {
+    "llama": ({}, LossSpec()),
+    "gpt2": ({}, LossSpec()),
+    "gemma2": ({"head_dim": 16, "query_pre_attn_scalar": 16}, LossSpec(softcap=30.0)),
+    "granite": ({"logits_scaling": 8.0}, LossSpec(scale=0.125)),
+    "cohere": ({"logit_scale": 0.3}, LossSpec(scale=0.3)),
+    "opt": ({"ffn_dim": 128, "word_embed_proj_dim": 64}, LossSpec()),
+    "mixtral": ({"num_local_experts": 4, "output_router_logits": True}, LossSpec()),
+}
+
+
+def chunked(model: nn.Module, **options: Any) -> nn.Module:
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, loss="chunked", **options)
+    return twin
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_loss_and_gradients_are_those_of_the_model(family: str) -> None:
+    overrides, spec = SPECS[family]
+    model = make_model(family, **overrides)
+    assert find_head(model).spec == spec
+    twin, ids = chunked(model, bits=16), make_ids()
+    expected, got = loss_of(model, ids), loss_of(twin, ids)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    expected.backward()
+    got.backward()
+    wanted, found = gradients_of(model), gradients_of(twin)
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert relative_error(found[name], grad) < 1e-4 or grad.norm() < 1e-6, name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_embeddings_get_both_gradients(tied: bool, dtype: torch.dtype) -> None:
+    model = make_model("llama", tie_word_embeddings=tied).to(dtype)
+    twin, ids = chunked(model, bits=16), make_ids()
+    losses = [loss_of(each, ids) for each in (model, twin)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0.0)
+    for value in losses:
+        value.backward()
+    wanted, found = gradients_of(model), gradients_of(twin)
+    name = "model.embed_tokens.weight"
+    assert relative_error(found[name], wanted[name]) < (0.02 if dtype == torch.bfloat16 else 1e-6)
+    assert ("lm_head.weight" in found) != tied
+
+
+def test_labels_may_be_ignored_shifted_and_counted_by_the_caller() -> None:
+    model = make_model("llama")
+    twin, ids = chunked(model, bits=16), make_ids()
+    labels = ids.clone()
+    labels[:, :10] = -100
+    shifted = ids.roll(-1, 1)
+    for options in (
+        {"labels": labels},
+        {"labels": labels, "num_items_in_batch": 19},
+        {"labels": labels, "num_items_in_batch": torch.tensor(19)},
+        {"labels": labels, "shift_labels": shifted},
+        {"labels": ids, "ignore_index": int(ids[0, 3])},
+        {"labels": labels, "return_dict": False},
+    ):
+        expected, got = (each(ids, use_cache=False, **options)[0] for each in (model, twin))
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bytes_of_the_loss_are_gone_and_the_report_shows_it() -> None:
+    model = make_model("llama", vocab_size=1000).bfloat16()
+    report = laconic.compress_activations(model, loss="chunked", sequence_length=64)
+    rows = {row.name: row for row in report.rows}
+    # Plain: the log-softmax in fp32. Chunked: the hidden states, a log-sum-exp and a label per token, and the padding.
+    assert rows[""].before_nbytes_per_token == pytest.approx(4 * 1000, rel=0.01)
+    assert rows[""].after_nbytes_per_token == 0
+    assert rows["lm_head"].format == "exact"
+    assert rows["lm_head"].after_nbytes_per_token == pytest.approx(2 * 64 + 4 + 8, abs=1)
+    with SavedTensorTracker(model) as tracker:
+        model(input_ids=make_ids(), labels=make_ids(), use_cache=False)
+    assert "" not in tracker.by_module
+
+
+def test_logits_hold_no_tokens_only_where_the_loss_is_chunked() -> None:
+    model = make_model("llama")
+    twin, ids = chunked(model, bits=16), make_ids()
+    assert twin(ids, labels=ids).logits.shape == (2, 0, VOCABULARY)
+    whole = model(ids).logits
+    assert torch.equal(twin(ids).logits, whole)  # no labels
+    assert twin(ids, labels=ids, logits_to_keep=ids.shape[1]).logits.shape == whole.shape
+    with torch.no_grad():
+        assert torch.equal(twin(ids, labels=ids).logits, whole)
+    twin.loss_function = lambda logits, labels, **_: logits.sum()
+    assert torch.equal(twin(ids, labels=ids).loss, whole.sum())
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    model = make_model("llama")
+    twin, ids = chunked(model, bits=16), make_ids()
+    with pytest.raises(DataError, match=r"a label is 97, but it must be in \[0, 97\)"):
+        twin(ids, labels=torch.full_like(ids, VOCABULARY))
+    with pytest.raises(DataError, match=r"labels have shape \(2, 10\), but the hidden states \(2, 48, 64\) of Linear"):
+        twin(ids, labels=ids[:, :10])
+    assert torch.equal(twin(ids).logits, model(ids).logits)
+    assert "_loss_function" not in vars(twin)
+
+
+def test_double_precision_keeps_the_exact_loss() -> None:
+    model = make_model("llama").double()
+    twin, ids = chunked(model), make_ids()
+    output = twin(ids, labels=ids)
+    assert output.logits.shape[1] == ids.shape[1]
+    assert torch.equal(output.loss, model(ids, labels=ids).loss)
+
+
+def test_packed_layers_and_chunked_loss_work_together_and_come_out_again() -> None:
+    model = make_model("llama")
+    twin, ids = chunked(model, bits=4), make_ids()
+    assert torch.allclose(loss_of(twin, ids), loss_of(model, ids), rtol=1e-6)
+    plain = copy.deepcopy(model)
+    laconic.compress_activations(plain, bits=4)
+    loss_of(twin, ids).backward()
+    loss_of(plain, ids).backward()
+    wanted, found = gradients_of(plain), gradients_of(twin)
+    for name, grad in wanted.items():
+        # The head's own gradient is exact now, and was that of int8; all others are the same.
+        assert relative_error(found[name], grad) < (0.02 if name == "lm_head.weight" else 1e-4), name
+    copied = copy.deepcopy(twin)
+    assert torch.equal(loss_of(copied, ids), loss_of(twin, ids))
+    buffer = io.BytesIO()
+    torch.save(twin, buffer)
+    buffer.seek(0)
+    assert torch.equal(loss_of(torch.load(buffer, weights_only=False), ids), loss_of(twin, ids))
+    laconic.decompress_activations(twin)
+    assert not any("forward" in vars(module) for module in twin.modules())
+    assert torch.equal(loss_of(twin, ids), loss_of(model, ids))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
+def test_adapters_are_looked_through() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make_model("llama"), config)
+    twin, ids = chunked(model, bits=16), make_ids()
+    expected, got = loss_of(model, ids), loss_of(twin, ids)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    expected.backward()
+    got.backward()
+    wanted, found = gradients_of(model), gradients_of(twin)
+    assert found.keys() == wanted.keys()
+    assert all(relative_error(found[name], wanted[name]) < 1e-4 for name in wanted if wanted[name].norm() > 0)
+
+
+def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        ModelError, match=r"Sequential holds no Hugging Face causal language model; call laconic\.linear"
+    ):
+        laconic.compress_activations(nn.Sequential(nn.Linear(8, 8)), loss="chunked")
+    with pytest.raises(ModelError, match="loss='chunked' needs mode='sites'"):
+        laconic.compress_activations(make_model("llama"), mode="hooks", loss="chunked")
+    with pytest.raises(ModelError, match="loss is 'none', but it must be 'exact' or 'chunked'"):
+        laconic.compress_activations(make_model("llama"), loss="none")  # type: ignore[arg-type]
+    model = make_model("llama")
+    model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
+    with pytest.raises(ModelError, match="LlamaForCausalLM computes another loss than the cross entropy of the next"):
+        laconic.compress_activations(model, loss="chunked")
+    model = make_model("llama")
+    model.lm_head = nn.Sequential(nn.Linear(64, VOCABULARY))
+    with pytest.raises(ModelError, match="output projection of LlamaForCausalLM is Sequential, and it must be a plain"):
+        laconic.compress_activations(model, loss="chunked")
+    assert not any("forward" in vars(module) for module in model.modules())

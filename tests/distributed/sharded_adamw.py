@@ -1,0 +1,174 @@
+"""AdamW8bit under FSDP2: `python -m tests.distributed.sharded_adamw FOLDER` with torchrun's variables.
+
+Both processes see the same batches, so that the average of their gradients is the gradient of one process, bit for bit.
+What they end with is written to FOLDER as full tensors; the tests compare it with one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from laconic.errors import FormatError
+from laconic.formats import quantized_gradient, set_quantized_gradient
+from laconic.gradients import compress_gradients
+from laconic.optim import AdamW8bit
+from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from laconic.train.worker import leave
+from laconic.train.world import World, join_world, read_environment
+
+SAVED_AFTER, STEPS = 3, 6
+
+
+class Net(nn.Module):
+    """Rows of 300 elements (ragged blocks), 131 of them (uneven shards); rows of two blocks; a norm; a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(300, 131)
+        self.norm = nn.LayerNorm(131)
+        self.second = nn.Linear(131, 512, bias=False)
+        self.third = nn.Linear(512, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.third(self.second(self.norm(self.first(x)).relu()))
+        return output
+
+
+def make(world: World) -> tuple[nn.Module, AdamW8bit]:
+    """The model, sharded over the processes if there are several, and its optimizer."""
+    model: Any = Net()
+    if world.size > 1:
+        mesh = init_device_mesh("cpu", (world.size,))
+        for layer in (model.first, model.second):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, AdamW8bit(model.parameters(), lr=1e-2)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    """Gradients of one batch, a function of the step."""
+    x = torch.randn(8, 300, generator=torch.Generator().manual_seed(step))
+    model(x).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: AdamW8bit, first: int, last: int) -> None:
+    for step in range(first, last):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: AdamW8bit) -> dict[str, Tensor]:
+    """Weights and states as full tensors, on every process."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.detach()
+        found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+def save(folder: Path, world: World, model: nn.Module, optimizer: AdamW8bit, name: str) -> None:
+    save_checkpoint(folder / name, world, model, optimizer, step=SAVED_AFTER, identity={}, texts={}, keep=1)
+
+
+def load(folder: Path, world: World, model: nn.Module, optimizer: AdamW8bit, name: str) -> None:
+    load_checkpoint(find_checkpoint(folder / name, world), world, model, optimizer)
+
+
+def write(folder: Path, world: World, name: str, values: dict[str, Tensor]) -> None:
+    if world.is_main:
+        torch.save(values, folder / f"{name}.pt")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
+
+    # 1. In one piece, saved on the way.
+    model, optimizer = make(world)
+    train(model, optimizer, 0, SAVED_AFTER)
+    save(folder, world, model, optimizer, "two")
+    train(model, optimizer, SAVED_AFTER, STEPS)
+    write(folder, world, "whole", everything(model, optimizer))
+
+    # 2. Continued by fresh objects, from the checkpoint of two processes and from that of one.
+    for name in ("two", "one"):
+        model, optimizer = make(world)
+        load(folder, world, model, optimizer, name)
+        train(model, optimizer, SAVED_AFTER, STEPS)
+        write(folder, world, f"from-{name}", everything(model, optimizer))
+
+    # 3. Gradients in 8 bits, and the same values as dense gradients.
+    model, optimizer = make(world)
+    compressed = compress_gradients(model)
+    backward(model, 0)
+    optimizer.step(gradient_factor=torch.tensor(0.5))
+    write(folder, world, "quantized", everything(model, optimizer))
+    values = {name: quantized_gradient(p) for name, p in model.named_parameters()}
+    compressed.remove()
+    model, optimizer = make(world)
+    for name, parameter in model.named_parameters():
+        gradient = values[name]
+        assert gradient is not None
+        assert isinstance(parameter, DTensor)
+        parameter.grad = DTensor.from_local(
+            gradient.dequantize() * 0.5,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        set_quantized_gradient(parameter, None)
+    optimizer.step()
+    write(folder, world, "dequantized", everything(model, optimizer))
+
+    # 4. Tensor parallelism cuts rows.
+    mesh = init_device_mesh("cpu", (world.size,))
+    weight = torch.randn(16, 1024, generator=torch.Generator().manual_seed(0))
+    whole, cut = nn.Parameter(weight.clone()), nn.Parameter(distribute_tensor(weight.clone(), mesh, [Shard(1)]))
+    optimizers = [AdamW8bit([whole]), AdamW8bit([cut])]
+    for step in range(3):
+        gradient = torch.randn(16, 1024, generator=torch.Generator().manual_seed(step))
+        whole.grad, cut.grad = gradient, distribute_tensor(gradient, mesh, [Shard(1)])
+        for one in optimizers:
+            one.step()
+    for name, value in optimizers[0].state[whole].items():
+        sharded = optimizers[1].state[cut][name]
+        assert torch.equal(sharded.full_tensor() if isinstance(sharded, DTensor) else sharded, value), name
+    expect_error(folder, world, "cut", mesh, (16, 600), Shard(1), Shard(1))
+    expect_error(folder, world, "misplaced", mesh, (16, 600), Shard(0), Replicate())
+    world.leave()
+    leave(0)
+
+
+def expect_error(
+    folder: Path,
+    world: World,
+    name: str,
+    mesh: DeviceMesh,
+    shape: tuple[int, int],
+    placement: Placement,
+    gradient_placement: Placement,
+) -> None:
+    """Write down what a step says to a parameter and a gradient that are placed like this."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [placement]))
+    parameter.grad = distribute_tensor(torch.zeros(shape), mesh, [gradient_placement])
+    try:
+        AdamW8bit([parameter]).step()
+    except FormatError as error:
+        (folder / f"{name}.{world.rank}.txt").write_text(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""AdamW8bit under FSDP2: the steps of one process; checkpoints that any number of processes continue, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.distributed.sharded_adamw import SAVED_AFTER, STEPS, everything, load, make, save, train
+from tests.train.runs import ALONE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left, which continued what one process had begun."""
+    folder = tmp_path_factory.mktemp("sharded")
+    model, optimizer = make(ALONE)
+    train(model, optimizer, 0, SAVED_AFTER)
+    save(folder, ALONE, model, optimizer, "one")
+    port = free_port()
+    arguments = ["-m", "tests.distributed.sharded_adamw", str(folder)]
+    processes = [start(arguments, rank_environment(rank, 2, port)) for rank in range(2)]
+    for rank, ending in enumerate([finish(process) for process in processes]):
+        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Tensor]:
+    """One process, in one piece."""
+    model, optimizer = make(ALONE)
+    train(model, optimizer, 0, STEPS)
+    return everything(model, optimizer)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_two_processes_take_the_steps_of_one(folder: Path, alone: dict[str, Tensor]) -> None:
+    assert "first.weight exp_avg_codes" in alone
+    assert "norm.weight exp_avg" in alone
+    assert_same(torch.load(folder / "whole.pt"), alone)
+
+
+@pytest.mark.parametrize("saved_by", ["two", "one"])
+def test_two_processes_continue_a_checkpoint(folder: Path, alone: dict[str, Tensor], saved_by: str) -> None:
+    assert_same(torch.load(folder / f"from-{saved_by}.pt"), alone)
+
+
+def test_one_process_continues_a_checkpoint_of_two(folder: Path, alone: dict[str, Tensor]) -> None:
+    model, optimizer = make(ALONE)
+    load(folder, ALONE, model, optimizer, "two")
+    train(model, optimizer, SAVED_AFTER, STEPS)
+    assert_same(everything(model, optimizer), alone)
+
+
+def test_quantized_gradients_of_shards_are_read(folder: Path) -> None:
+    assert_same(torch.load(folder / "quantized.pt"), torch.load(folder / "dequantized.pt"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_placements_that_cannot_be_followed_are_refused(folder: Path, rank: int) -> None:
+    cut = (folder / f"cut.{rank}.txt").read_text()
+    assert "8-bit moments need whole blocks of 256 elements on each process; shard dimension 0, or put" in cut
+    misplaced = (folder / f"misplaced.{rank}.txt").read_text()
+    assert "the gradient of parameter 0 of group 0 is not placed as the parameter is; redistribute it" in misplaced

@@ -1,0 +1,191 @@
+"""States of bitsandbytes and of torch's AdamW become those of AdamW8bit, and go back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import FormatError
+from laconic.ops import dequantize_dynamic
+from laconic.optim import AdamW8bit, from_adamw_state, from_bitsandbytes_state, to_bitsandbytes_state
+from laconic.optim.moments import MOMENTS, dequantize_moment
+
+SHAPES = [(32, 512), (70, 100), (9,)]
+"""Rows of whole blocks, ragged rows, and one that stays in fp32."""
+
+
+@pytest.fixture(scope="module")
+def bnb() -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return pytest.importorskip("bitsandbytes")
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def train(ps: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in ps:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def moment_of(state: dict[str, Any], moment: str) -> Tensor:
+    if moment in state:
+        value: Tensor = state[moment]
+        return value
+    return dequantize_moment(state[f"{moment}_codes"], state[f"{moment}_scales"], signed=MOMENTS[moment])
+
+
+def theirs(state: dict[str, Any], moment: str) -> Tensor:
+    number = {"exp_avg": 1, "exp_avg_sq": 2}[moment]
+    codes: Tensor = state[f"state{number}"]
+    if codes.dtype != torch.uint8:
+        return codes
+    flat = dequantize_dynamic(codes.view(1, -1), state[f"absmax{number}"].view(1, -1), signed=MOMENTS[moment])
+    return flat.view(codes.shape)
+
+
+def test_states_of_bitsandbytes_are_taken_over(bnb: Any) -> None:
+    ps, qs = parameters(), parameters()
+    source = bnb.optim.AdamW8bit(ps, lr=0.01, betas=(0.8, 0.99), weight_decay=0.2)
+    train(ps, source, 3)
+    target = AdamW8bit(qs, lr=7.0)
+    from_bitsandbytes_state(target, source.state_dict())
+    assert (target.param_groups[0]["lr"], target.param_groups[0]["betas"]) == (0.01, (0.8, 0.99))
+    assert target.param_groups[0]["weight_decay"] == 0.2
+    assert "alpha" not in target.param_groups[0]
+    for p, q in zip(ps, qs, strict=True):
+        assert target.state[q]["step"].item() == 3
+        for moment in MOMENTS:
+            found, expected = moment_of(target.state[q], moment), theirs(source.state[p], moment)
+            if q.shape == (70, 100):  # other blocks: rounded once more
+                assert not torch.equal(found, expected)
+                error = (found - expected).norm() / expected.norm()
+                assert error < 0.02
+            else:
+                assert torch.equal(found, expected)
+
+
+def test_taken_over_states_go_back_as_they_were(bnb: Any) -> None:
+    ps = parameters()
+    source = bnb.optim.AdamW8bit(ps, lr=0.01)
+    train(ps, source, 3)
+    target = AdamW8bit(parameters())
+    from_bitsandbytes_state(target, source.state_dict())
+    back = bnb.optim.AdamW8bit(qs := [nn.Parameter(p.detach().clone()) for p in ps], lr=1.0)
+    back.load_state_dict(to_bitsandbytes_state(target))
+    for p, q in zip(ps, qs, strict=True):
+        for key, value in source.state[p].items():
+            if p.shape != (70, 100) or key in ("step", "qmap1", "qmap2"):
+                assert torch.equal(torch.as_tensor(back.state[q][key]), torch.as_tensor(value)), key
+    train(ps, source, 1, seed=1)
+    train(qs, back, 1, seed=1)
+    assert torch.equal(ps[0], qs[0])
+    assert torch.equal(ps[2], qs[2])
+    torch.testing.assert_close(ps[1], qs[1], rtol=0, atol=0.005)
+
+
+def test_our_steps_agree_with_those_of_bitsandbytes(bnb: Any) -> None:
+    # Not in bits: its CPU quantizer is coarse below 1e-2 of a block's largest number (tests/ops/test_dynamic_map.py).
+    ps, qs = [parameters()[0]], [parameters()[0]]
+    start = ps[0].detach().clone()
+    train(ps, bnb.optim.AdamW8bit(ps, lr=0.01, weight_decay=0.1), 5)
+    train(qs, AdamW8bit(qs, lr=0.01, weight_decay=0.1), 5)
+    exact = [nn.Parameter(start.clone())]
+    train(exact, torch.optim.AdamW(exact, lr=0.01, weight_decay=0.1), 5)
+    moved = (exact[0] - start).norm()
+    assert (ps[0] - qs[0]).norm() < 0.2 * moved
+    # The same distance from exact AdamW, or less.
+    assert (qs[0] - exact[0]).norm() < (ps[0] - exact[0]).norm()
+
+
+def test_states_of_torch_are_quantized() -> None:
+    ps = parameters()
+    source = torch.optim.AdamW(ps, lr=0.01, weight_decay=0.3)
+    train(ps, source, 3)
+    qs = [nn.Parameter(p.detach().clone()) for p in ps]
+    target = AdamW8bit(qs)
+    from_adamw_state(target, source.state_dict())
+    assert target.param_groups[0]["weight_decay"] == 0.3
+    assert not {"amsgrad", "fused", "foreach"} & set(target.param_groups[0])
+    for p, q in zip(ps, qs, strict=True):
+        assert target.state[q]["step"].item() == 3
+        for moment in MOMENTS:
+            exact = source.state[p][moment]
+            error = (moment_of(target.state[q], moment) - exact).norm() / exact.norm()
+            assert error < (0.02 if q.dim() > 1 else 1e-12)
+    assert "exp_avg_codes" in target.state[qs[1]]
+    before = [p.detach().clone() for p in ps]
+    train(ps, source, 1, seed=1)
+    train(qs, target, 1, seed=1)
+    for p, q, start in zip(ps, qs, before, strict=True):
+        assert (p - q).norm() < 0.1 * (p - start).norm()
+
+
+def test_groups_parameters_without_state_and_more_options_are_kept() -> None:
+    ps, qs = parameters(), parameters()
+
+    def groups(of: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": of[:1], "lr": 0.5, "initial_lr": 0.9}, {"params": of[1:], "maximize": True}]
+
+    source, target = torch.optim.AdamW(groups(ps)), AdamW8bit(groups(qs))
+    ps[1].grad = torch.ones_like(ps[1])
+    source.step()
+    from_adamw_state(target, source.state_dict())
+    assert [group["lr"] for group in target.param_groups] == [0.5, 1e-3]
+    assert target.param_groups[0]["initial_lr"] == 0.9
+    assert target.param_groups[1]["maximize"] is True
+    assert list(target.state) == [qs[1]]
+
+
+def changed(state_dict: dict[str, Any], **entries: Any) -> dict[str, Any]:
+    new = copy.deepcopy(state_dict)
+    state = new["state"][0]
+    state.get("__bnb_optimizer_quant_state__", state).update(entries)
+    return new
+
+
+def test_states_that_do_not_fit_are_refused(bnb: Any) -> None:
+    ps = parameters()[:1]
+    source = bnb.optim.AdamW8bit(ps)
+    train(ps, source, 1)
+    good = source.state_dict()
+    target = AdamW8bit(parameters()[:1])
+    for state, message in [
+        (changed(good, qmap1=torch.zeros(256)), "qmap1 of parameter 0 of group 0 is not the dynamic map"),
+        (changed(good, absmax2=torch.zeros(1)), r"absmax2 of parameter 0 .* must be fp32 \(64,\)"),
+        (
+            changed(good, state1=torch.zeros(3, dtype=torch.uint8), absmax1=torch.zeros(1)),
+            r"exp_avg .* of shape \(3,\)",
+        ),
+        (good | {"param_groups": good["param_groups"] * 2}, "has 2 parameter groups, but the optimizer has 1"),
+        (torch.optim.SGD(parameters()[:1]).state_dict() | {"state": {0: {"step": 1}}}, "has step, state1, state2"),
+    ]:
+        with pytest.raises(FormatError, match=message):
+            from_bitsandbytes_state(target, state)
+        assert not target.state
+    with pytest.raises(FormatError, match="has 3 parameters, but the optimizer's has 1"):
+        from_bitsandbytes_state(target, bnb.optim.AdamW8bit(parameters()).state_dict())
+    with pytest.raises(FormatError, match="maximize is True, but bitsandbytes only minimizes"):
+        to_bitsandbytes_state(AdamW8bit(parameters(), maximize=True))
+
+
+def test_other_adams_are_refused() -> None:
+    target = AdamW8bit(parameters())
+    with pytest.raises(FormatError, match="amsgrad=True"):
+        from_adamw_state(target, torch.optim.AdamW(parameters(), amsgrad=True).state_dict())
+    with pytest.raises(FormatError, match=r"an Adam with weight_decay 0\.1, which it adds to gradients"):
+        from_adamw_state(target, torch.optim.Adam(parameters(), weight_decay=0.1).state_dict())
+    momentum = torch.optim.SGD(ps := parameters(), momentum=0.9)
+    train(ps, momentum, 1)
+    with pytest.raises(FormatError, match="has momentum_buffer, but AdamW's has step, exp_avg and exp_avg_sq"):
+        from_adamw_state(target, momentum.state_dict())
