@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from laconic.gradients.ddp import ddp_q8_hook
 from laconic.gradients.lane import Work
 from laconic.gradients.reduce import (
     NATIVE_BELOW_NBYTES,
@@ -11,14 +12,18 @@ from laconic.gradients.reduce import (
     reduce_scatter_q8,
 )
 from laconic.gradients.store import CompressedGradients, compress_gradients
+from laconic.gradients.wrappers import QuantizedReduction, quantize_reduction
 
 __all__ = [
     "NATIVE_BELOW_NBYTES",
     "CompressedGradients",
+    "QuantizedReduction",
     "TwoLevel",
     "Work",
     "all_reduce_q8",
     "all_reduce_quantized",
     "compress_gradients",
+    "ddp_q8_hook",
+    "quantize_reduction",
     "reduce_scatter_q8",
 ]
