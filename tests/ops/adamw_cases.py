@@ -83,7 +83,7 @@ def quantized(case: Case, bits: int) -> Case:
 
 def awkward_gradients() -> Iterator[tuple[str, Tensor]]:
     """Named gradients [rows, length], fp32: sizes around blocks and vectors, magnitudes, special values."""
-    yield "whole blocks", torch.randn(3, 512)
+    yield "whole blocks", torch.randn(20, 512)
     yield "ragged", torch.randn(4, 300)
     yield "short odd rows", torch.randn(5, 37)
     yield "one element", torch.randn(1, 1)

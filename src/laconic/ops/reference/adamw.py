@@ -68,7 +68,8 @@ def adamw8bit_(
     v = dequantize_dynamic(exp_avg_sq_codes.view(rows, length), exp_avg_sq_scales, signed=False)
     m = m * a.beta1 + g * a.one_minus_beta1
     v = v * a.beta2 + (g * g) * a.one_minus_beta2
-    root = v.sqrt()
+    # torch's fp32 square root may be one bit off (MKL's is); the one of fp64, rounded, is the IEEE one.
+    root = v.double().sqrt().float()
 
     # 3. No |m| beyond what Adam's could be; comparisons with NaN leave m alone.
     limit = root * a.ratio_max
