@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.registry import Options, Table, benchmark, seconds_of
 from laconic.formats import QuantizedGradient
+from laconic.gradients import compress_gradients
 from laconic.ops import dequantize_dynamic, kernels_in_use, native, quantize_dynamic
 
 _ACCUMULATIONS = (1, 4, 16, 64)
@@ -35,7 +36,7 @@ Scheme = tuple[Accumulate, Value]
 def gradients(options: Options) -> list[Table]:
     """Error after K accumulations for every scheme; speed of accumulation and of the norm."""
     tables = [_error_table(min(options.elements, _ERROR_ELEMENTS))] if options.threads == 1 else []
-    return [*tables, *_speed_tables(options), _instruction_sets_table(options)]
+    return [*tables, *_speed_tables(options), _instruction_sets_table(options), _step_table(options)]
 
 
 # --- error ---
@@ -214,6 +215,55 @@ def _instruction_sets_table(options: Options) -> Table:
     rows = [[isa, *(f"{nbytes / seconds[f'{isa} {bits}'] / 1e9:.2f}" for bits in (8, 12))] for isa in isas]
     title = f"Instruction sets, GB/s of bf16 gradients, {_threads(options)}"
     return Table(title, ["", "accumulate-q8", "accumulate-q12"], rows)
+
+
+def _step_table(options: Options) -> Table:
+    """Eight micro-batches of a small Llama: what keeping gradients in codes adds to the time, and what it holds."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    small = options.elements < 1 << 16
+    width, layers = (64, 1) if small else (384, 6)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+    )
+    tokens = torch.randint(0, 512, (1, 16 if small else 128))
+    num_parameters = 0
+
+    def step(bits: int) -> tuple[Callable[[], None], list[int]]:
+        nonlocal num_parameters
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        num_parameters = model.num_parameters()
+        gradients = compress_gradients(model, bits=bits) if bits < 32 else None
+        held: list[int] = []
+
+        def case() -> None:
+            for _ in range(8):
+                model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            if gradients is None:
+                held.append(sum(parameter.grad.nbytes for parameter in model.parameters()))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                model.zero_grad()
+            else:
+                held.append(gradients.nbytes)
+                gradients.clip_(1.0)
+                gradients.zero_()
+
+        return case, held
+
+    steps = {"grad, fp32": step(32), "8 bits": step(8), "12 bits": step(12)}
+    seconds = seconds_of({name: case for name, (case, _) in steps.items()}, options.rounds)
+    first = seconds["grad, fp32"]
+    rows = [
+        [name, f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / first:.3f}", f"{held[-1]:,}"]
+        for name, (_, held) in steps.items()
+    ]
+    title = f"Eight micro-batches of {tokens.numel()} tokens and clipping, {num_parameters:,} parameters"
+    return Table(f"{title}, {_threads(options)}", ["gradients in", "ms", "time", "bytes held"], rows)
 
 
 def _threads(options: Options) -> str:
