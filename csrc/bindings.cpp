@@ -106,15 +106,13 @@ void sum_blockwise(size_t isa, int64_t num_threads, int64_t num_shards, int64_t 
 
 void accumulate_blockwise(size_t isa, int64_t num_threads, int64_t length, uintptr_t codes,
                           uintptr_t scales, uintptr_t residual_codes, uintptr_t residual_scales,
-                          uintptr_t residual_codebook, uintptr_t gradient, int gradient_type,
-                          float alpha) {
+                          uintptr_t gradient, int gradient_type, float alpha) {
   const laconic::AccumulateKernels& kernels = *laconic::supported_isas().at(isa).accumulate;
   const laconic::Accumulate task{length,
                                  pointer<uint8_t>(codes),
                                  pointer<float>(scales),
                                  pointer<uint8_t>(residual_codes),
                                  pointer<float>(residual_scales),
-                                 pointer<const laconic::Codebook>(residual_codebook),
                                  pointer<const void>(gradient),
                                  static_cast<FloatType>(gradient_type),
                                  alpha};

@@ -19,54 +19,67 @@ inline void dequantize_codes(const uint8_t* codes, float scale, int64_t n, float
   for (int64_t i = 0; i < n; i += S::kGroup) S::expand_bytes(codes + i, scale, values + i);
 }
 
+// Between pairs of int4 codes and one int8 code per byte; n is even.
+inline void unpack(const uint8_t* pairs, int64_t n, uint8_t* codes) {
+  for (int64_t i = 0; i < n / 2; ++i) {
+    codes[2 * i] = static_cast<uint8_t>(static_cast<int8_t>(pairs[i] << 4) >> 4);
+    codes[2 * i + 1] = static_cast<uint8_t>(static_cast<int8_t>(pairs[i]) >> 4);
+  }
+}
+inline void pack(const uint8_t* codes, int64_t n, uint8_t* pairs) {
+  for (int64_t i = 0; i < n / 2; ++i)
+    pairs[i] = static_cast<uint8_t>((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
+}
+
 // values += alpha * gradient, then values -> codes, scales and what they lost -> residual. All n
 // elements, a multiple of the group, may be touched; the first `size` of them are real.
+//
+// int4 goes through int8's kernels with 7 as its largest level: both round half to even, and no
+// value normalized by its block's scale reaches 7.5.
 template <class S, class T, bool kResidual>
 class Accumulator {
+  using Encoder = IntegerEncoder<S, false, 8>;
+
  public:
   explicit Accumulator(const Accumulate& a)
       : a_(a),
-        main_(format(a.scales, 127.0f, nullptr)),
-        rest_(format(a.residual_scales, 7.0f, a.residual_codebook)),
-        encoder_(main_),
-        rest_encoder_(rest_) {}
+        main_(format(a.scales, 127.0f)),
+        rest_(format(a.residual_scales, 7.0f)),
+        encoder_(main_) {}
 
-  void block(int64_t b, int64_t size, int64_t n, uint8_t* codes, uint8_t* residual_codes) const {
+  void block(int64_t b, int64_t size, int64_t n, uint8_t* codes, uint8_t* pairs) const {
     alignas(64) float values[kGradientBlock], rest[kGradientBlock];
+    alignas(64) uint8_t rest_codes[kGradientBlock];
     dequantize_codes<S>(codes, a_.scales[b], n, values);
     if constexpr (kResidual) {
-      const typename S::template Values<float> ready(a_.residual_codebook->levels,
-                                                     a_.residual_scales[b]);
-      for (int64_t i = 0; i < n; i += S::kGroup)
-        S::expand_pairs(ready, residual_codes + i / 2, rest + i);
+      unpack(pairs, n, rest_codes);
+      dequantize_codes<S>(rest_codes, a_.residual_scales[b], n, rest);
       for (int64_t i = 0; i < n; ++i) values[i] += rest[i];
     }
     const T* gradient = static_cast<const T*>(a_.gradient) + b * kGradientBlock;
     prefetch(gradient, size * sizeof(T));
     const float alpha = a_.alpha;
     for (int64_t i = 0; i < size; ++i) values[i] += widen(gradient[i]) * alpha;
-    quantize_block<S, float, Int8Encoder<S, false>, false>(main_, encoder_, values, n, b, 0, codes);
+    quantize_block<S, float, Encoder, false>(main_, encoder_, values, n, b, 0, codes);
     if constexpr (kResidual) {
       dequantize_codes<S>(codes, a_.scales[b], n, rest);
       for (int64_t i = 0; i < n; ++i) rest[i] = values[i] - rest[i];
-      quantize_block<S, float, TableEncoder<S, false>, false>(rest_, rest_encoder_, rest, n, b, 0,
-                                                              residual_codes);
+      quantize_block<S, float, Encoder, false>(rest_, encoder_, rest, n, b, 0, rest_codes);
+      pack(rest_codes, n, pairs);
     }
   }
 
  private:
-  static Quantize format(float* scales, float level_max, const Codebook* codebook) {
+  static Quantize format(float* scales, float level_max) {
     Quantize q{};
     q.scales = scales;
     q.scale_type = FloatType::kFloat32;
     q.level_max = level_max;
-    q.codebook = codebook;
     return q;
   }
   const Accumulate& a_;
   const Quantize main_, rest_;
-  const Int8Encoder<S, false> encoder_;
-  const TableEncoder<S, false> rest_encoder_;
+  const Encoder encoder_;
 };
 
 template <class S, class T, bool kResidual>

@@ -17,7 +17,6 @@ struct Accumulate {
   float* scales;
   uint8_t* residual_codes;  // null: int8 alone
   float* residual_scales;
-  const Codebook* residual_codebook;
   const void* gradient;  // contiguous
   FloatType gradient_type;
   float alpha;

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.ops.codebooks import codebook_tensor
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
 from laconic.ops.schemas import check_accumulate_blockwise_, check_square_sum_blockwise
 
 __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
-
-_CPU = torch.device("cpu")
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -39,7 +36,6 @@ def accumulate_blockwise_(
         scales.data_ptr(),
         _address(residual_codes),
         _address(residual_scales),
-        codebook_tensor("int4", _CPU).data_ptr(),
         gradient.data_ptr(),
         FLOAT_TYPES[gradient.dtype],
         alpha,
