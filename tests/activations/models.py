@@ -20,6 +20,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
 }
 
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+_LATENT["num_key_value_heads"] = 4
+_SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "intermediate_size": 32},  # gate and up together are as wide as the hidden states
+    "deepseek_v2": {**_LATENT, **_SHARED, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": {**_LATENT, **_SHARED, "n_group": 2, "topk_group": 1},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
+}
+"""Models with mixture-of-experts blocks, four experts each of which a token takes two."""
+
 
 def make_model(family: str, **overrides: Any) -> nn.Module:
     """A two-layer model of a family with random weights, norms and biases included."""
@@ -35,8 +50,12 @@ def make_model(family: str, **overrides: Any) -> nn.Module:
     }
     if family == "gpt2":
         sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "loss_type": "ForCausalLM"}
+    if family in MIXTURES:
+        sizes["num_experts_per_tok"] = 2
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model(family, **{**sizes, **special, **FAMILIES.get(family, {}), **overrides})
+    config = AutoConfig.for_model(
+        family, **{**sizes, **special, **FAMILIES.get(family, {}), **MIXTURES.get(family, {}), **overrides}
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

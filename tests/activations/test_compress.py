@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import laconic
+from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards import SiteForward
 from tests.activations.models import both_gradients, gradients_of, loss_of, make_ids, make_model, relative_error
@@ -186,6 +188,32 @@ def test_lora_adapters_share_what_is_kept() -> None:
     assert all("lora" in name for name in got)
     for name, grad in got.items():
         assert relative_error(grad, expected[name]) < 0.03, name
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_a_lora_model_keeps_nothing_for_frozen_weights() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    rank = 8
+    config = LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+    model, ids = get_peft_model(make_model("llama"), config), make_ids()
+    laconic.compress_activations(model)
+    with SavedTensorTracker(model) as tracker:
+        loss_of(model, ids).backward()
+    kept = Counter({name.removeprefix("base_model.model.model.layers."): n for name, n in tracker.by_module.items()})
+    packed = BlockFormat("nf4")
+    layers = [name for name, _ in model.named_modules() if name.endswith("base_layer")]
+    assert len(layers) == 14
+    assert all(tracker.by_module[name] == 0 for name in layers)
+    for layer in ("0", "1"):
+        # The first norm's input depends on no trained weight, so there it is the first adapter that packs its own.
+        reader = "0.self_attn.q_proj.lora_A.default" if layer == "0" else "1.input_layernorm"
+        assert kept[reader] == packed.nbytes((ids.numel(), 64))
+        assert kept[f"{layer}.mlp"] == 2 * packed.nbytes((ids.numel(), 160))
+        for adapter in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+            assert kept[f"{layer}.{adapter}.lora_A.default"] == 0
+            assert kept[f"{layer}.{adapter}.lora_B.default"] == packed.nbytes((ids.numel(), rank))
+    assert tracker.by_module["base_model.model.model.embed_tokens"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # its newer name is not in 5.0

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from laconic.activations.attention import AttentionCore, attention_core_of
-from laconic.activations.forwards import SiteForward, forward_for
+from laconic.activations.experts import ExpertsForward, RouterForward
+from laconic.activations.forwards import LinearForward, MlpForward, NormForward, SiteForward
 from laconic.activations.head import CausalForward, HeadForward, find_head
 from laconic.activations.hooks import HooksForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
@@ -20,6 +21,14 @@ from laconic.formats import BlockFormat
 from laconic.ops import BITS
 
 __all__ = ["compress_activations", "decompress_activations"]
+
+_FORWARDS: Mapping[str, type[SiteForward]] = {
+    "norm": NormForward,
+    "linear": LinearForward,
+    "mlp": MlpForward,
+    "router": RouterForward,
+    "experts": ExpertsForward,
+}
 
 
 def compress_activations(
@@ -124,7 +133,7 @@ def compress_activations(
                 AttentionCore(modules[site.name], site, chosen)
             elif chosen is not None:
                 # The bound method, not the object: torch.compile then guards its code, and layers share a graph.
-                modules[site.name].forward = forward_for(modules[site.name], site, chosen).__call__
+                modules[site.name].forward = _FORWARDS[site.kind](modules[site.name], site, chosen).__call__
     after = None if sample is None else measure(model, *sample)
     origins = {id(f.module): f.origin for f in _forwards(model) if isinstance(f, SiteForward)}
     rows = [(site, formats.get(site.name), origins.get(id(modules[site.name]))) for site in sites]

@@ -20,7 +20,7 @@ from laconic.activations.sites import LinearSpec, MlpSpec, Site
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
-__all__ = ["SiteForward", "forward_for"]
+__all__ = ["LinearForward", "MlpForward", "NormForward", "SiteForward"]
 
 
 class SiteForward:
@@ -51,7 +51,7 @@ class SiteForward:
         """Whether a call with this input has to keep something for backward."""
         return True
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Any:
         """The forward of a call that keeps something."""
         raise TypeError(f"{type(self).__name__} has to define run")
 
@@ -61,9 +61,13 @@ class SiteForward:
             result: Tensor = self.original(x)
         return result
 
+    @staticmethod
+    def ours(x: Any) -> bool:
+        """Whether `x` is a tensor of a kind that can be packed."""
+        return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
+
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
-        if ours and torch.is_grad_enabled() and not args and not kwargs and self.keeps(x):
+        if self.ours(x) and torch.is_grad_enabled() and not args and not kwargs and self.keeps(x):
             return self.run(x)
         return self.original(x, *args, **kwargs)
 
@@ -134,9 +138,3 @@ class MlpForward(SiteForward):
         with torch.no_grad():
             value = forward(gate, up)
         return self._noting_origin(functions.activate(gate, value, spec.activation, spec.fused, self.format, up=up))
-
-
-def forward_for(module: nn.Module, site: Site, format: BlockFormat) -> SiteForward:
-    """The forward that serves a site."""
-    classes: dict[str, type[SiteForward]] = {"norm": NormForward, "linear": LinearForward, "mlp": MlpForward}
-    return classes[site.kind](module, site, format)

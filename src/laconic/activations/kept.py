@@ -30,7 +30,7 @@ from torch import Tensor
 
 from laconic.formats import BlockFormat, BlockTensor
 
-__all__ = ["Kept", "Memo", "attach", "derive", "keep", "pack", "take_all"]
+__all__ = ["Kept", "Memo", "attach", "derive", "found", "keep", "pack", "take_all"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -112,9 +112,9 @@ def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
     """
-    found = _found(x)
-    if found is not None:
-        return found
+    known = found(x)
+    if known is not None:
+        return known
     if _producer_holds(x):
         return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
     kept = pack(x, format, origin)
@@ -163,7 +163,7 @@ def attach(x: Tensor, kept: Kept) -> None:
     setattr(x, _ATTRIBUTE, _Note(kept, x._version))
 
 
-def _found(x: Tensor) -> Kept | None:
+def found(x: Tensor) -> Kept | None:
     """What is kept for `x` already, or for a tensor that `x` is a full view of (logits of all tokens are a slice)."""
     note = getattr(x, _ATTRIBUTE, None)
     base = x._base

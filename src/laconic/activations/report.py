@@ -286,6 +286,6 @@ def _booked(measurement: Measurement | None, owners: Mapping[str, Site]) -> Meas
     booked: Counter[str] = Counter()
     for name, nbytes in measurement.by_module.items():
         parent = name.rpartition(".")[0]
-        owned = name not in owners and parent in owners and owners[parent].kind == "mlp"
+        owned = name not in owners and parent in owners and owners[parent].kind in ("mlp", "experts")
         booked[parent if owned else name] += nbytes
     return Measurement(measurement.tokens, dict(booked))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
+from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 
 __all__ = ["AttentionSpec", "LinearSpec", "MlpSpec", "Site", "find_sites"]
 
@@ -60,17 +61,17 @@ class AttentionSpec:
 class Site:
     """A place where backward needs a tensor.
 
-    name: the module's qualified name. kind: "norm", "linear", "mlp" or "attention". layer: index of the decoder layer,
+    name: the module's qualified name. kind: see the annotation. layer: index of the decoder layer,
     None outside of the stack. features: shape per token of what the site keeps if it has to keep it itself; for an mlp
     gate and up together, for attention query, key and value. spec: what exactly it computes. head: whether it is a norm
     or linear behind a stack of layers, such as the final norm and the output projection of a language model.
     """
 
     name: str
-    kind: Literal["norm", "linear", "mlp", "attention"]
+    kind: Literal["norm", "linear", "mlp", "attention", "router", "experts"]
     layer: int | None
     features: tuple[int, ...]
-    spec: NormSpec | LinearSpec | MlpSpec | AttentionSpec
+    spec: NormSpec | LinearSpec | MlpSpec | AttentionSpec | RouterSpec | ExpertsSpec
     head: bool = False
 
 
@@ -97,6 +98,10 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(name, "mlp", layer, (width * (1 if mlp.up is None and not mlp.fused else 2),), mlp)
         elif (attention := _attention(module)) is not None:
             yield Site(name, "attention", layer, () if attention.heads is None else (sum(attention.heads),), attention)
+        elif (router := router_of(module)) is not None:
+            yield Site(name, "router", layer, (_weight_of(module).shape[1],), router)
+        elif (experts := experts_of(module)) is not None:
+            yield Site(name, "experts", layer, (experts.hidden_size,), experts)
 
 
 def _layer_of(name: str) -> int | None:

@@ -1,0 +1,187 @@
+"""Forwards for mixture-of-experts blocks: routing exact, experts run again in backward.
+
+[Note: experts]
+What a token chose is saved, never found again: the indices and weights that the router made stay as they are, and so
+does everything between its logits and them. The router's linear layer is like any other: the gradient of its weight
+takes the input from what is kept for the norm in front.
+
+The experts keep the same packed input, so a block of experts costs no bytes of its own. Their backward dequantizes it
+and runs the module's own code again under autograd, with the same indices and weights, one layer at a time. That serves
+whatever they compute and however they are run (a loop, grouped or batched products; biases, clamps, norms inside), at
+the price of one more forward of the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from laconic.activations import functions
+from laconic.activations.forwards import SiteForward
+from laconic.activations.kept import Memo, attach, derive, found, keep
+from laconic.activations.replay import Replay
+from laconic.formats import BlockFormat
+
+__all__ = ["ExpertsForward", "RouterForward"]
+
+
+class RouterForward(SiteForward):
+    """Runs the router's own code; its linear layer keeps what rebuilds the input."""
+
+    def keeps(self, x: Tensor) -> bool:
+        weight = self.module.weight
+        return isinstance(weight, Tensor) and weight.requires_grad
+
+    def run(self, x: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(x)
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        kept = keep(x, self.format, "router")
+        self.origin = kept.origin
+        with _LinearOf(weight.shape, self.format):
+            return self.original(x)
+
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.float)
+
+
+class _LinearOf(TorchFunctionMode):
+    """Lets the product with a weight of a given shape keep its input packed, also when the input was cast before."""
+
+    def __init__(self, shape: torch.Size, format: BlockFormat) -> None:
+        super().__init__()
+        self._shape = shape
+        self._format = format
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and not kwargs and args[1].shape == self._shape:
+            x, weight, *bias = args
+            with torch.no_grad():
+                value = func(*args)
+            return functions.linear(x, weight, value, False, self._format, bias=bias[0] if bias else None)
+        result = func(*args, **kwargs)
+        if func in _CASTS and (kept := found(args[0])) is not None and result is not args[0]:
+            dtype = result.dtype
+            attach(result, derive(lambda value: value.to(dtype), (kept,), (), kept.origin))
+        return result
+
+
+class ExpertsForward(SiteForward):
+    """Keeps what rebuilds the tokens' hidden states; the rest is made again in backward."""
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [x, *self.module.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not wanted or not self.ours(x) or torch.compiler.is_compiling():
+            return self.original(x, *args, **kwargs)
+
+        # 1. The value, by the module's own code.
+        replay = Replay(x.device)
+        with torch.no_grad():
+            value, random_state = replay.run(lambda: self.original(x, *args, **kwargs))
+
+        # 2. What backward gets instead of all that was made on the way.
+        kept = keep(x, self.format, "experts")
+        self.origin = kept.origin
+        own = dict(self.module.named_parameters())
+        others = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        inputs = (x, *own.values(), *others)
+        run = _Run(
+            forward=self,
+            memo=kept.memo,
+            own=tuple(own),
+            requires_grad=tuple(t.requires_grad for t in inputs),
+            rest=tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves),
+            spec=spec,
+            num_kept=len(kept.tensors),
+            replay=replay,
+        )
+        y: Tensor = _Experts.apply(run, (value,), *inputs, *kept.tensors, *random_state)
+        return y
+
+
+@dataclass(frozen=True)
+class _Run:
+    """All about one call of experts that is not a tensor.
+
+    memo: rebuilds the hidden states, from `num_kept` saved tensors. own: names of the parameters. requires_grad: of
+    hidden states, parameters and other tensors. rest, spec: the other arguments, None where a tensor stands.
+    """
+
+    forward: ExpertsForward
+    memo: Memo
+    own: tuple[str, ...]
+    requires_grad: tuple[bool, ...]
+    rest: tuple[tuple[Any] | None, ...]
+    spec: TreeSpec
+    num_kept: int
+    replay: Replay
+
+    def again(self, leaves: tuple[Tensor, ...], random_state: tuple[Tensor, ...]) -> Tensor:
+        """The module's own code on `leaves`, under autograd."""
+        x, own, others = leaves[0], leaves[1 : 1 + len(self.own)], iter(leaves[1 + len(self.own) :])
+        args, kwargs = tree_unflatten([next(others) if leaf is None else leaf[0] for leaf in self.rest], self.spec)
+        parameters = dict(zip(self.own, own, strict=True))
+        with torch.enable_grad(), self.replay.again(random_state), _Swapped(self.forward.module, parameters):
+            y: Tensor = self.forward.original(x, *args, **kwargs)
+        return y
+
+
+class _Experts(torch.autograd.Function):
+    """Inputs: hidden states, parameters and other tensors (routing weights, indices), then what is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, value: tuple[Tensor], *inputs: Tensor) -> Tensor:
+        run.memo.announce()
+        ctx.run = run
+        ctx.save_for_backward(*inputs[1:])
+        return value[0].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run: _Run = ctx.run
+        saved = ctx.saved_tensors
+        num_given = len(run.requires_grad) - 1
+        given, kept, random_state = (
+            saved[:num_given],
+            saved[num_given:][: run.num_kept],
+            saved[num_given + run.num_kept :],
+        )
+        inputs = (run.memo.take(kept, after=grad), *given)
+        leaves = tuple(
+            t.detach().requires_grad_(requires) for t, requires in zip(inputs, run.requires_grad, strict=True)
+        )
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        grads = iter(torch.autograd.grad(run.again(leaves, random_state), wanted, grad, allow_unused=True))
+        found = [next(grads) if leaf.requires_grad else None for leaf in leaves]
+        return (None, None, *found, *[None] * (len(kept) + len(random_state)))
+
+
+class _Swapped:
+    """Puts other tensors in the place of a module's parameters for a while."""
+
+    def __init__(self, module: nn.Module, others: dict[str, Tensor]) -> None:
+        self._others: list[tuple[dict[str, Any], str, Tensor]] = []
+        for name, tensor in others.items():
+            owner, _, leaf = name.rpartition(".")
+            self._others.append((module.get_submodule(owner)._parameters, leaf, tensor))
+
+    def __enter__(self) -> None:
+        self._before = [parameters[name] for parameters, name, _ in self._others]
+        for parameters, name, tensor in self._others:
+            parameters[name] = tensor
+
+    def __exit__(self, *_: object) -> None:
+        for (parameters, name, _tensor), before in zip(self._others, self._before, strict=True):
+            parameters[name] = before
