@@ -106,9 +106,9 @@ def replicas(rank: int, group: dist.ProcessGroup, bits: int, overlap: bool) -> F
 
 
 def several_backwards(rank: int, group: dist.ProcessGroup) -> Found:
-    """As a pipeline schedule does it: the last two backwards are announced together."""
+    """As a pipeline schedule does it: the last two backwards are announced together. Added up, not averaged."""
     model = Net()
-    gradients = compress_gradients(model, group, bucket_nbytes=200)
+    gradients = compress_gradients(model, group, bucket_nbytes=200, average=False)
     with gradients.last_micro_batch(num_backwards=2):
         loss(model, rank).backward()
         assert gradients._buckets is not None
@@ -391,12 +391,12 @@ def test_use_before_reduction_is_refused(found: list[dict[str, Found]]) -> None:
             assert text == "TrainingError: the gradients of this rank have not been reduced yet; call reduce() first"
 
 
-def test_announced_backwards_are_counted(found: list[dict[str, Found]]) -> None:
+def test_announced_backwards_are_counted_and_can_be_added_up(found: list[dict[str, Found]]) -> None:
     for rank in range(WORLD):
         several, plain = found[rank]["several"], found[rank]["replicas-8"]
         assert several["before"] == 0
         for name, parts in plain["gradients"].items():
-            assert torch.equal(parts[-1], several["gradients"][name][-1])
+            assert torch.equal(2 * parts[-1], several["gradients"][name][-1])
 
 
 def test_parameter_used_on_one_rank_counts_as_zero_on_the_other(found: list[dict[str, Found]]) -> None:
