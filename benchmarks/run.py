@@ -3,6 +3,7 @@
     python -m benchmarks.run kernels --threads 1 2 --out benchmarks/results/kernels_NAME.md
     python -m benchmarks.run activations --out benchmarks/results/activations_NAME.md
     python -m benchmarks.run gradients --threads 1 2 --out benchmarks/results/gradients_NAME.md
+    python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
 Every number of threads gets a process of its own: the OpenMP runtimes that torch and its peers bring read their number
@@ -24,7 +25,7 @@ import torch
 
 from benchmarks.registry import BENCHMARKS, Options, processor
 
-_MODULES = ("kernels", "activations", "gradients", "gpu")
+_MODULES = ("kernels", "activations", "gradients", "loss", "gpu")
 _SMOKE_ELEMENTS = 1 << 12
 
 

@@ -86,14 +86,21 @@ def test_labels_may_be_ignored_shifted_and_counted_by_the_caller() -> None:
 
 
 def test_bytes_of_the_loss_are_gone_and_the_report_shows_it() -> None:
-    model = make_model("llama", vocab_size=1000).bfloat16()
+    # A Llama-3-8B has 128,256 / 4096 = 31.3 entries of the vocabulary per hidden value; so has this.
+    hidden, vocabulary = 64, 2004
+    model = make_model("llama", vocab_size=vocabulary).bfloat16()
+    hint = 'of them belong to the loss; loss="chunked" would not keep them'
+    assert hint in str(laconic.compress_activations(model, sequence_length=64))
+    laconic.decompress_activations(model)
     report = laconic.compress_activations(model, loss="chunked", sequence_length=64)
+    assert hint not in str(report)
     rows = {row.name: row for row in report.rows}
-    # Plain: the log-softmax in fp32. Chunked: the hidden states, a log-sum-exp and a label per token, and the padding.
-    assert rows[""].before_nbytes_per_token == pytest.approx(4 * 1000, rel=0.01)
+    unit = 2 * hidden
+    # Plain: the log-softmax in fp32. Chunked: the hidden states, a log-sum-exp and a label per token.
+    assert rows[""].before_nbytes_per_token / unit == pytest.approx(62.6, rel=0.002)
     assert rows[""].after_nbytes_per_token == 0
     assert rows["lm_head"].format == "exact"
-    assert rows["lm_head"].after_nbytes_per_token == pytest.approx(2 * 64 + 4 + 8, abs=1)
+    assert rows["lm_head"].after_nbytes_per_token == pytest.approx(unit + 4 + 8, abs=1)
     with SavedTensorTracker(model) as tracker:
         model(input_ids=make_ids(), labels=make_ids(), use_cache=False)
     assert "" not in tracker.by_module

@@ -149,6 +149,9 @@ class Report:
             saved = f"{before / after:.2f}x less" if after else "nothing is kept"
             dtype = str(self.dtype).removeprefix("torch.")
             lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
+            logits = sum(row.after_nbytes_per_token or 0.0 for row in self.rows if row.kind == "loss")
+            if self.mode == "sites" and logits > after / 4:
+                lines.append(f'{logits:,.0f} of them belong to the loss; loss="chunked" would not keep them')
         return "\n".join(lines)
 
 
