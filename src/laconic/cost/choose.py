@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from laconic.cost.memory import Job, Prediction, Stage, kept_nbytes, predict, recomputed_nbytes
+from laconic.cost.job import Job, Stage, kept_nbytes, recomputed_nbytes
+from laconic.cost.memory import Prediction, predict
+from laconic.cost.moments import Moment, moments_of
 from laconic.cost.rates import Hardware, Sensitivity, layer_forward_flops, pack_seconds, recompute_seconds
 from laconic.cost.units import EXACT, RECOMPUTE, Choice, Unit
 from laconic.errors import PlanError
@@ -235,16 +237,15 @@ class _Program:
         self._groups = [group for stage in stages for group in _groups(stage, costs, words)]
         self._layer_cost = costs.of_recomputed_layer()
         self._layers_may_run_again = "recompute" in words
-        # What does not depend on the choices: predict with everything packed, and with a layer that runs again.
         packed = {u.name: Choice("int8") for stage in job.stages() for u in stage.units()}
         plain = predict(job, packed).ranks[rank]
-        again = predict(job, packed, {stages[0].layers[0]: LAYER_INPUT}).ranks[rank]
-        activations = sum(plain.activations_nbytes.values())
-        self._static = plain.total_nbytes - activations
-        self._again_nbytes = again.workspace_nbytes - plain.workspace_nbytes
+        self._lasting = plain.parameters_nbytes + plain.optimizer_nbytes + sum(plain.buffers_nbytes.values())
+        self._moments = moments_of(job, stages)
         # What a stage keeps whatever is chosen, and what it keeps as soon as attention is packed in one of its layers.
         self._fixed = {stage.index: _shared_nbytes(stage, {}) for stage in stages}
         self._arguments = {stage.index: _shared_nbytes(stage, packed) - self._fixed[stage.index] for stage in stages}
+
+        self._loss_nbytes = {stage.index: stage.fixed_nbytes().get("logits", 0) for stage in stages}
 
     def solve(self, budget_nbytes: int) -> tuple[dict[str, Choice], dict[int, Choice]] | None:
         """The cheapest choices within the budget; None if there are none."""
@@ -267,10 +268,11 @@ class _Program:
             raise PlanError("choosing under a budget needs SciPy; pip install laconic[plan]") from error
 
         # 1. Columns: one per group and option; per stage one for layers that run again and one that says whether any
-        #    attention is packed; one that says whether any layer runs again; and the budget itself.
+        #    attention is packed; one each that says whether any layer runs again, and whether any feed-forward block is
+        #    packed; and the budget itself.
         columns = [(group, option) for group in self._groups for option in group.options]
-        num = len(columns) + 2 * len(self._stages) + 2
-        any_again, peak = num - 2, num - 1
+        num = len(columns) + 2 * len(self._stages) + 3
+        any_again, any_mlp, peak = num - 3, num - 2, num - 1
         again = {stage.index: len(columns) + i for i, stage in enumerate(self._stages)}
         packs = {stage.index: len(columns) + len(self._stages) + i for i, stage in enumerate(self._stages)}
         cost, upper = np.zeros(num), np.zeros(num)
@@ -282,7 +284,7 @@ class _Program:
             cost[again[stage.index]] = self._layer_cost
             upper[again[stage.index]] = len(stage.layers) if self._layers_may_run_again else 0
             upper[packs[stage.index]] = 1
-        upper[any_again], upper[peak] = 1, np.inf
+        upper[any_again], upper[any_mlp], upper[peak] = 1, 1, np.inf
 
         # 2. Every unit has one choice, or its layer runs again.
         rows: list[np.ndarray] = []
@@ -313,6 +315,15 @@ class _Program:
             low.append(-np.inf)
             high.append(0)
 
+        row = np.zeros(num)
+        for index, (group, option) in enumerate(columns):
+            if group.units[0].kind == "mlp" and option.choice != EXACT:
+                row[index] = 1
+        row[any_mlp] = -sum(len(stage.layers) for stage in self._stages)
+        rows.append(row)
+        low.append(-np.inf)
+        high.append(0)
+
         # 3. Gate and up are made again from the packed input of their norm.
         for group in self._groups:
             if any(option.choice.recompute for option in group.options):
@@ -329,18 +340,28 @@ class _Program:
         # 4. At none of the fullest moments is the budget exceeded.
         tp = self._job.layout.tensor_parallel
         for state in self._states:
-            row = np.zeros(num)
-            for index, (group, option) in enumerate(columns):
-                row[index] = state[group.stage] * option.nbytes / tp / _SCALE
-            for stage in self._stages:
-                row[again[stage.index]] = state[stage.index] * recomputed_nbytes(self._job, LAYER_INPUT) / tp / _SCALE
-                row[packs[stage.index]] = state[stage.index] * self._arguments[stage.index] / tp / _SCALE
-            row[any_again] = self._again_nbytes / _SCALE
-            row[peak] = -1
-            rows.append(row)
-            fixed = sum(count * self._fixed[index] for index, count in state.items()) / tp
-            low.append(-np.inf)
-            high.append(-(self._static + fixed) / _SCALE)
+            for moment in self._moments:
+                if state[moment.stage] == 0:
+                    continue
+                row = np.zeros(num)
+                for index, (group, option) in enumerate(columns):
+                    row[index] = _waiting(group, state, moment, self._stages) * option.nbytes / tp / _SCALE
+                    if moment.casts and option.choice == EXACT:
+                        row[index] -= group.units[0].weight_nbytes / tp / _SCALE
+                for stage in self._stages:
+                    count = state[stage.index]
+                    row[again[stage.index]] = count * recomputed_nbytes(self._job, LAYER_INPUT) / tp / _SCALE
+                    row[packs[stage.index]] = count * self._arguments[stage.index] / tp / _SCALE
+                row[any_again] = moment.again_nbytes / tp / _SCALE
+                row[any_mlp] = moment.packed_nbytes / tp / _SCALE
+                row[peak] = -1
+                rows.append(row)
+                fixed = sum(count * self._fixed[index] for index, count in state.items())
+                if not moment.loss_is_kept:
+                    fixed -= self._loss_nbytes[moment.stage]
+                fixed += moment.workspace_nbytes
+                low.append(-np.inf)
+                high.append(-(self._lasting + moment.gradients_nbytes + fixed / tp) / _SCALE)
 
         integrality = np.ones(num)
         integrality[peak] = 0
@@ -379,6 +400,20 @@ class _Program:
 
 _SCALE = 2.0**20
 """Bytes are handed to the solver in MiB, so that its tolerances are those of numbers of moderate size."""
+
+
+def _waiting(group: _Group, state: Mapping[int, int], moment: Moment, stages: Sequence[Stage]) -> float:
+    """How many micro-batches of a unit wait at a moment."""
+    count = float(state[group.stage])
+    if group.stage == moment.stage:
+        layer = group.units[0].layer
+        if layer is None:
+            return count if moment.loss_is_kept else count - 1
+        if moment.only_first_layer:
+            # Of the current micro-batch one layer is left, which keeps at most the average.
+            num_layers = next(len(stage.layers) for stage in stages if stage.index == group.stage)
+            return count - 1 + 1 / num_layers
+    return count
 
 
 def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:

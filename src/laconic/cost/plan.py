@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cost.choose import Chosen
-from laconic.cost.memory import Job, Layout, Prediction, Settings, predict
+from laconic.cost.job import Job, Layout, Settings
+from laconic.cost.memory import Prediction, predict
 from laconic.cost.model_shape import ModelShape
 from laconic.cost.units import EXACT, Batch, Choice
 from laconic.errors import PlanError

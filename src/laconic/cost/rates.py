@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.memory import Job
+from laconic.cost.job import Job
 from laconic.cost.units import Choice, Unit
 from laconic.errors import PlanError
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from laconic.cost.choose import Chosen
-from laconic.cost.memory import Job
+from laconic.cost.job import Job
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.units import EXACT
 

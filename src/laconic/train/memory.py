@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Prediction, Settings
-from laconic.cost.memory import lasting_nbytes
+from laconic.cost.lasting import lasting_nbytes
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.units import EXACT
 from laconic.formats import quantized_gradient

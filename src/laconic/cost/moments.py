@@ -1,0 +1,98 @@
+"""When a rank is fullest: the candidates, and what is alive at each beside what waits for backward.
+
+While as many micro-batches wait as the schedule ever lets wait, a chunk of the model computes. The candidates are the
+end of its forward (the last layer's tensors are there, the loss's not yet), the loss, the start of its backward (the
+loss's tensors are gone, the last layer's are rebuilt) and, where gradients start from nothing, its end. What is alive
+then was read off torch's memory profiler for Llama; tests/cost/test_moments.py compares the peak with the profiler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from laconic.cost.job import Job, Stage
+from laconic.cost.lasting import lasting_nbytes
+from laconic.cost.units import EXACT, Choice, layer_units
+
+__all__ = ["Moment", "moments_of"]
+
+_TILE_LOGITS = 1 << 24
+"""Logits that the chunked loss holds at a time on a GPU."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One candidate.
+
+    name: for tables. stage: the chunk that computes. loss_is_kept: whether what its current micro-batch keeps for head
+    and loss counts. only_first_layer: whether of the current micro-batch only that is left. gradients_nbytes: that are
+    there. workspace_nbytes: alive beside it if every feed-forward block is exact and no layer runs again;
+    `packed_nbytes` more if one is not exact, `again_nbytes` more if one runs again. casts: whether autocast's copies of
+    weights are alive, which exact units are counted with already.
+    """
+
+    name: str
+    stage: int
+    loss_is_kept: bool
+    only_first_layer: bool
+    gradients_nbytes: int
+    workspace_nbytes: int
+    packed_nbytes: int
+    again_nbytes: int
+    casts: bool
+
+    def workspace(self, stages: Sequence[Stage], choices: Mapping[str, Choice], recomputed: Collection[int]) -> int:
+        """Bytes alive beside what waits, for these choices."""
+        total = self.workspace_nbytes
+        units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
+        if any(unit.kind == "mlp" and choices.get(unit.name, EXACT) != EXACT for unit in units):
+            total += self.packed_nbytes
+        if any(layer in recomputed for stage in stages for layer in stage.layers):
+            total += self.again_nbytes
+        if self.casts:
+            total -= sum(unit.weight_nbytes for unit in units if choices.get(unit.name, EXACT) == EXACT)
+        return max(0, total // stages[0].job.layout.tensor_parallel)
+
+
+def moments_of(job: Job, stages: Sequence[Stage]) -> list[Moment]:
+    """The candidates of a rank that holds `stages`."""
+    shape, precision, tokens = job.shape, job.precision, job.batch.tokens
+    element, residual = precision.compute_nbytes, precision.residual_nbytes
+    narrow, wide = tokens * shape.hidden_size, tokens * shape.intermediate_size
+    all_gradients = lasting_nbytes(job, list(stages))["gradients"]
+    # Gradients of earlier micro-batches are there, and DDP and FSDP2 keep what they have allocated.
+    start = 0 if job.layout.micro_batches == 1 and job.layout.data_parallel == 1 else all_gradients
+    casts = 0
+    if precision.autocast:
+        casts = sum(len(stage.layers) for stage in stages) * shape.layer_linear_parameters * element
+    again = sum(unit.exact_nbytes for unit in layer_units(shape, 0, job.batch, precision))
+
+    # Forward: gate, up, their activation and product; the residual, a norm's output, what linears read of it.
+    cast = precision.autocast
+    forward = (3 * residual + (2 * element if cast else 0)) * narrow + casts
+    packed_forward = 4 * wide * element
+    # Backward: rebuilt gate, up, activation and product, the gradients of product and of two of the others.
+    attention = 4 * tokens * (shape.query_size + shape.key_size) * element
+    backward = max(2 * wide * element + 2 * narrow * residual, attention)
+    packed_backward = 6 * wide * element + narrow * residual - backward
+    # The loss: logits as the model gives them and their fp32 copy or gradient, or a few tiles of them.
+    logits = tokens * shape.vocab_size
+    if job.settings.loss == "chunked":
+        loss = 3 * 4 * min(logits, _TILE_LOGITS) + narrow * residual
+    else:
+        loss = (element + 4) * logits + (narrow * residual if cast else 0)
+    loss += casts + (shape.embedding_parameters * element if cast else 0)
+
+    found = []
+    for stage in stages:
+        index = stage.index
+        head = shape.embedding_parameters * precision.parameter_nbytes if stage.is_last else 0
+        with_head = min(all_gradients, start + head)
+        found.append(Moment("forward", index, False, False, start, forward, packed_forward, again, cast))
+        found.append(Moment("backward", index, False, False, with_head, backward, packed_backward, again, False))
+        if stage.is_last:
+            found.append(Moment("loss", index, True, False, start, loss, 0, 0, cast))
+        if start == 0:
+            found.append(Moment("end", index, False, True, all_gradients, backward, packed_backward, again, False))
+    return found
