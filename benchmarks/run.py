@@ -25,7 +25,15 @@ import torch
 
 from benchmarks.registry import BENCHMARKS, Options, processor
 
-_MODULES = ("kernels", "activations", "gradients", "loss", "gpu")
+_MODULES = (
+    "kernels",
+    "activations",
+    "gradients",
+    "loss",
+    "gpu",
+    "memory",
+    "gradient_error",
+)
 _SMOKE_ELEMENTS = 1 << 12
 
 

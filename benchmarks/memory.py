@@ -1,0 +1,154 @@
+"""Bytes, peak and step time of a stack of Llama layers: laconic beside every way of recomputing.
+
+`held` is what forward leaves allocated, `peak` the most that is in use during a step, both as the C allocator counts
+them, gradients of the weights not included (they exist before the step).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import laconic
+from benchmarks.allocated import allocated_nbytes, peak_nbytes
+from benchmarks.registry import Options, Table, benchmark, seconds_of
+
+_HEAD_DIM = 64
+_NUM_LAYERS = 4
+
+_SAVED = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+class _Stack(nn.Module):
+    """Decoder layers one after the other; the first `recomputed` of them keep their input only."""
+
+    def __init__(self, layers: list[nn.Module], positions: tuple[Tensor, Tensor], recomputed: int, context: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.positions = positions
+        self.recomputed = recomputed
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index < self.recomputed:
+                x = checkpoint(self._layer, layer, x, use_reentrant=False, **self.context)
+            else:
+                x = self._layer(layer, x)
+        return x
+
+    def _layer(self, layer: nn.Module, x: Tensor) -> Tensor:
+        out = layer(x, position_embeddings=self.positions)
+        return out[0] if isinstance(out, tuple) else out
+
+    def compile_layers(self) -> None:
+        """Compiles the layers apart from those of other stacks: compiled graphs are kept by code object."""
+        plain = type(self)._layer
+        own = FunctionType(plain.__code__.replace(), plain.__globals__)
+        self._layer = MethodType(torch.compile(own), self)
+
+
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@benchmark("memory")
+def memory(options: Options) -> list[Table]:
+    """A stack of Llama layers in bf16, kept in every way."""
+    side = 1024 if options.elements >= 1 << 20 else 128
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    torch.manual_seed(0)
+    heads = side // _HEAD_DIM
+    config = LlamaConfig(hidden_size=side, intermediate_size=4 * side, num_attention_heads=heads)
+    config._attn_implementation = "sdpa"
+    layers = [LlamaDecoderLayer(config, index).to(torch.bfloat16) for index in range(_NUM_LAYERS)]
+    x = torch.randn(1, side, side).to(torch.bfloat16)
+    positions = LlamaRotaryEmbedding(config)(x, torch.arange(side)[None])
+    unit = x.nbytes
+
+    def stack(recomputed: int = 0, context: Any = None, **how: Any) -> nn.Module:
+        model = _Stack(copy.deepcopy(layers), positions, recomputed, context or {})
+        if how:
+            laconic.compress_activations(model, example_inputs={"x": x}, **how)
+        return model
+
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _save_products)}
+    variants: dict[str, nn.Module] = {
+        "unmodified": stack(),
+        "selective recompute (torch SAC, products kept)": stack(_NUM_LAYERS, selective),
+        "full recompute": stack(_NUM_LAYERS),
+        "laconic, nf4, attention exact": stack(bits=4),
+#        "laconic, nf4, attention int8": stack(bits=4, attention="int8"),
+#        "laconic, nf4, attention nf4": stack(bits=4, attention="nf4"),
+    }
+    for number in range(1, _NUM_LAYERS):
+        variants[f"full recompute of {number} of {_NUM_LAYERS} layers"] = stack(number)
+    if shutil.which("c++"):
+        for budget in (1.0, 0.5, 0.25):
+            model = stack()
+            model.compile_layers()
+            with torch._functorch.config.patch(activation_memory_budget=budget):  # read when the graph is made
+                _step(model, x)()
+            name = "compiled" if budget == 1 else f"compiled, activation_memory_budget {budget}"
+            variants[name] = model
+
+    held = {name: _held_nbytes(model, x) for name, model in variants.items()}
+    peak = {name: peak_nbytes(_step(model, x)) for name, model in variants.items()}
+    seconds = seconds_of({name: _step(model, x) for name, model in variants.items()}, options.rounds)
+    first = "unmodified"
+    rows = [
+        (
+            name,
+            f"{held[name] / unit / _NUM_LAYERS:.2f} U",
+            f"{held[name] / held[first]:.3f}",
+            f"{peak[name] / unit:.1f} U",
+            f"{peak[name] / peak[first]:.3f}",
+            f"{seconds[name] * 1e3:.0f} ms",
+            f"{seconds[name] / seconds[first]:.3f}",
+        )
+        for name in variants
+    ]
+    return [
+        Table(
+            f"{_NUM_LAYERS} Llama layers, bf16: hidden {side}, {heads} heads, feed-forward {4 * side}, {side} tokens, "
+            f"{options.threads} thread{'s' * (options.threads > 1)}",
+            ("", "held per layer", "of unmodified", "peak", "of unmodified", "step", "of unmodified"),
+            rows,
+            f"U is tokens x hidden x 2 bytes, {unit / 2**20:.0f} MiB. `held` includes the output of the last layer.",
+        )
+    ]
+
+
+def _step(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """A forward and backward; gradients of weights stay and are added to, as with gradient accumulation."""
+
+    def step() -> None:
+        model(x.clone().requires_grad_()).backward(x)
+
+    return step
+
+
+def _held_nbytes(model: nn.Module, x: Tensor) -> int:
+    _step(model, x)()  # weight gradients and whatever is made once
+    source = x.clone().requires_grad_()
+    gc.collect()
+    before = allocated_nbytes()
+    out = model(source)
+    held = allocated_nbytes() - before
+    del out
+    return held
