@@ -19,12 +19,23 @@ class _Mallinfo2(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 
 def allocated_nbytes() -> int:
-    """Bytes in use, small blocks and mapped ones. Raises AttributeError where the C library is not glibc 2.33 or later."""
+    """Bytes in use, small blocks and mapped ones. Raises AttributeError where the C library is not glibc >= 2.33."""
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Mallinfo2
     info = library.mallinfo2()

@@ -1,7 +1,7 @@
 """Error of each kind of gradient when what its computation needs is kept in a format, on a trained model.
 
-Everything else is exact, so an error is that of the kind itself: normalized L2, ||g - g_exact|| / ||g_exact||, mean over
-the layers. The measure and the kinds are those of AGoQ's Table 13, taken there after 10 billion tokens.
+Everything else is exact, so an error is that of the kind itself: normalized L2, ||g - g_exact|| / ||g_exact||, mean
+over the layers. The measure and the kinds are those of AGoQ's Table 13, taken there after 10 billion tokens.
 """
 
 from __future__ import annotations

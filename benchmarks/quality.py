@@ -4,8 +4,8 @@
 
 trains one model per setting and seed with `laconic train` (byte-level text, the Python standard library) and writes
 NAME.md (means, differences from exact by seed) and NAME.png (loss curves). Comparisons: `formats` (how activations are
-kept), `attention` (how attention is kept), `parts` (activations, optimizer and gradients, alone and together). Runs that
-are complete under --runs are read and not repeated, so an interrupted benchmark goes on where it stopped.
+kept), `attention` (how attention is kept), `parts` (activations, optimizer and gradients, alone and together). Runs
+that are complete under --runs are read and not repeated, so an interrupted benchmark goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def main() -> None:
         f"Llama, {size.parameters} parameters, bytes of the Python standard library, {size.batch_size} x "
         f"{_SEQUENCE_LENGTH} bytes per step, {size.steps} steps,",
         "fp32 on a CPU; final validation loss in nats per byte. A seed decides weights and order of data, which all",
-        "settings share. The standard error is that of the difference, from its spread over the seeds: runs of one seed",
-        "part by chance while the curve is steep, so a difference within two of them says nothing.",
+        "settings share. The standard error is that of the difference, from its spread over the seeds: runs of one",
+        "seed part by chance while the curve is steep, so a difference within two of them says nothing.",
         "",
         text,
         "",
