@@ -25,15 +25,38 @@ from laconic.train.metrics import read_metrics
 BOUND = 0.006
 """How much worse than exact the mean over seeds may be, in nats per byte."""
 
-_EXACT = ["--activations.bits", "16"]
+_EXACT = ["--recipe", "exact"]
+_A = ["--activations.bits", "4"]
+_O = ["--optimizer.kind", "adamw8bit"]
+# Two processes and two micro-batches each, so that gradients are both accumulated and reduced in their codes.
+_G = ["--nproc", "2", "--accumulation", "2", "--gradients.reduce", "q8", "--gradients.bits"]
 
 COMPARISONS: dict[str, dict[str, list[str]]] = {
     "formats": {
         "exact": _EXACT,
-        "nf4": ["--activations.format", "nf4"],
-        "e2m1": ["--activations.format", "e2m1"],
-        "int4": ["--activations.format", "int4"],
-        "int8": ["--activations.bits", "8"],
+        "nf4": [*_EXACT, "--activations.bits", "4", "--activations.format", "nf4"],
+        "e2m1": [*_EXACT, "--activations.bits", "4", "--activations.format", "e2m1"],
+        "int4": [*_EXACT, "--activations.bits", "4", "--activations.format", "int4"],
+        "int5": [*_EXACT, "--activations.bits", "5"],
+        "int6": [*_EXACT, "--activations.bits", "6"],
+        "int8": [*_EXACT, "--activations.bits", "8"],
+    },
+    "attention": {
+        "exact": _EXACT,
+        "nf4, attention exact": [*_EXACT, *_A, "--activations.attention", "exact"],
+        "nf4, attention int8": [*_EXACT, *_A, "--activations.attention", "int8"],
+        "nf4, attention nf4": [*_EXACT, *_A, "--activations.attention", "nf4"],
+        "nf4, attention nf4 with a saved statistic": [*_EXACT, *_A, "--activations.attention", "exact"],
+    },
+    "parts": {
+        "exact": _EXACT,
+        "A": [*_EXACT, *_A, "--activations.attention", "int8"],
+        "O": [*_EXACT, *_O],
+        "G, 8 bits": [*_EXACT, *_G, "8"],
+        "G, 12 bits": [*_EXACT, *_G, "12"],
+        "A+O": [*_EXACT, *_A, "--activations.attention", "int8", *_O],
+        "A+O+G, 8 bits": [*_EXACT, *_A, "--activations.attention", "int8", *_O, *_G, "8"],
+        "A+O+G, 12 bits": [*_EXACT, *_A, "--activations.attention", "int8", *_O, *_G, "12"],
     },
 }
 """What is compared with "exact", which comes first: by setting the flags of `laconic train`; all else is the same."""
@@ -67,7 +90,7 @@ _SEQUENCE_LENGTH = 128
 
 def run_dir(options: argparse.Namespace, name: str, seed: int) -> Path:
     """Where the run of a setting and seed is."""
-    directory: Path = options.runs / options.size / f"{name.replace(' ', '_')}-{seed}"
+    directory: Path = options.runs / options.size / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
     return directory
 
 
@@ -79,8 +102,11 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
     size = SIZES[options.size]
     shape = ["--batch-size", str(size.batch_size), "--sequence-length", str(_SEQUENCE_LENGTH), *size.flags]
     shape += ["--eval-sequences", "1024", "--eval-every", "100"]
-    command = [sys.executable, "-m", "laconic", "train", "--nproc", "1", "--steps", str(size.steps)]
+    module = "benchmarks.saved_statistic" if "saved statistic" in name else "laconic"
+    command = [sys.executable, "-m", module, "train", "--steps", str(size.steps)]
     command += [*shape, "--seed", str(seed), "--run-dir", str(directory), *COMPARISONS[options.comparison][name]]
+    if "--nproc" not in command:
+        command += ["--nproc", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
