@@ -15,10 +15,10 @@ from laconic.cost.units import (
     Choice,
     Precision,
     Unit,
+    arguments_nbytes,
     head_unit,
     layer_units,
     loss_nbytes,
-    mask_nbytes,
     rotary_nbytes,
 )
 from laconic.errors import PlanError
@@ -152,7 +152,8 @@ class Stage:
         """What can be decided in this chunk."""
         job = self.job
         units = [unit for layer in self.layers for unit in layer_units(job.shape, layer, job.batch, job.precision)]
-        return [*units, head_unit(job.shape, job.batch, job.precision)] if self.is_last else units
+        chunked = job.settings.loss == "chunked"
+        return [*units, head_unit(job.shape, job.batch, job.precision, chunked)] if self.is_last else units
 
     def fixed_nbytes(self) -> dict[str, int]:
         """What a waiting micro-batch keeps whatever is decided: by kind."""
@@ -210,9 +211,9 @@ def kept_nbytes(
         beside = choices.get(unit.rebuilt_with or "", EXACT)
         kept[unit.name] = (unit.kind, unit.nbytes_beside(choice, beside), unit.host_nbytes(choice))
     packed = any(u.kind == "attention" and choices.get(u.name, EXACT) != EXACT for u in stage.units())
-    if packed:  # attention that runs again holds what it was given: mask and positions, shared by all layers
-        context = mask_nbytes(job.shape, job.batch) + 8 * job.batch.sequence_length
-        kept[f"(attention's arguments in stage {stage.index})"] = ("attention", context, 0)
+    if packed:
+        given = arguments_nbytes(job.shape, job.batch, job.precision)
+        kept[f"(attention's arguments in stage {stage.index})"] = ("attention", given, 0)
     for layer in sorted(set(recomputed) & set(stage.layers)):
         kept[f"model.layers.{layer}"] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
     return kept

@@ -23,10 +23,10 @@ __all__ = [
     "Choice",
     "Precision",
     "Unit",
+    "arguments_nbytes",
     "head_unit",
     "layer_units",
     "loss_nbytes",
-    "mask_nbytes",
     "rotary_nbytes",
 ]
 
@@ -262,20 +262,20 @@ def layer_units(shape: ModelShape, layer: int, batch: Batch, precision: Precisio
     return units
 
 
-def head_unit(shape: ModelShape, batch: Batch, precision: Precision) -> Unit:
-    """The final norm and the output projection; below 8 bits the latter's gradient suffers (docs/activations.md)."""
+def head_unit(shape: ModelShape, batch: Batch, precision: Precision, chunked: bool = False) -> Unit:
+    """The final norm and the output projection; below 8 bits the latter's gradient suffers (docs/activations.md).
+
+    With a chunked loss the projection's input is kept by the loss.
+    """
     hidden = shape.hidden_size
-    weights = hidden * shape.vocab_size * precision.compute_nbytes if precision.autocast else 0
-    exact = (
-        _norm_nbytes(shape, precision.residual_nbytes, batch.tokens, hidden)
-        + batch.tokens * hidden * precision.compute_nbytes
-    )
+    weights = hidden * shape.vocab_size * precision.compute_nbytes if precision.autocast and not chunked else 0
+    read = 0 if chunked else batch.tokens * hidden * precision.compute_nbytes
     return Unit(
         name="model.norm",
         kind="head",
         layer=None,
         sites=("model.norm", "lm_head"),
-        exact_nbytes=exact + weights,
+        exact_nbytes=_norm_nbytes(shape, precision.residual_nbytes, batch.tokens, hidden) + read + weights,
         rows=((1, hidden),),
         tokens=batch.tokens,
         weight_nbytes=weights,
@@ -298,7 +298,7 @@ def _attention_units(shape: ModelShape, at: str, layer: int, batch: Batch, preci
     """
     tokens, element, name = batch.tokens, precision.compute_nbytes, f"{at}.self_attn"
     query, key = shape.query_size, shape.key_size
-    masked = mask_nbytes(shape, batch) > 0
+    masked = _masked(shape, batch)
     spread = query if masked or shape.traits.eager else key  # with a mask keys and values are repeated for all heads
     weights = query * shape.hidden_size * element if precision.autocast else 0
     exact = tokens * (query + 2 * spread) * element
@@ -339,12 +339,12 @@ def _attention_units(shape: ModelShape, at: str, layer: int, batch: Batch, preci
 
 
 def loss_nbytes(shape: ModelShape, batch: Batch, precision: Precision, chunked: bool) -> int:
-    """What the loss keeps: log-probabilities in fp32 and labels, or, computed in chunks, a log-sum-exp per token.
+    """What the loss keeps: log-probabilities in fp32 and labels, with capped logits the tanh as well.
 
-    With capped logits the tanh as well.
+    Computed in chunks: the hidden states, a log-sum-exp per token and labels.
     """
     if chunked:
-        return batch.tokens * (4 + 8)
+        return batch.tokens * (shape.hidden_size * precision.compute_nbytes + 4 + 8) + 8
     capped = shape.vocab_size * precision.compute_nbytes if shape.softcap else 0
     return batch.tokens * (4 * shape.vocab_size + capped + 8) + 4
 
@@ -355,7 +355,16 @@ def rotary_nbytes(shape: ModelShape, batch: Batch, precision: Precision) -> int:
     return 2 * batch.sequence_length * shape.head_dim * element
 
 
-def mask_nbytes(shape: ModelShape, batch: Batch) -> int:
-    """The mask of a sliding window, bool, shared by the attention modules of a stage; 0 without one."""
-    masked = shape.sliding_window is not None and shape.sliding_window < batch.sequence_length
-    return batch.sequences * batch.sequence_length**2 if masked else 0
+def arguments_nbytes(shape: ModelShape, batch: Batch, precision: Precision) -> int:
+    """What attention that runs again in backward was given besides its tensors, shared by the layers of a stage.
+
+    Positions, and the mask: none for plain causal attention, bool for a sliding window, for eager attention one of
+    numbers for each of the two kinds of layers that it is known for (Gemma2).
+    """
+    square = batch.sequences * batch.sequence_length**2
+    mask = 2 * square * precision.residual_nbytes if shape.traits.eager else square if _masked(shape, batch) else 0
+    return mask + 8 * batch.sequence_length
+
+
+def _masked(shape: ModelShape, batch: Batch) -> bool:
+    return shape.sliding_window is not None and shape.sliding_window < batch.sequence_length
