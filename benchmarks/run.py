@@ -30,6 +30,7 @@ _MODULES = (
     "activations",
     "gradients",
     "loss",
+    "optim",
     "gpu",
     "memory",
     "gradient_error",

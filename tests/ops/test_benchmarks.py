@@ -34,6 +34,13 @@ def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
         assert f"\n| {row} | " in text
 
 
+def test_optimizer_benchmark_writes_its_tables() -> None:
+    result = run("optim", "--smoke", "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    for row in ("torch AdamW, fused", "AdamW8bit, gradient in 12 bits", "outliers | AdamW8bit"):
+        assert f"\n| {row} | " in result.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
     result = run("gpu", "--smoke")

@@ -120,3 +120,14 @@ def test_error_is_at_most_half_a_gap(rows: int, length: int, spread: float, sign
     assert (error <= torch.maximum(0.72 * x.abs(), 3.3e-7 * largest)).all()
     high = n.abs() > 0.11
     assert (error[high] <= (0.0071 if signed else 0.0036) * largest[high]).all()
+
+
+def test_worked_examples_of_the_documentation() -> None:
+    codes, scales = quantize_dynamic(torch.tensor([[0.5, -0.5, 0.001, 0.0]]), signed=True)
+    assert (codes.tolist(), scales.tolist()) == ([[0xFF, 0x00, 0x90, 0x7F]], [[0.5]])
+    values = dequantize_dynamic(codes, scales, signed=True)
+    torch.testing.assert_close(values, torch.tensor([[0.5, -0.49648, 0.00092188, 0.0]]), rtol=1e-5, atol=0)
+    codes, scales = quantize_dynamic(torch.tensor([[0.25, 0.001, 1e-9, 0.0]]), signed=False)
+    assert (codes.tolist(), scales.tolist()) == ([[0xFF, 0x29, 0x01, 0x00]], [[0.25]])
+    values = dequantize_dynamic(codes, scales, signed=False)
+    torch.testing.assert_close(values, torch.tensor([[0.25, 0.00098828, 8.125e-8, 0.0]]), rtol=1e-5, atol=0)
