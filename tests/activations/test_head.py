@@ -161,6 +161,26 @@ def test_packed_layers_and_chunked_loss_work_together_and_come_out_again() -> No
     assert torch.equal(loss_of(twin, ids), loss_of(model, ids))
 
 
+# Dynamo asks the hidden states that enter a layer for their gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_models_compute_their_loss_eagerly_and_alike(whole: bool) -> None:
+    torch._dynamo.reset()
+    model, ids = chunked(make_model("llama"), bits=16), make_ids()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager") if whole else twin
+    if not whole:
+        for layer in twin.model.layers:
+            layer.compile(backend="aot_eager")
+    expected, got = loss_of(model, ids), loss_of(compiled, ids)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    expected.backward()
+    got.backward()
+    wanted, found = gradients_of(model), gradients_of(twin)
+    assert found.keys() == wanted.keys()
+    assert all(relative_error(found[name], wanted[name]) < 1e-5 for name in wanted)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 def test_adapters_are_looked_through() -> None:
     peft = pytest.importorskip("peft")

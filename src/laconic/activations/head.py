@@ -84,7 +84,12 @@ class HeadForward(LinearForward):
     def run(self, x: Tensor) -> Tensor:
         if self.request is None or isinstance(self.weight, DTensor):
             return super().run(x)
-        request, rows = self.request, x.reshape(-1, x.shape[-1])
+        return self._answer(self.request, x)
+
+    @torch.compiler.disable(reason="laconic: a loop over tiles is no graph worth compiling")
+    def _answer(self, request: _Request, x: Tensor) -> Tensor:
+        """Leaves the loss of x [..., hidden_size] with the request; returns logits of no tokens."""
+        rows = x.reshape(-1, x.shape[-1])
         labels = request.labels.reshape(-1).to(x.device, torch.int64)
         if labels.shape != rows.shape[:1]:
             raise DataError(

@@ -54,6 +54,7 @@ class LossSpec:
     scale: float = 1.0
 
 
+@torch.compiler.disable(reason="laconic: a loop over tiles is no graph worth compiling")
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
