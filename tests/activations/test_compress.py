@@ -216,23 +216,6 @@ def test_a_lora_model_keeps_nothing_for_frozen_weights() -> None:
     assert tracker.by_module["base_model.model.model.embed_tokens"] == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # its newer name is not in 5.0
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_around_a_layer_works(use_reentrant: bool) -> None:
-    model = compressed(make_model("llama"))
-    twin, ids = copy.deepcopy(model), make_ids()
-    twin.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    with SavedTensorTracker(model) as plain:
-        loss = loss_of(model, ids)
-    loss.backward()
-    with SavedTensorTracker(twin) as checkpointed:
-        loss = loss_of(twin, ids)
-    loss.backward()
-    expected = gradients_of(model)
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients_of(twin).items())
-    assert checkpointed.nbytes < plain.nbytes
-
-
 def test_autocast_behaves() -> None:
     model = make_model("llama")
     twin, ids = compressed(model, bits=8), make_ids()

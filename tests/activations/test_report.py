@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -217,10 +221,41 @@ def test_compressing_twice_and_decompressing_nothing_are_refused() -> None:
         laconic.compress_activations(model)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', '{"version": 1, "sites": {"a": {"code": "nf4"}}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 3}', '{"version": 1, "sites": {"a": {"code": "nf4"}}}'])
 def test_a_damaged_plan_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="activation plan"):
         ActivationPlan.from_json(text)
+
+
+class Seen(torch.autograd.Function):
+    """The identity, with a node that can be referred to weakly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks"])
+def test_measuring_holds_on_to_nothing(mode: str) -> None:
+    model = make_model("llama")
+    laconic.compress_activations(model, mode=mode)  # type: ignore[arg-type]
+    refs: list[weakref.ref[Any]] = []
+
+    def watch(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        seen: torch.Tensor = Seen.apply(out)
+        refs.append(weakref.ref(seen.grad_fn))
+        return seen
+
+    model.model.layers[0].mlp.register_forward_hook(watch)
+    with SavedTensorTracker(model):
+        loss_of(model, make_ids())
+    gc.collect()
+    assert len(refs) == 1
+    assert refs[0]() is None
 
 
 def test_the_tracker_counts_each_storage_once() -> None:

@@ -1,6 +1,8 @@
 """Activations kept for backward in about four bits: sites, policies, plans, and the functions that make it so."""
 
 from laconic.activations.apply import compress_activations, decompress_activations
+from laconic.activations.checkpoint import checkpoint
+from laconic.activations.choice import Choice, Offload, Recompute
 from laconic.activations.loss import linear_cross_entropy
 from laconic.activations.plan import ActivationPlan, Policy, careful_head, uniform
 from laconic.activations.report import Report, SiteReport, saved_nbytes_per_token
@@ -11,6 +13,7 @@ __all__ = [
     "compress_activations",
     "decompress_activations",
     "linear_cross_entropy",
+    "checkpoint",
     "saved_nbytes_per_token",
     "Report",
     "SiteReport",
@@ -18,6 +21,9 @@ __all__ = [
     "Site",
     "find_sites",
     "ActivationPlan",
+    "Choice",
+    "Offload",
+    "Recompute",
     "Policy",
     "careful_head",
     "uniform",

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from laconic.activations.attention import AttentionCore, attention_core_of
+from laconic.activations.checkpoint import LayerForward, is_checkpointed_layer
+from laconic.activations.choice import Choice, Recompute
 from laconic.activations.experts import ExpertsForward, RouterForward
-from laconic.activations.forwards import LinearForward, MlpForward, NormForward, SiteForward
+from laconic.activations.forwards import LinearForward, MlpForward, NormForward, RecomputedMlpForward, SiteForward
 from laconic.activations.head import CausalForward, HeadForward, find_head
 from laconic.activations.hooks import HooksForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.report import Report, make_report, measure, sample_inputs
-from laconic.activations.sites import find_sites
+from laconic.activations.sites import Site, find_sites
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import BITS
@@ -39,6 +41,7 @@ def compress_activations(
     block_size: int = 64,
     scale_dtype: torch.dtype = torch.bfloat16,
     attention: str | BlockFormat | None = None,
+    checkpoint: str | BlockFormat = "int8",
     policy: Policy | None = None,
     plan: ActivationPlan | None = None,
     mode: Literal["sites", "hooks"] = "sites",
@@ -64,6 +67,9 @@ def compress_activations(
         attention: how query, key and value are kept: "exact" leaves attention as it is; "int8", "nf4" (any code) or a
             format packs them, and attention runs again in backward. The output then costs nothing. None is
             `ATTENTION`, or what the policy or plan says if there is one.
+        checkpoint: how a layer's input is kept where Hugging Face's `gradient_checkpointing_enable`, before or after
+            this call, computes the layer again in backward: "exact", a code or a format; exact if `bits` is 16. Such a
+            layer keeps nothing else, and its second run is exact but for its input.
         policy: decides site by site instead of `bits` and `format`.
         plan: the decision as data, instead of a policy; sites it does not name stay exact.
         mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model.
@@ -77,7 +83,7 @@ def compress_activations(
         What was found and what is kept; `print` it. `left_exact` names what keeps tensors as before.
 
     Raises:
-        FormatError: bits, format, block_size, scale_dtype or attention is not supported.
+        FormatError: bits, format, block_size, scale_dtype, attention or checkpoint is not supported.
         ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have, or
             the loss is not one that can be chunked.
     """
@@ -90,7 +96,8 @@ def compress_activations(
         raise ModelError(
             "attention= is for the default policy; with policy= or plan=, that decides about attention sites"
         )
-    attention_format = _attention_format(attention or ATTENTION, block_size, scale_dtype)
+    attention_format = _format("attention", attention or ATTENTION, block_size, scale_dtype)
+    input_format = _format("checkpoint", checkpoint, block_size, scale_dtype)
     if _forwards(model):
         raise ModelError(
             f"{type(model).__name__} has compressed activations already; "
@@ -118,26 +125,48 @@ def compress_activations(
     if mode == "hooks":
         if block_format is not None:
             model.forward = HooksForward(model, block_format)
-        formats: Mapping[str, BlockFormat | None] = {}
     else:
         assert plan is not None
-        formats = plan.formats
         for site in sites:
-            chosen = formats.get(site.name)
             if head is not None and site.name == head.projection:
+                chosen = plan.choices.get(site.name)
+                assert not isinstance(chosen, Recompute)  # which the plan's check refuses for linear layers
                 projection = HeadForward(modules[site.name], site, chosen, head.spec)
                 modules[site.name].forward = projection.__call__
                 modules[head.name].forward = CausalForward(modules[head.name], projection)
-                formats = {**formats, site.name: None}  # with labels, which is how it is measured
-            elif chosen is not None and site.kind == "attention":
-                AttentionCore(modules[site.name], site, chosen)
-            elif chosen is not None:
-                # The bound method, not the object: torch.compile then guards its code, and layers share a graph.
-                modules[site.name].forward = _FORWARDS[site.kind](modules[site.name], site, chosen).__call__
+            else:
+                _convert(modules[site.name], site, plan)
+        for name, module in modules.items():
+            if name in plan.layers:
+                module.forward = LayerForward(module, plan.layers[name], recompute=True).__call__
+            elif is_checkpointed_layer(module) and block_format is not None and input_format is not None:
+                module.forward = LayerForward(module, input_format, recompute=False).__call__
     after = None if sample is None else measure(model, *sample)
-    origins = {id(f.module): f.origin for f in _forwards(model) if isinstance(f, SiteForward)}
-    rows = [(site, formats.get(site.name), origins.get(id(modules[site.name]))) for site in sites]
-    return make_report(model, mode, rows if mode == "sites" else [], before, after)
+    found = _forwards(model)
+    origins = {id(f.module): f.origin for f in found if isinstance(f, SiteForward)}
+    rows: list[tuple[Site, Choice, str | None]] = []
+    if plan is not None:
+        for site in sites:
+            choice = Recompute() if plan.recomputes(site) else plan.choices.get(site.name)
+            if head is not None and site.name == head.projection:
+                choice = None  # with labels, which is how it is measured
+            rows.append((site, choice, origins.get(id(modules[site.name]))))
+    checkpointed = {id(f.module): f.format for f in found if isinstance(f, LayerForward) and f.is_checkpointed}
+    layers = {name: checkpointed[id(module)] for name, module in modules.items() if id(module) in checkpointed}
+    return make_report(model, mode, rows, layers, before, after)
+
+
+def _convert(module: nn.Module, site: Site, plan: ActivationPlan) -> None:
+    choice = plan.choices.get(site.name)
+    if choice is None or plan.recomputes(site):
+        return
+    # The bound method, not the object: torch.compile then guards its code, and layers share a graph.
+    if isinstance(choice, Recompute):
+        module.forward = RecomputedMlpForward(module, site).__call__
+    elif site.kind == "attention":
+        AttentionCore(module, site, choice)
+    else:
+        module.forward = _FORWARDS[site.kind](module, site, choice).__call__
 
 
 def decompress_activations(model: nn.Module) -> nn.Module:
@@ -159,21 +188,23 @@ def decompress_activations(model: nn.Module) -> nn.Module:
     return model
 
 
-def _attention_format(attention: str | BlockFormat, block_size: int, scale_dtype: torch.dtype) -> BlockFormat | None:
-    if isinstance(attention, BlockFormat):
-        return attention
-    if attention == "exact":
+def _format(argument: str, value: str | BlockFormat, block_size: int, scale_dtype: torch.dtype) -> BlockFormat | None:
+    if isinstance(value, BlockFormat):
+        return value
+    if value == "exact":
         return None
-    if attention not in BITS:
+    if value not in BITS:
         codes = ", ".join(BITS)
-        raise FormatError(f"attention is {attention!r}, but it must be 'exact', a BlockFormat or one of {codes}")
-    return BlockFormat(attention, block_size=block_size, scale_dtype=scale_dtype)
+        raise FormatError(f"{argument} is {value!r}, but it must be 'exact', a BlockFormat or one of {codes}")
+    return BlockFormat(value, block_size=block_size, scale_dtype=scale_dtype)
 
 
-def _forwards(model: nn.Module) -> list[SiteForward | HooksForward | CausalForward | AttentionCore]:
+Forward = SiteForward | HooksForward | CausalForward | AttentionCore | LayerForward
+
+
+def _forwards(model: nn.Module) -> list[Forward]:
     """What is ours in a model."""
     modules = list(model.modules())
     methods = [module.__dict__.get("forward") for module in modules]
     candidates = [getattr(method, "__self__", method) for method in methods] + [attention_core_of(m) for m in modules]
-    ours = (SiteForward, HooksForward, CausalForward, AttentionCore)
-    return [found for found in candidates if isinstance(found, ours)]
+    return [found for found in candidates if isinstance(found, Forward)]

@@ -14,7 +14,7 @@ block masks, positions, scaling, windows) is held by reference; what it drew (dr
 Hugging Face's attention modules ask `AttentionInterface.get_interface` for the code to run. From the first conversion
 on, what that hands out looks at the module it is called with: one without a site of ours runs the code as it is. So the
 configuration stays untouched, masks are made for the implementation the user chose, and one chosen or registered later
-is served too.
+is served too. In graphs of torch.compile attention stays exact.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from laconic.activations.checkpoint import runs_twice
+from laconic.activations.choice import Packing
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
 from laconic.activations.replay import Replay
 from laconic.activations.sites import Site
 from laconic.errors import ModelError
-from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
 
 __all__ = ["AttentionCore", "attention_core_of"]
@@ -60,7 +61,7 @@ class AttentionCore:
 
     origin: str | None = None
 
-    def __init__(self, module: nn.Module, site: Site, format: BlockFormat) -> None:
+    def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         self.module = module
         self.site = site
         self.format = format
@@ -78,7 +79,7 @@ class AttentionCore:
 
     def __call__(self, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """attend(module, query, key, value, ...) with query [batch, heads, tokens, head_dim]."""
-        if len(args) < 4 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if len(args) < 4 or not torch.is_grad_enabled() or runs_twice():
             return attend(*args, **kwargs)
         module, query, key, value, *rest = args
         packable = all(_packable(x) for x in (query, key, value))
@@ -281,6 +282,8 @@ def _serve_attention_modules() -> None:
     @functools.wraps(original)
     def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
         attend = original(self, *args, **kwargs)
+        if torch.compiler.is_compiling():  # attention in a compiled graph stays exact
+            return attend
         return functools.wraps(attend)(functools.partial(_dispatch, attend))
 
     get_interface.serves_laconic = True  # type: ignore[attr-defined]  # so that it is wrapped once

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations import functions
+from laconic.activations.choice import Packing
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import Memo, attach, derive, found, keep
 from laconic.activations.replay import Replay
-from laconic.formats import BlockFormat
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -56,7 +56,7 @@ _CASTS = (Tensor.to, Tensor.type, Tensor.float)
 class _LinearOf(TorchFunctionMode):
     """Lets the product with a weight of a given shape keep its input packed, also when the input was cast before."""
 
-    def __init__(self, shape: torch.Size, format: BlockFormat) -> None:
+    def __init__(self, shape: torch.Size, format: Packing) -> None:
         super().__init__()
         self._shape = shape
         self._format = format
@@ -82,7 +82,7 @@ class ExpertsForward(SiteForward):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x, *self.module.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not wanted or not self.ours(x) or torch.compiler.is_compiling():
+        if not wanted or not self.ours(x) or torch.compiler.is_compiling() or self.stays_exact():
             return self.original(x, *args, **kwargs)
 
         # 1. The value, by the module's own code.

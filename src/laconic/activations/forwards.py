@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations import functions
+from laconic.activations.checkpoint import runs_twice
+from laconic.activations.choice import Packing
 from laconic.activations.functions import NormSpec
+from laconic.activations.kept import attach, derive, found_or_held
+from laconic.activations.replay import Replay
 from laconic.activations.sites import LinearSpec, MlpSpec, Site
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
@@ -34,7 +38,7 @@ class SiteForward:
     `origin` says after a forward what the input was rebuilt from: "norm", "mlp", "linear" or "attention".
     """
 
-    def __init__(self, module: nn.Module, site: Site, format: BlockFormat) -> None:
+    def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         self.module = module
         self.site = site
         self.format = format
@@ -50,6 +54,10 @@ class SiteForward:
     def keeps(self, x: Tensor) -> bool:
         """Whether a call with this input has to keep something for backward."""
         return True
+
+    def stays_exact(self) -> bool:
+        """Whether what this call keeps is not worth packing, because it lives for one layer's backward only."""
+        return runs_twice()
 
     def run(self, x: Tensor) -> Any:
         """The forward of a call that keeps something."""
@@ -67,7 +75,8 @@ class SiteForward:
         return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.ours(x) and torch.is_grad_enabled() and not args and not kwargs and self.keeps(x):
+        plain = not args and not kwargs
+        if self.ours(x) and torch.is_grad_enabled() and plain and self.keeps(x) and not self.stays_exact():
             return self.run(x)
         return self.original(x, *args, **kwargs)
 
@@ -118,11 +127,16 @@ class MlpForward(SiteForward):
         spec = self.site.spec
         assert isinstance(spec, MlpSpec)
         child: Callable[[str], nn.Module] = self.module.get_submodule
-        gate: Tensor = child(spec.gate)(x)
-        up: Tensor | None = None if spec.up is None else child(spec.up)(x)
+        gate = self.project(x, child(spec.gate))
+        up = None if spec.up is None else self.project(x, child(spec.up))
         inside = self._inside(spec, child(spec.act), gate, up)
         out: Tensor = child(spec.down)(inside)
         return out if spec.dropout is None else child(spec.dropout)(out)
+
+    def project(self, x: Tensor, layer: nn.Module) -> Tensor:
+        """gate or up of x."""
+        y: Tensor = layer(x)
+        return y
 
     def _inside(self, spec: MlpSpec, act: nn.Module, gate: Tensor, up: Tensor | None) -> Tensor:
         """act(gate) * up (up may be None, or the second half of gate), noting how to rebuild it."""
@@ -138,3 +152,29 @@ class MlpForward(SiteForward):
         with torch.no_grad():
             value = forward(gate, up)
         return self._noting_origin(functions.activate(gate, value, spec.activation, spec.fused, self.format, up=up))
+
+
+class RecomputedMlpForward(MlpForward):
+    """Keeps neither gate nor up: backward projects the rebuilt input again, which takes two products of matrices."""
+
+    def __init__(self, module: nn.Module, site: Site) -> None:
+        super().__init__(module, site, BlockFormat())
+
+    def project(self, x: Tensor, layer: nn.Module) -> Tensor:
+        if torch.compiler.is_compiling():  # a compiled graph packs gate and up instead
+            return super().project(x, layer)
+        replay = Replay(x.device)
+        y, random_state = replay.run(lambda: layer(x))
+        if y.requires_grad:
+            kept = found_or_held(x)  # what the layer itself keeps of x, if that is not all of it
+            parameters = tuple(layer.parameters())
+
+            def again(x: Tensor, *saved: Tensor) -> Tensor:
+                with torch.no_grad(), replay.again(saved[len(parameters) :]):
+                    # Not through the module's hooks: those of FSDP2 gather parameters, which are there in backward.
+                    y: Tensor = layer.forward(x)
+                return y
+
+            attach(y, derive(again, (kept,), (*parameters, *random_state), "recompute"))
+        result: Tensor = y
+        return result

@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from laconic.activations.choice import Packing
 from laconic.activations.kept import Kept, Tensors, attach, derive, keep, take_all
 from laconic.activations.traceable import argument_class, traceable
-from laconic.formats import BlockFormat
 
 __all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize", "origin_of"]
-
-argument_class(BlockFormat)
 
 
 def origin_of(y: Tensor) -> str:
@@ -98,7 +96,7 @@ def norm(
     x: Tensor,
     value: Tensor,
     spec: NormSpec,
-    format: BlockFormat,
+    format: Packing,
     *,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -195,7 +193,7 @@ def _layer_backward(
 
 @traceable
 def linear(
-    x: Tensor, weight: Tensor, value: Tensor, transposed: bool, format: BlockFormat, *, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, value: Tensor, transposed: bool, format: Packing, *, bias: Tensor | None = None
 ) -> Tensor:
     """`value`, the output of a linear layer, with a backward that keeps what rebuilds x.
 
@@ -254,7 +252,7 @@ class _Linear(torch.autograd.Function):
 
 @traceable
 def activate(
-    gate: Tensor, value: Tensor, activation: str, side_by_side: bool, format: BlockFormat, *, up: Tensor | None = None
+    gate: Tensor, value: Tensor, activation: str, side_by_side: bool, format: Packing, *, up: Tensor | None = None
 ) -> Tensor:
     """`value`, the inside of a feed-forward site, with a backward that keeps gate and up packed.
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from laconic.activations.choice import Packing
 from laconic.activations.forwards import LinearForward
 from laconic.activations.loss import LossSpec, check_range, mean, token_losses
 from laconic.activations.sites import Site
@@ -70,7 +71,7 @@ class HeadForward(LinearForward):
         spec: what the model does to logits.
     """
 
-    def __init__(self, module: nn.Module, site: Site, format: BlockFormat | None, spec: LossSpec) -> None:
+    def __init__(self, module: nn.Module, site: Site, format: Packing | None, spec: LossSpec) -> None:
         super().__init__(module, site, format or BlockFormat())
         self.packs = format is not None
         self.spec = spec
@@ -80,6 +81,9 @@ class HeadForward(LinearForward):
         if self.request is not None and not isinstance(self.weight, DTensor):
             return True
         return self.packs and super().keeps(x)
+
+    def stays_exact(self) -> bool:
+        return self.request is None and super().stays_exact()
 
     def run(self, x: Tensor) -> Tensor:
         if self.request is None or isinstance(self.weight, DTensor):

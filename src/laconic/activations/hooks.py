@@ -50,7 +50,7 @@ _KEPT_EXACT: frozenset[Callable[..., Any]] = frozenset(
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     observe(tensor)
-    return tensor
+    return tensor.detach()  # with the node that made it, the graph would hold itself
 
 
 class _ExactFunctions(TorchFunctionMode):
@@ -89,9 +89,8 @@ class _Packer:
         saved = self._packed(tensor)
         if isinstance(saved, _Packed):
             observe(saved.packed.codes, saved.packed.scales)
-        else:
-            observe(saved)
-        return saved
+            return saved
+        return _as_it_is(saved)
 
     def _packed(self, tensor: Tensor) -> Tensor | _Packed:
         storage = tensor.untyped_storage()

@@ -24,13 +24,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from laconic.formats import BlockFormat, BlockTensor
+from laconic.activations.choice import Offload, Packing
+from laconic.activations.offload import lane_of
+from laconic.formats import BlockTensor
 
-__all__ = ["Kept", "Memo", "attach", "derive", "found", "keep", "pack", "take_all"]
+__all__ = ["Kept", "Memo", "attach", "derive", "found", "found_or_held", "keep", "pack", "take_all"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -104,7 +107,7 @@ class _Note:
         return OrderedDict, ()
 
 
-def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
+def keep(x: Tensor, format: Packing, origin: str) -> Kept:
     """What to save for `x`: what is already kept for it, or the tensor its producer holds anyway, or packed codes.
 
     Args:
@@ -122,16 +125,29 @@ def keep(x: Tensor, format: BlockFormat, origin: str) -> Kept:
     return kept
 
 
-def pack(x: Tensor, format: BlockFormat, origin: str) -> Kept:
-    """Packed codes and scales of `x`, whatever else is kept for it."""
-    packed = format.quantize(x.detach())
+def found_or_held(x: Tensor) -> Kept:
+    """What is kept for `x` already, or else `x` itself, for a value that somebody holds anyway."""
+    return found(x) or Kept((x,), Memo(lambda tensors, after: tensors[0]), "linear")
+
+
+def pack(x: Tensor, format: Packing, origin: str) -> Kept:
+    """Packed codes and scales of `x`, whatever else is kept for it; in the host's memory if `format` says so."""
+    block_format = format.format if isinstance(format, Offload) else format
+    packed = block_format.quantize(x.detach())
     dtype, shape = x.dtype, x.shape
+    saved: Tensors = (packed.codes, packed.scales)
+    fetch: Callable[[Tensors], Tensors] | None = None
+    # torch.compile traces on tensors of other classes; its graphs keep them on the device.
+    if isinstance(format, Offload) and type(packed.codes) is Tensor:
+        lane = lane_of(x.device)
+        saved, parcel = lane.send(saved)
+        fetch = partial(lane.fetch, parcel=parcel)
 
     def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
-        codes, scales = tensors
-        return BlockTensor(codes, scales, format, shape, dtype).dequantize(after=after)
+        codes, scales = tensors if fetch is None else fetch(tensors)
+        return BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after)
 
-    return Kept((packed.codes, packed.scales), Memo(dequantize), origin)
+    return Kept(saved, Memo(dequantize), origin)
 
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:

@@ -1,36 +1,36 @@
 """Who decides how many bits, and the decision itself as data.
 
-A policy looks at a site's description, never at tensors, and answers with a format or None for "leave it exact". Asking
-it about every site of a model gives the plan: a table that prints, saves and loads.
+A policy looks at a site's description, never at tensors, and answers with a `Choice`: a format, a format in the host's
+memory, to compute it again, or None for "leave it exact". Asking it about every site of a model gives the plan: a table
+that prints, saves and loads.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-
+from laconic.activations.choice import Choice, Recompute, choice_of, entry_of
 from laconic.activations.sites import Site
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 
 __all__ = ["ATTENTION", "ActivationPlan", "Policy", "careful_head", "uniform"]
 
-Policy = Callable[[Site], BlockFormat | None]
+Policy = Callable[[Site], Choice]
 
 
 ATTENTION = "exact"
 """What is kept for attention unless told otherwise: "exact", "int8" or "nf4"."""
 
 
-def uniform(format: BlockFormat | None, attention: BlockFormat | None = None) -> Policy:
+def uniform(format: Choice, attention: Choice = None) -> Policy:
     """The policy that gives every site the same format, but attention its own."""
     return lambda site: attention if site.kind == "attention" else format
 
 
-def careful_head(format: BlockFormat | None, attention: BlockFormat | None = None) -> Policy:
+def careful_head(format: BlockFormat | None, attention: Choice = None) -> Policy:
     """The default policy: the same format everywhere, but at least 8 bits behind the stack of layers.
 
     The gradient of the output projection is the one place where four bits show. A small Llama is 0.06 to 0.10 nats
@@ -46,9 +46,14 @@ def careful_head(format: BlockFormat | None, attention: BlockFormat | None = Non
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """Format by site name; None keeps the site exact, as it was before."""
+    """The choice for each site by name, and the layers that are computed again as a whole.
 
-    formats: Mapping[str, BlockFormat | None]
+    choices: of the sites; those that are not named stay exact. layers: names of decoder layers, each with the format in
+    which its input is kept (None: exact). Nothing else of such a layer is kept, whatever `choices` says.
+    """
+
+    choices: Mapping[str, Choice]
+    layers: Mapping[str, BlockFormat | None] = field(default_factory=dict)
 
     @classmethod
     def make(cls, sites: Iterable[Site], policy: Policy) -> ActivationPlan:
@@ -56,54 +61,65 @@ class ActivationPlan:
         return cls({site.name: policy(site) for site in sites})
 
     def check(self, sites: Iterable[Site]) -> None:
-        """Refuses a plan with sites that the model does not have.
+        """Refuses a plan with sites or layers that the model does not have, and choices that a site cannot follow.
 
         Raises:
-            ModelError: names the first such site.
+            ModelError: names the first of these.
         """
-        known = {site.name for site in sites}
-        for name in self.formats:
-            if name not in known:
+        known = {site.name: site for site in sites}
+        for name, choice in self.choices.items():
+            site = known.get(name)
+            if site is None:
                 raise ModelError(
                     f"the plan names the site {name!r}, but the model has no such site; make the plan from "
                     f"laconic.activations.find_sites(model) of the same model"
                 )
+            if isinstance(choice, Recompute) and site.kind != "mlp":
+                raise ModelError(
+                    f"the plan says recompute for {name!r}, a site of kind {site.kind!r}, but only feed-forward blocks "
+                    f"can be computed again on their own; give it a format, or name its layer under 'layers'"
+                )
+        for layer in self.layers:
+            is_index = layer.rpartition(".")[2].isdigit()
+            if not is_index or not any(name.startswith(f"{layer}.") for name in known):
+                raise ModelError(
+                    f"the plan names the layer {layer!r}, but the model has no such layer with sites; layers are named "
+                    f"like the modules in the stack, for example 'model.layers.0'"
+                )
+
+    def recomputes(self, site: Site) -> bool:
+        """Whether the site is inside of a layer that is computed again as a whole."""
+        return any(site.name.startswith(f"{layer}.") for layer in self.layers)
 
     def to_json(self) -> str:
-        """The plan as JSON text: {"version": 1, "sites": {name: {"code", "block_size", "scale_dtype"} or null}}."""
-        sites = {
-            name: None
-            if format is None
-            else {
-                "code": format.code,
-                "block_size": format.block_size,
-                "scale_dtype": str(format.scale_dtype).removeprefix("torch."),
-            }
-            for name, format in self.formats.items()
-        }
-        return json.dumps({"version": 1, "sites": sites}, indent=1)
+        """The plan as JSON text.
+
+        {"version": 2, "sites": {name: entry}, "layers": {name: {"input": entry}}}, where an entry is {"code",
+        "block_size", "scale_dtype"}, also with "offload": true, or {"recompute": true}, or null for exact. Inputs of
+        layers are packed or exact.
+        """
+        sites = {name: entry_of(choice) for name, choice in self.choices.items()}
+        layers = {name: {"input": entry_of(format)} for name, format in self.layers.items()}
+        return json.dumps({"version": 2, "sites": sites, "layers": layers}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ActivationPlan:
-        """Reads what `to_json` wrote.
+        """Reads what `to_json` wrote, now or in version 1, which had neither layers nor other entries than formats.
 
         Raises:
             FormatError: the text is not such a plan.
         """
         try:
             plan = json.loads(text)
-            if plan["version"] != 1:
-                raise FormatError(f"version of the activation plan is {plan['version']!r}, but only 1 is known")
-            formats = {
-                name: None
-                if entry is None
-                else BlockFormat(
-                    code=entry["code"],
-                    block_size=entry["block_size"],
-                    scale_dtype=getattr(torch, entry["scale_dtype"]),
-                )
-                for name, entry in plan["sites"].items()
-            }
+            if plan["version"] not in (1, 2):
+                raise FormatError(f"version of the activation plan is {plan['version']!r}, but only 1 and 2 are known")
+            choices = {name: choice_of(entry) for name, entry in plan["sites"].items()}
+            layers = {name: choice_of(entry["input"]) for name, entry in plan.get("layers", {}).items()}
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise FormatError(f"not an activation plan: {error!r}; write one with ActivationPlan.to_json") from error
-        return cls(formats)
+        formats: dict[str, BlockFormat | None] = {}
+        for name, choice in layers.items():
+            if not (choice is None or isinstance(choice, BlockFormat)):
+                raise FormatError(f"not an activation plan: the input of layer {name!r} must be a format or null")
+            formats[name] = choice
+        return cls(choices, formats)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.activations.choice import Choice, Offload, Recompute
 from laconic.activations.sites import Site
 from laconic.activations.tracker import SavedTensorTracker, kind_of
 from laconic.errors import ModelError
@@ -36,9 +37,9 @@ class Measurement:
 class SiteReport:
     """One site, or one module that is no site but keeps something.
 
-    shape: of the kept tensor per token. bits: per value (16: exact). format: name of the block format or "exact".
-    origin: what the tensor is rebuilt from if another site keeps it. The bytes are per token; None if the model could
-    not be measured.
+    shape: of the kept tensor per token. bits: per value (16: exact, 0: computed again). format: name of the block
+    format, with "on host" after it if it waits there, or "exact" or "recompute". origin: what the tensor is rebuilt
+    from if another site keeps it. The bytes are per token; None if the model could not be measured.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Report:
         header = ("site", "kind", "shape", "kept", "before", "after")
         table = [header]
         for row in self.rows:
-            own = "exact" if row.format == "exact" else f"{row.bits} bit {row.format}"
+            own = row.format if row.format in ("exact", "recompute") else f"{row.bits} bit {row.format}"
             kept = own if row.origin is None else f"from {row.origin}"
             shape = "x".join(map(str, row.shape)) or "-"
             table.append(
@@ -244,11 +245,12 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 def make_report(
     model: nn.Module,
     mode: str,
-    sites: list[tuple[Site, BlockFormat | None, str | None]],
+    sites: list[tuple[Site, Choice, str | None]],
+    layers: Mapping[str, BlockFormat | None],
     before: Measurement | None,
     after: Measurement | None,
 ) -> Report:
-    """Puts sites and measurements together."""
+    """Puts sites, the input formats of layers that are computed again, and measurements together."""
     kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
     kinds |= {site.name: site.kind for site, _, _ in sites}
 
@@ -263,13 +265,17 @@ def make_report(
             name=site.name,
             kind=site.kind,
             shape=site.features,
-            bits=16 if format is None else format.bits,
-            format="exact" if format is None else format.code,
-            origin=origin if origin != site.kind else None,
+            bits=_described(choice)[0],
+            format=_described(choice)[1],
+            origin=origin if origin not in (site.kind, "recompute") else None,
             before_nbytes_per_token=per_token(before, site.name),
             after_nbytes_per_token=per_token(after, site.name),
         )
-        for site, format, origin in sites
+        for site, choice, origin in sites
+    ]
+    rows += [
+        SiteReport(name, "layer", (), *_described(format), None, per_token(before, name), per_token(after, name))
+        for name, format in layers.items()
     ]
     others = {name for m in (before, after) if m is not None for name, nbytes in m.by_module.items() if nbytes}
     rows += [
@@ -277,10 +283,23 @@ def make_report(
             name, kinds.get(name, "other"), (), 16, "exact", None, per_token(before, name), per_token(after, name)
         )
         for name in kinds
-        if name in others and name not in owners
+        if name in others and name not in owners and name not in layers
     ]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     return Report(mode, dtype, tuple(rows), before, after, kinds)
+
+
+def _described(choice: Choice) -> tuple[int, str]:
+    """Bits and name of a choice."""
+    match choice:
+        case None:
+            return 16, "exact"
+        case Recompute():
+            return 0, "recompute"
+        case Offload(format):
+            return format.bits, f"{format.code} on host"
+        case BlockFormat():
+            return choice.bits, choice.code
 
 
 def _booked(measurement: Measurement | None, owners: Mapping[str, Site]) -> Measurement | None:

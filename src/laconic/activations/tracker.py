@@ -1,7 +1,7 @@
 """Counts what autograd keeps for backward, and says which module kept it.
 
 A saved tensor counts once per storage, whoever else saves it: that is what memory sees. Parameters and buffers are
-there anyway and do not count. The tracker watches and changes nothing: tensors are handed back as they came.
+there anyway and do not count. The tracker watches and changes nothing: values are handed back as they came.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class SavedTensorTracker:
         module: the model whose forward runs inside; its submodules give the names.
 
     After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
+    What was moved to pinned memory of the host is in `host_nbytes` instead.
 
     A tensor is booked on the innermost module that was running when its storage was saved first; what a compiled module
     saves is booked on the module that called it. Inside of a region of
@@ -86,6 +87,7 @@ class SavedTensorTracker:
         self._parameters: set[int] = set()
         self._handles: list[Any] = []
         self.by_module: Counter[str] = Counter()
+        self.host_nbytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -120,11 +122,15 @@ class SavedTensorTracker:
         key = storage._cdata
         if key not in self._parameters and key not in self._seen:
             self._seen[key] = storage
+            if tensor.device.type == "cpu" and tensor.is_pinned():
+                self.host_nbytes += storage.nbytes()
+                return
             self.by_module[self._stack[-1] if self._stack else ""] += storage.nbytes()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.count(tensor)
-        return tensor
+        # The same bytes, but not the node that made them: a graph that holds itself through a hook is never freed.
+        return tensor.detach()
 
     def __enter__(self) -> SavedTensorTracker:
         compiled = _compiled(self._root)

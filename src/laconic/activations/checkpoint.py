@@ -1,0 +1,135 @@
+"""Activation checkpointing that keeps the input of a region packed.
+
+A checkpointed region saves nothing but its input and runs again in backward. Here the input is kept in 8 or 4 bits; the
+first run, and so every forward value, stays exact, and the second starts from the dequantized input. Inside of a region
+sites keep their tensors exact: they live for one layer's backward only, and what was quantized once need not be again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from laconic.activations.tracker import observe
+from laconic.formats import BlockFormat, BlockTensor
+from laconic.ops import DTYPES
+
+__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "runs_twice"]
+
+
+def runs_twice() -> bool:
+    """Whether what runs now is inside of a checkpointed region: in its first run, or in the second one in backward."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._current_graph_task_id() != -1:  # a forward during backward
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+EIGHT_BITS = BlockFormat("int8")
+"""How inputs are kept unless told otherwise: what is computed again from them is as far off as they are."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | None = EIGHT_BITS, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, run again in backward from its packed arguments.
+
+    As `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which does the work, but those of `args` that are
+    float32, bfloat16 or float16 tensors and require grad are kept in `format` (None: exact). Random state and autocast
+    of the second run are those of the first. Tensors in `kwargs` are kept as they are.
+    """
+    with packed_inputs(args, format):
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+@contextmanager
+def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
+    """Inside, whoever saves one of the tensors in `inputs` (any nest) that require grad saves it packed."""
+    tensors = [x for x in tree_leaves(inputs) if _packable(x)]
+    if format is None or not tensors:
+        yield
+        return
+    # Held by this frame, so that no address can be reused meanwhile.
+    places = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape) for x in tensors}
+
+    def pack(x: Tensor) -> Tensor | BlockTensor:
+        if (x.untyped_storage()._cdata, x.storage_offset(), x.shape) not in places:
+            observe(x)
+            return x.detach()  # with the node that made it, the graph would hold itself
+        packed = format.quantize(x.detach())
+        observe(packed.codes, packed.scales)
+        return packed
+
+    def unpack(saved: Tensor | BlockTensor) -> Tensor:
+        return saved.dequantize() if isinstance(saved, BlockTensor) else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _packable(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES and x.requires_grad
+
+
+class LayerForward:
+    """The forward of a layer whose input is kept packed wherever the layer is checkpointed.
+
+    Args:
+        module: whose forward is replaced.
+        format: how the input is packed; None keeps it exact.
+        recompute: checkpoints the layer; otherwise it is left to Hugging Face's `gradient_checkpointing_enable`.
+    """
+
+    def __init__(self, module: nn.Module, format: BlockFormat | None, recompute: bool) -> None:
+        self.module = module
+        self.format = format
+        self.recompute = recompute
+        self.replaced = module.__dict__.get("forward")
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether a training forward of the layer would run again in backward."""
+        return self.recompute or self._checkpoints_itself
+
+    @property
+    def _checkpoints_itself(self) -> bool:
+        return self.module.training and bool(getattr(self.module, "gradient_checkpointing", False))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.is_checkpointed or runs_twice():
+            return self.original(*args, **kwargs)
+        if self._checkpoints_itself:
+            with packed_inputs(args, self.format):
+                return self.original(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            # The second run would write to the cache again. Hugging Face's own checkpointing drops it as well.
+            _say_no_cache(type(self.module).__name__)
+            kwargs = {**kwargs, "past_key_values": None}
+        return checkpoint(self.original, *args, format=self.format, **kwargs)
+
+
+def is_checkpointed_layer(module: nn.Module) -> bool:
+    """Whether Hugging Face's `gradient_checkpointing_enable` can make this module run again in backward."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+@cache
+def _say_no_cache(layer: str) -> None:
+    logging.getLogger("laconic").warning(
+        "%s is computed again in backward, so it runs without the cache of keys and values; pass use_cache=False", layer
+    )

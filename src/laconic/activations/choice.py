@@ -1,0 +1,79 @@
+"""What can be decided about a site, and how each decision is written in JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from laconic.activations.traceable import argument_class
+from laconic.errors import FormatError
+from laconic.formats import BlockFormat
+
+__all__ = ["Choice", "Offload", "Packing", "Recompute", "entry_of", "choice_of"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Packed as `format` says, and moved to the host's memory until backward (see `laconic.activations.offload`)."""
+
+    format: BlockFormat
+
+
+argument_class(BlockFormat)
+argument_class(Offload)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Nothing is kept: what backward needs is computed again from whatever the site's input is rebuilt from.
+
+    For feed-forward blocks: gate and up are projected a second time. A norm or linear keeps nothing but its input
+    anyway; to compute attention or a whole decoder layer again, see `ActivationPlan.layers`.
+    """
+
+
+Packing = BlockFormat | Offload
+"""How a tensor is packed."""
+
+Choice = Packing | Recompute | None
+"""What a policy may answer about a site; None keeps it exact, as it was before."""
+
+
+def entry_of(choice: Choice) -> dict[str, Any] | None:
+    """A choice as plain data for JSON.
+
+    Either {"code", "block_size", "scale_dtype"}, with "offload": true if so, or {"recompute": true}, or None.
+    """
+    if choice is None:
+        return None
+    if isinstance(choice, Recompute):
+        return {"recompute": True}
+    format = choice.format if isinstance(choice, Offload) else choice
+    entry = {
+        "code": format.code,
+        "block_size": format.block_size,
+        "scale_dtype": str(format.scale_dtype).removeprefix("torch."),
+    }
+    return {**entry, "offload": True} if isinstance(choice, Offload) else entry
+
+
+def choice_of(entry: dict[str, Any] | None) -> Choice:
+    """The choice that `entry_of` wrote.
+
+    Raises:
+        FormatError: a value is not allowed, or a key is not known.
+        KeyError, TypeError, AttributeError: the entry is not made like this at all.
+    """
+    if entry is None:
+        return None
+    unknown = set(entry) - {"code", "block_size", "scale_dtype", "offload", "recompute"}
+    if unknown:
+        raise FormatError(f"not an activation plan: a site has the key {min(unknown)!r}, which is not known")
+    if entry.get("recompute", False):
+        if len(entry) > 1:
+            raise FormatError("not an activation plan: a site with recompute keeps nothing, so it has no other keys")
+        return Recompute()
+    format = BlockFormat(entry["code"], entry["block_size"], getattr(torch, entry["scale_dtype"]))
+    return Offload(format) if entry.get("offload", False) else format
