@@ -30,7 +30,6 @@ from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
 
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
 FSDP = {"parallel": "fsdp"}
-NATIVE = {"gradients.reduce": "native"}
 LONG = {"steps": 100, "eval_every": 0, "checkpoint.every": 10, "nproc": 2}
 DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
 
@@ -40,7 +39,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp": DROPOUT | FSDP | {"accumulation": 2},
     "ddp-bf16": {"precision": "bf16"},
     "ddp-agoq": AGOQ | {"accumulation": 2},
-    "fsdp-agoq": FSDP | AGOQ | NATIVE,
+    "fsdp-agoq": FSDP | AGOQ,
+    "ddp-q8": DROPOUT | {"gradients.reduce": "q8"},
     "fsdp-bf16": FSDP | {"precision": "bf16", "model.tie_word_embeddings": False},
 }
 
@@ -86,12 +86,14 @@ class Pair:
         """Runs whose losses differ by rounding only, whatever the parallelism."""
         self.train(tiny_config(self.folder, "smooth-ddp", SMOOTH))
         self.train(tiny_config(self.folder, "smooth-fsdp", SMOOTH | FSDP))
+        for name, changes in (("smooth-chunked-ddp", {}), ("smooth-chunked-fsdp", FSDP)):
+            self.train(tiny_config(self.folder, name, SMOOTH | changes | {"activations.loss": "chunked"}))
         self.train(tiny_config(self.folder, "smooth-accumulated", SMOOTH | {"accumulation": 2}))
 
     def changed_worlds(self) -> None:
         """Go on with a run that one process began; DDP begins what FSDP2 ends, and the other way round."""
         self.train(resumed(tiny_config(self.folder, "smooth-1-2-1", SMOOTH | FSDP)), stop_after=2)
-        self.train(resumed(tiny_config(self.folder, "agoq-1-2-1", AGOQ | FSDP | NATIVE)), stop_after=2)
+        self.train(resumed(tiny_config(self.folder, "agoq-1-2-1", AGOQ | FSDP)), stop_after=2)
         for name, first, then in (("smooth-ddp-fsdp", {}, FSDP), ("smooth-fsdp-ddp", FSDP, {})):
             self.train(tiny_config(self.folder, name, SMOOTH | first), stop_after=3)
             self.train(resumed(tiny_config(self.folder, name, SMOOTH | then)))

@@ -17,13 +17,14 @@ import torch
 from laconic.train.stages import Chunk
 from laconic.train.worker import leave
 from laconic.train.world import World, join_world, read_environment
-from tests.distributed.pair import NATIVE, Pair
+from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
 
 LAYERS = {"model.num_hidden_layers": 4}
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16} | LAYERS
 DROPOUT = {"model.extra": {"attention_dropout": 0.3}} | LAYERS
 UNTIED = {"model.tie_word_embeddings": False}
+CHUNKED = {"activations.loss": "chunked"}
 FSDP = {"parallel": "fsdp"}
 TWO = {"pipeline.stages": 2, "pipeline.micro_batches": 2}
 GPIPE = TWO | {"pipeline.schedule": "gpipe"}
@@ -33,14 +34,14 @@ FOUR = {"pipeline.stages": 4, "pipeline.micro_batches": 4}
 # By number of processes, name: changes. Smooth runs are compared with one process; the others, which compress
 # activations, are run in one piece and with a stop after step 3 as "<name>-broken".
 SMOOTH_RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"2-1f1b": TWO, "2-gpipe": GPIPE, "2-interleaved": INTERLEAVED, "2-untied": TWO | UNTIED},
-    4: {"4-1f1b": FOUR, "4-ddp": TWO, "4-fsdp": TWO | FSDP, "4-interleaved-fsdp": INTERLEAVED | FSDP},
+    2: {"2-1f1b": TWO, "2-gpipe": GPIPE, "2-interleaved": INTERLEAVED, "2-untied": TWO | UNTIED | CHUNKED},
+    4: {"4-1f1b": FOUR, "4-ddp": TWO, "4-fsdp": TWO | FSDP | CHUNKED, "4-interleaved-fsdp": INTERLEAVED | FSDP},
 }
 BROKEN_RUNS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"2-1f1b-nf4": TWO | DROPOUT, "2-interleaved-agoq": INTERLEAVED | DROPOUT | AGOQ},
     4: {
         "4-ddp-agoq": TWO | LAYERS | AGOQ,
-        "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ | NATIVE,
+        "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
         "4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"},
     },
 }

@@ -24,7 +24,10 @@ ROUNDING = 4e-5
 
 @pytest.mark.parametrize(
     "name",
-    ["smooth-ddp", "smooth-fsdp", "smooth-accumulated", "smooth-1-2-1", "smooth-ddp-fsdp", "smooth-fsdp-ddp"],
+    [
+        *("smooth-ddp", "smooth-fsdp", "smooth-accumulated", "smooth-1-2-1", "smooth-ddp-fsdp", "smooth-fsdp-ddp"),
+        *("smooth-chunked-ddp", "smooth-chunked-fsdp"),
+    ],
 )
 def test_losses_do_not_depend_on_the_processes(pair: Path, name: str) -> None:
     expected = losses(pair / "smooth-alone")
@@ -85,10 +88,9 @@ def test_both_refuse_the_moments_of_another_optimizer(pair: Path) -> None:
 def test_codes_take_a_quarter_of_the_bytes(pair: Path) -> None:
     model = build_model(tiny_config(pair, "-").model, 257, 32, 0)
     dense_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    for name in ("ddp-agoq",):
-        sent = read_metrics(pair / name)[0]["wire_nbytes"]
-        # One byte per element and 4 per 128, of which a vector of 32 has one of its own.
-        assert dense_nbytes / 4 < sent < dense_nbytes / 3.3
+    sent = read_metrics(pair / "ddp-agoq")[0]["wire_nbytes"]
+    # One byte per element and 4 per 128, of which a vector of 32 has one of its own.
+    assert dense_nbytes / 4 < sent < dense_nbytes / 3.3
 
 
 def test_the_summary_counts_both_processes(pair: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from laconic.activations.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from laconic.train import loop
 from laconic.train.config import OptimizerConfig
@@ -65,7 +66,13 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "changes", [{"activations.bits": 16}, {"activations.bits": 6}, AGOQ, {"model.family": "qwen3", "accumulation": 2}]
+    "changes",
+    [
+        {"activations.bits": 16},
+        {"activations.bits": 6},
+        AGOQ,
+        {"model.family": "qwen3", "accumulation": 2},
+    ],
 )
 def test_memory_is_as_predicted(changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_alone(tiny_config(tmp_path, "run", changes)) == 0
@@ -132,6 +139,27 @@ def test_a_finished_run_has_nothing_to_resume_but_can_go_further(
     assert exact_metrics(config.run_dir) == before
     assert train_alone(replace(resumed(config), steps=8)) == 0
     assert sorted(losses(config.run_dir)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_chunked_loss_trains_alike_and_keeps_less(tmp_path: Path) -> None:
+    exact = tiny_config(tmp_path, "exact", SMOOTH)
+    chunked = tiny_config(tmp_path, "chunked", SMOOTH | {"activations.loss": "chunked"})
+    train_alone(exact)
+    train_alone(chunked)
+    assert losses(chunked.run_dir) == pytest.approx(losses(exact.run_dir), abs=ROUNDING)
+    kept = [read_metrics(Path(str(config.run_dir)))[0]["saved_nbytes"] for config in (exact, chunked)]
+    # 4 x 32 tokens with 257 log-probabilities in fp32 each.
+    assert kept[0] - kept[1] > 0.9 * 4 * 32 * 257 * 4
+
+
+def test_the_loss_is_chunked_where_logits_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    for tile_numel in (1 << 20, 1 << 10):
+        monkeypatch.setitem(TILES, "cpu", (32, tile_numel))
+        config = tiny_config(tmp_path, f"run-{tile_numel}", {"activations.loss": "auto", "steps": 1})
+        train_alone(config)
+        kept.append(read_metrics(Path(str(config.run_dir)))[0]["saved_nbytes"])
+    assert kept[0] > kept[1] + 100_000
 
 
 def test_accumulation_equals_the_large_batch(tmp_path: Path) -> None:

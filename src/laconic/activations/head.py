@@ -103,7 +103,8 @@ class HeadForward(LinearForward):
         check_range(labels, self.weight.shape[0], _IGNORED)
         losses, logits = token_losses(rows, self.weight, self.module._parameters["bias"], labels, self.spec)
         request.loss = mean(losses, labels, _IGNORED, request.num_items)
-        return logits.view(*x.shape[:-2], 0, logits.shape[-1]) if x.dim() > 1 else logits
+        # A copy of nothing: FSDP2 warns where a module returns a view.
+        return logits.view(*x.shape[:-2], 0, logits.shape[-1]).clone() if x.dim() > 1 else logits
 
 
 class CausalForward:

@@ -117,6 +117,9 @@ class ActivationsConfig:
     attention: Literal["exact", "int8", "nf4"] | None = None
     """How query, key and value are kept: as they are, or packed, and attention runs again in backward; None means the
     library's default, and exact with bits = 16."""
+    loss: Literal["exact", "chunked", "auto"] = "exact"
+    """exact: the logits of a micro-batch are held at once. chunked: never more than a tile of them, for one more matrix
+    product. auto: chunked where the logits are more than a tile."""
 
     def __post_init__(self) -> None:
         _require(
@@ -124,6 +127,12 @@ class ActivationsConfig:
             "activations.attention",
             self.attention,
             'be exact or left out with activations.mode = "hooks", which knows no sites',
+        )
+        _require(
+            self.mode == "sites" or self.loss != "chunked",
+            "activations.loss",
+            self.loss,
+            'be exact or auto with activations.mode = "hooks"',
         )
         _require(
             self.bits in (4, 5, 6, 8, 16),

@@ -33,6 +33,7 @@ class Forecast:
         trainer: Trainer,
         plan: Plan | None,
         split: tuple[int, ...] = (),
+        chunked_loss: bool = False,
     ) -> None:
         """`model_config`: the model's Hugging Face configuration; `split`: layers of each chunk of a pipeline."""
         self.check: MemoryCheck | None = None
@@ -45,6 +46,7 @@ class Forecast:
         planned = replace(config, pipeline=replace(config.pipeline, split=split))
         world_size = layout.num_stages * layout.num_replicas
         settings: dict[str, Any] = {"optimizer": config.optimizer.kind, "gradient_bits": config.gradients.bits}
+        settings["loss"] = "chunked" if chunked_loss else "exact"
         try:
             self._job = job_of(planned, model_config, world_size, **settings)
         except PlanError:

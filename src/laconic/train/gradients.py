@@ -12,19 +12,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.formats import quantized_gradient
+from laconic.gradients import CompressedGradients, all_reduce_quantized, compress_gradients
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.parallel import accumulate, clip_gradients, full_value, gradient_norm
-
-if TYPE_CHECKING:
-    from laconic.gradients import CompressedGradients
 
 __all__ = ["DenseGradients", "Gradients", "StoredGradients", "make_gradients"]
 
@@ -118,8 +115,6 @@ class StoredGradients(Gradients):
         self._store.reduce()
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        from laconic.gradients import all_reduce_quantized
-
         gradients = [quantized_gradient(parameter) for parameter in parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:  # the same at both ends: they run the same layers' worth of the same model
@@ -148,8 +143,6 @@ def make_gradients(config: TrainConfig, layout: Layout, model: nn.Module) -> Gra
     """
     if config.gradients.bits == 32:
         return DenseGradients(model)
-    from laconic.gradients import compress_gradients
-
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
     store = compress_gradients(model, None if sharded else layout.stage_group, bits=config.gradients.bits)
     return StoredGradients(store, unpack=config.optimizer.kind == "adamw")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations import SavedTensorTracker
 from laconic.optim import AdamW8bit
@@ -69,7 +70,9 @@ class Trainer:
         train: TokenDataset,
         validation: TokenDataset | None,
         pipeline: Pipeline | None = None,
+        chunked_loss: bool = False,
     ) -> None:
+        self._chunked_loss = chunked_loss
         self._config = config
         self._world = world
         self._layout = layout
@@ -87,6 +90,17 @@ class Trainer:
         """Bytes this process sends per step; measured in the first step."""
         self.before_update: Callable[[], None] | None = None
         """Called in each step that updates, when gradients are there and before they are used up."""
+
+    def settle(self) -> None:
+        """Let DDP come to rest before the first step; all processes call it together.
+
+        DDP lays out its buckets anew after its first backward, and where a bucket begins decides which values share a
+        scale when it travels in codes. So one backward is thrown away, lest the first step after resuming quantize
+        otherwise than the same step of a run that was never interrupted.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self._config.reduce == "q8":
+            self._loss(self.model, next(self._micro_batches(0))).backward()
+            self.model.zero_grad(set_to_none=True)
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
         """Run optimizer step `step` (0-based). All processes call it together; a stop asked of one is told to all."""
@@ -177,7 +191,7 @@ class Trainer:
     def _loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy, fp32, of the model's predictions on `tokens`, int64 [n, T + 1]."""
         with autocast(model, self._world.device, self._config.precision):
-            return mean_loss(model, tokens[:, 1:], input_ids=tokens[:, :-1])
+            return mean_loss(model, tokens[:, 1:], self._chunked_loss, input_ids=tokens[:, :-1])
 
     @torch.no_grad()
     def evaluate(self) -> float | None:

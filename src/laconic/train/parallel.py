@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from laconic.gradients import quantize_reduction
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.stages import Gap, decoder_stack
@@ -48,7 +48,7 @@ def wrap_model(model: nn.Module, config: TrainConfig, world: World, layout: Layo
         return model
     wrapped = _wrapped(model, layout.stage_group, config, world)
     if config.reduce == "q8":
-        import_module("laconic.gradients").quantize_reduction(wrapped)
+        quantize_reduction(wrapped)
     return wrapped
 
 

@@ -38,8 +38,11 @@ class Parts(nn.ModuleList):
 class StageModule(nn.Module):
     """A chunk as a pipeline stage calls it, [n, T] or [n, T, hidden] -> [n, T, hidden], or [1]: the loss."""
 
-    def __init__(self, chunk: Chunk, device: torch.device, precision: Literal["fp32", "bf16"]) -> None:
+    def __init__(
+        self, chunk: Chunk, device: torch.device, precision: Literal["fp32", "bf16"], chunked_loss: bool
+    ) -> None:
         super().__init__()
+        self._chunked_loss = chunked_loss
         self.chunk = chunk
         self._device = device
         self._precision: Literal["fp32", "bf16"] = precision
@@ -59,14 +62,17 @@ class StageModule(nn.Module):
             if not self.chunk.is_last:
                 return self.chunk.hidden_states(x)
             assert labels is not None
-            return torch.stack([self.chunk.loss(x, labels)])  # FSDP2 wants no view
+            return torch.stack([self.chunk.loss(x, labels, self._chunked_loss)])  # FSDP2 wants no view
 
 
 class Pipeline:
     """Runs the micro-batches of a step, or of an evaluation, through all stages; all processes call it together."""
 
-    def __init__(self, config: TrainConfig, world: World, layout: Layout, model: nn.Module) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, layout: Layout, model: nn.Module, chunked_loss: bool = False
+    ) -> None:
         """`model` is the whole model on the CPU, the same on every process; this process's chunks are taken from it.
+        `chunked_loss`: see `mean_loss`.
 
         Raises ConfigError when the layers cannot be dealt to the stages, and ModelError when the model cannot be cut.
         """
@@ -82,7 +88,7 @@ class Pipeline:
             nn.Module.to(chunks[index].model, world.device)
         self.parts = Parts([chunks[index].model for index in own])
         """What this process trains."""
-        self._modules = [StageModule(chunks[index], world.device, config.precision) for index in own]
+        self._modules = [StageModule(chunks[index], world.device, config.precision, chunked_loss) for index in own]
         wrapped = [wrap_model(module, config, world, layout) for module in self._modules]
 
         # 1. What a stage takes and gives, known before anything runs.

@@ -59,12 +59,15 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
             "micro_batches": layout.micro_batches if pipelined else None,
             "split": plan.job.split if pipelined else (),
         },
+        "activations": {"loss": settings.loss},
         "gradients": {"bits": settings.gradient_bits},
         "optimizer": {"kind": settings.optimizer},
     }
 
 
-def check_plan(plan: Plan, config: TrainConfig, layout: Layout, model_config: PretrainedConfig) -> None:
+def check_plan(
+    plan: Plan, config: TrainConfig, layout: Layout, model_config: PretrainedConfig, chunked_loss: bool
+) -> None:
     """Raise PlanError, naming the first difference, unless this run is what `plan` was made for."""
     replicas = layout.num_replicas
     world: dict[str, Any] = {
@@ -85,6 +88,7 @@ def check_plan(plan: Plan, config: TrainConfig, layout: Layout, model_config: Pr
     plan.check(ModelShape.from_config(model_config.to_dict()), **world)
     planned = plan.job.settings
     for name, mine, theirs in (
+        ("activations.loss", planned.loss, "chunked" if chunked_loss else "exact"),
         ("precision", planned.precision, config.precision),
         ("optimizer.kind", planned.optimizer, config.optimizer.kind),
         ("gradients.bits", planned.gradient_bits, config.gradients.bits),

@@ -17,7 +17,7 @@ __all__ = ["RECIPES", "recipe"]
 def exact() -> dict[str, Any]:
     """Nothing compressed: the reference to compare with."""
     return {
-        "activations": {"bits": 16, "attention": "exact"},
+        "activations": {"bits": 16, "attention": "exact", "loss": "exact"},
         "gradients": {"bits": 32, "reduce": "native"},
         "optimizer": {"kind": "adamw"},
     }
@@ -26,10 +26,11 @@ def exact() -> dict[str, Any]:
 def agoq() -> dict[str, Any]:
     """All of AGoQ (arXiv 2605.00539), activations in about 4 bits, gradients stored and reduced in 8, and moments in 8.
 
-    How attention and loss are kept is left to the library's defaults, which follow its quality benchmark.
+    The loss is computed in chunks where that pays. How attention is kept is left to the library's default, which
+    follows its quality benchmark.
     """
     return {
-        "activations": {"bits": 4},
+        "activations": {"bits": 4, "loss": "auto"},
         "gradients": {"bits": 8, "reduce": "q8"},
         "optimizer": {"kind": "adamw8bit"},
     }

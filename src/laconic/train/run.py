@@ -19,6 +19,7 @@ from torch import nn
 
 import laconic
 from laconic.activations import Report, saved_nbytes_per_token
+from laconic.activations.loss import TILES
 from laconic.errors import ConfigError, TrainingError
 from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
@@ -27,7 +28,7 @@ from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
-from laconic.train.layout import make_layout
+from laconic.train.layout import Layout, make_layout
 from laconic.train.load_config import save_config
 from laconic.train.loop import Trainer, make_optimizer
 from laconic.train.metrics import check_tensorboard
@@ -76,21 +77,23 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     if not pipelined:  # a stage moves only its own part
         nn.Module.to(plain, world.device)
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
+    chunked_loss = _chunks_loss(config, world, layout, plain)
     plan = None
     if config.plan is not None:
         plan = load_plan(config.plan)
-        check_plan(plan, config, layout, plain.config)
-    report = _compress(plain, config, plan)
+        check_plan(plan, config, layout, plain.config, chunked_loss)
+    report = _compress(plain, config, plan, chunked_loss)
 
     # 2. The trainer, and where it starts.
     texts, model_config = _model_texts(plain), plain.config.to_dict()
-    pipeline = Pipeline(config, world, layout, plain) if pipelined else None
+    pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
     model = wrap_model(plain, config, world, layout) if pipeline is None else pipeline.parts
     del plain
     gradients = make_gradients(config, layout, model)
     optimizer = make_optimizer(model, config.optimizer)
-    trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline)
-    forecast = Forecast(config, layout, model_config, trainer, plan, () if pipeline is None else pipeline.split)
+    trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline, chunked_loss)
+    split = () if pipeline is None else pipeline.split
+    forecast = Forecast(config, layout, model_config, trainer, plan, split, chunked_loss)
     identity = _identity(config, corpus)
     first_step = 0
     if config.resume:
@@ -132,6 +135,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
     with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
         stop.armed = True
+        trainer.settle()
         journal.message(str(report).splitlines()[-1])
         if first_step:
             journal.message(f"resumed after step {first_step}")
@@ -200,10 +204,21 @@ def _log_on_stderr(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None) -> Report:
+def _chunks_loss(config: TrainConfig, world: World, layout: Layout, model: PreTrainedModel) -> bool:
+    """Whether the loss is computed in chunks. Chunks are tiles: with fewer logits than one holds there is no gain."""
+    if config.activations.loss != "auto":
+        return config.activations.loss == "chunked"
+    tokens = config.batch_size // (layout.num_replicas * config.micro_batches) * config.sequence_length
+    num_entries = next(model.get_input_embeddings().parameters()).shape[0]
+    _, tile_numel = TILES[world.device.type]
+    return config.activations.mode == "sites" and tokens * num_entries > tile_numel
+
+
+def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, chunked_loss: bool) -> Report:
     """Make `model` keep what the plan, or else [activations], says."""
     chosen = config.activations
     options: dict[str, Any] = {"sequence_length": config.sequence_length}
+    options["loss"] = "chunked" if chunked_loss else "exact"
     if plan is not None:
         return laconic.compress_activations(model, plan=activation_plan(plan), **options)
     if chosen.mode == "sites":

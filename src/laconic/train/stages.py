@@ -86,10 +86,10 @@ class Chunk(nn.Module):
         assert out is not None
         return out
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, x: Tensor, labels: Tensor, chunked: bool = False) -> Tensor:
         """`mean_loss` of the whole pipeline, in the last chunk; `labels` int64 [n, T]."""
         with self._taken_in(x) as inputs:
-            return mean_loss(self.model, labels, **inputs)
+            return mean_loss(self.model, labels, chunked, **inputs)
 
     def logits(self, x: Tensor) -> Tensor:
         """The model's logits [n, T, vocabulary], in the last chunk."""
@@ -111,11 +111,16 @@ class Chunk(nn.Module):
             entry.taken_in = entry.given_out = None
 
 
-def mean_loss(model: nn.Module, labels: Tensor, **inputs: Tensor) -> Tensor:
+def mean_loss(model: nn.Module, labels: Tensor, chunked: bool = False, **inputs: Tensor) -> Tensor:
     """Mean cross entropy, fp32 0-dim, of the model's predictions for `inputs` against `labels`, int64 [n, T].
 
-    Labels of -100 do not count; with nothing else the loss is 0.
+    chunked: the model was given `loss="chunked"` (laconic.compress_activations), which serves where gradients are
+    wanted. Labels of -100 do not count; with nothing else the loss is 0.
     """
+    if chunked and torch.is_grad_enabled():
+        # Labels are those of the next token already, so nothing is left to shift.
+        loss: Tensor = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+        return loss
     logits = model(**inputs, use_cache=False).logits
     total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
     return total / (labels != -100).sum().clamp(min=1)
