@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import laconic
@@ -292,6 +292,27 @@ def test_labels_of_any_integer_type_and_no_gradient_at_all() -> None:
         again = laconic.linear_cross_entropy(hidden, weight, labels.short(), format=BlockFormat("nf4"))
     assert torch.equal(again, value)
     assert not again.requires_grad
+
+
+class Head(nn.Module):
+    """Computes its loss in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 90)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.linear.weight, labels, bias=self.linear.bias)
+
+
+def test_hooks_leave_it_exact() -> None:
+    hidden, _, _, labels = problem((2048,), 90, 64, torch.float32)
+    torch.manual_seed(0)
+    head = Head()
+    expected = torch.autograd.grad(head(hidden, labels), (hidden, *head.parameters()))
+    laconic.compress_activations(head, mode="hooks", example_inputs={"hidden": hidden, "labels": labels})
+    got = torch.autograd.grad(head(hidden, labels), (hidden, *head.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize(

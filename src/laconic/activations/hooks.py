@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from laconic.activations.loss import token_losses
 from laconic.activations.tracker import observe, own_storages
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import DTYPES
@@ -38,6 +39,7 @@ _KEPT_EXACT: frozenset[Callable[..., Any]] = frozenset(
         F.softmax,
         F.log_softmax,
         F.cross_entropy,
+        token_losses,
         torch.softmax,
         torch.log_softmax,
         torch.logsumexp,

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
@@ -134,6 +135,11 @@ def token_losses(
     the dtype of the logits, which stands for them in the graph: whoever watches a module's output for its gradient (as
     FSDP2 does) can watch this one.
     """
+    if has_torch_function((hidden, weight)):  # whoever overrides torch's functions sees this one whole
+        overridden: tuple[Tensor, Tensor] = handle_torch_function(
+            token_losses, (hidden, weight), hidden, weight, bias, labels, spec, chunk_tokens, format
+        )
+        return overridden
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if hidden.dtype == torch.float64:
