@@ -1,9 +1,7 @@
-"""Chooses what every unit keeps, under a budget of bytes per rank, by integer programming.
+"""Chooses what every unit keeps: the cheapest choices under a budget of bytes per rank, or a policy.
 
-Layers of one stage are alike, so the program counts instead of naming: how many layers of a stage keep their gate and
-up in five bits, how many layers run again in backward. A choice costs the squared error that it adds to the gradient
-and the time that it adds to the step; both are weighed in one sum. Ranks do not depend on each other, so each is a
-program of its own, solved by HiGHS through SciPy.
+A choice costs the squared error that it adds to the gradient and the time that it adds to the step; both are weighed in
+one sum. Ranks do not depend on each other, so each is an integer program of its own.
 """
 
 from __future__ import annotations
@@ -11,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from laconic.cost.job import Job, Stage, kept_nbytes, recomputed_nbytes
+from laconic.cost.job import Job
 from laconic.cost.memory import Prediction, predict
-from laconic.cost.moments import Moment, moments_of
+from laconic.cost.program import Program
 from laconic.cost.rates import Hardware, Sensitivity, layer_forward_flops, pack_seconds, recompute_seconds
-from laconic.cost.units import EXACT, RECOMPUTE, Choice, Unit
+from laconic.cost.units import EXACT, Choice, Unit
 from laconic.errors import PlanError
 
 __all__ = ["CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]
 
 CHOICES = ("16", "8", "6", "5", "4", "recompute", "offload")
 """What may be chosen, by the word used on the command line."""
-
-LAYER_INPUT = Choice("int8")
-"""How a decoder layer that runs again in backward keeps its input."""
 
 _ERROR_UNIT = 0.05
 _TIME_UNIT = 0.02
@@ -59,24 +54,6 @@ class Chosen:
     time_share: float
     prediction: Prediction
     policy: str
-
-
-@dataclass(frozen=True)
-class _Option:
-    """One choice for a group of alike units of a stage, with its bytes per waiting micro-batch and its cost."""
-
-    choice: Choice
-    nbytes: int
-    cost: float
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Alike units of one stage, of which each gets one of the options."""
-
-    stage: int
-    units: tuple[Unit, ...]
-    options: tuple[_Option, ...]
 
 
 def choose(
@@ -115,7 +92,7 @@ def choose(
     smallest = 0
     for rank in range(schedule.num_ranks):
         own = [stages[index] for index in schedule.stages_of(rank)]
-        program = _Program(job, own, schedule.peak_states(rank), costs, words, rank)
+        program = Program(job, rank, own, schedule.peak_states(rank), costs, words)
         found = program.solve(budget_nbytes)
         if found is None:
             smallest = max(smallest, program.smallest_budget_nbytes())
@@ -219,244 +196,3 @@ class _Costs:
 
     def _time(self, seconds: float) -> float:
         return self._weights.time * seconds / self.step_seconds / _TIME_UNIT
-
-
-class _Program:
-    """The integer program of one rank."""
-
-    def __init__(
-        self,
-        job: Job,
-        stages: Sequence[Stage],
-        states: Sequence[Mapping[int, int]],
-        costs: _Costs,
-        words: Sequence[str],
-        rank: int,
-    ) -> None:
-        self._job, self._stages, self._states = job, stages, states
-        self._groups = [group for stage in stages for group in _groups(stage, costs, words)]
-        self._layer_cost = costs.of_recomputed_layer()
-        self._layers_may_run_again = "recompute" in words
-        packed = {u.name: Choice("int8") for stage in job.stages() for u in stage.units()}
-        plain = predict(job, packed).ranks[rank]
-        self._lasting = plain.parameters_nbytes + plain.optimizer_nbytes + sum(plain.buffers_nbytes.values())
-        self._moments = moments_of(job, stages)
-        # What a stage keeps whatever is chosen, and what it keeps as soon as attention is packed in one of its layers.
-        self._fixed = {stage.index: _shared_nbytes(stage, {}) for stage in stages}
-        self._arguments = {stage.index: _shared_nbytes(stage, packed) - self._fixed[stage.index] for stage in stages}
-
-        self._loss_nbytes = {stage.index: stage.fixed_nbytes().get("logits", 0) for stage in stages}
-
-    def solve(self, budget_nbytes: int) -> tuple[dict[str, Choice], dict[int, Choice]] | None:
-        """The cheapest choices within the budget; None if there are none."""
-        values = self._run(budget_nbytes)
-        return None if values is None else self._named(values)
-
-    def smallest_budget_nbytes(self) -> int:
-        """The least with which `solve` finds something."""
-        values = self._run(None)
-        if values is None:
-            raise PlanError("no choice is left for some unit; allow one of 16 and 8, which the head can have")
-        return -(-round(values[-1] * _SCALE) // 1)
-
-    def _run(self, budget_nbytes: int | None) -> list[float] | None:
-        """Solves for cost under a budget, or, without one, for the smallest budget (the last value, scaled)."""
-        try:
-            import numpy as np
-            from scipy.optimize import Bounds, LinearConstraint, milp
-        except ImportError as error:
-            raise PlanError("choosing under a budget needs SciPy; pip install laconic[plan]") from error
-
-        # 1. Columns: one per group and option; per stage one for layers that run again and one that says whether any
-        #    attention is packed; one each that says whether any layer runs again, and whether any feed-forward block is
-        #    packed; and the budget itself.
-        columns = [(group, option) for group in self._groups for option in group.options]
-        num = len(columns) + 2 * len(self._stages) + 3
-        any_again, any_mlp, peak = num - 3, num - 2, num - 1
-        again = {stage.index: len(columns) + i for i, stage in enumerate(self._stages)}
-        packs = {stage.index: len(columns) + len(self._stages) + i for i, stage in enumerate(self._stages)}
-        cost, upper = np.zeros(num), np.zeros(num)
-        for index, (group, option) in enumerate(columns):
-            # Equal costs are settled by order, so that the same input always gives the same plan.
-            cost[index] = option.cost + 1e-9 * index / num
-            upper[index] = len(group.units)
-        for stage in self._stages:
-            cost[again[stage.index]] = self._layer_cost
-            upper[again[stage.index]] = len(stage.layers) if self._layers_may_run_again else 0
-            upper[packs[stage.index]] = 1
-        upper[any_again], upper[any_mlp], upper[peak] = 1, 1, np.inf
-
-        # 2. Every unit has one choice, or its layer runs again.
-        rows: list[np.ndarray] = []
-        low: list[float] = []
-        high: list[float] = []
-        for group in self._groups:
-            row = np.zeros(num)
-            row[[index for index, (other, _) in enumerate(columns) if other is group]] = 1
-            if group.units[0].layer is not None:
-                row[again[group.stage]] = 1
-            rows.append(row)
-            low.append(len(group.units))
-            high.append(len(group.units))
-        row = np.zeros(num)
-        row[list(again.values())] = 1
-        row[any_again] = -sum(len(stage.layers) for stage in self._stages)
-        rows.append(row)
-        low.append(-np.inf)
-        high.append(0)
-
-        for stage in self._stages:
-            row = np.zeros(num)
-            for index, (group, option) in enumerate(columns):
-                if group.stage == stage.index and group.units[0].kind == "attention" and option.choice != EXACT:
-                    row[index] = 1
-            row[packs[stage.index]] = -len(stage.layers)
-            rows.append(row)
-            low.append(-np.inf)
-            high.append(0)
-
-        row = np.zeros(num)
-        for index, (group, option) in enumerate(columns):
-            if group.units[0].kind == "mlp" and option.choice != EXACT:
-                row[index] = 1
-        row[any_mlp] = -sum(len(stage.layers) for stage in self._stages)
-        rows.append(row)
-        low.append(-np.inf)
-        high.append(0)
-
-        # 3. Gate and up are made again from the packed input of their norm.
-        for group in self._groups:
-            if any(option.choice.recompute for option in group.options):
-                row = np.zeros(num)
-                for index, (other, option) in enumerate(columns):
-                    if other is group and option.choice.recompute:
-                        row[index] = 1
-                    elif other.stage == group.stage and _feeds(other, group) and option.choice != EXACT:
-                        row[index] = -1
-                rows.append(row)
-                low.append(-np.inf)
-                high.append(0)
-
-        # 4. At none of the fullest moments is the budget exceeded.
-        tp = self._job.layout.tensor_parallel
-        for state in self._states:
-            for moment in self._moments:
-                if state[moment.stage] == 0:
-                    continue
-                row = np.zeros(num)
-                for index, (group, option) in enumerate(columns):
-                    row[index] = _waiting(group, state, moment, self._stages) * option.nbytes / tp / _SCALE
-                    if moment.casts and option.choice == EXACT:
-                        row[index] -= group.units[0].weight_nbytes / tp / _SCALE
-                for stage in self._stages:
-                    count = state[stage.index]
-                    row[again[stage.index]] = count * recomputed_nbytes(self._job, LAYER_INPUT) / tp / _SCALE
-                    row[packs[stage.index]] = count * self._arguments[stage.index] / tp / _SCALE
-                row[any_again] = moment.again_nbytes / tp / _SCALE
-                row[any_mlp] = moment.packed_nbytes / tp / _SCALE
-                row[peak] = -1
-                rows.append(row)
-                fixed = sum(count * self._fixed[index] for index, count in state.items())
-                if not moment.loss_is_kept:
-                    fixed -= self._loss_nbytes[moment.stage]
-                fixed += moment.workspace_nbytes
-                low.append(-np.inf)
-                high.append(-(self._lasting + moment.gradients_nbytes + fixed / tp) / _SCALE)
-
-        integrality = np.ones(num)
-        integrality[peak] = 0
-        if budget_nbytes is None:
-            cost = np.zeros(num)
-            cost[peak] = 1.0
-        else:
-            upper[peak] = budget_nbytes / _SCALE
-        result = milp(
-            cost,
-            constraints=LinearConstraint(np.array(rows), np.array(low), np.array(high)),
-            bounds=Bounds(np.zeros(num), upper),
-            integrality=integrality,
-            options={"mip_rel_gap": 0.0},
-        )
-        return None if result.x is None else [float(value) for value in result.x]
-
-    def _named(self, values: Sequence[float]) -> tuple[dict[str, Choice], dict[int, Choice]]:
-        """From counts to layers: those that run again first, then fewest bytes first."""
-        columns = [(group, option) for group in self._groups for option in group.options]
-        counts = [round(value) for value in values]
-        recomputed: dict[int, Choice] = {}
-        for index, stage in enumerate(self._stages):
-            for layer in stage.layers[: counts[len(columns) + index]]:
-                recomputed[layer] = LAYER_INPUT
-        choices: dict[str, Choice] = {}
-        for group in self._groups:
-            units = [unit for unit in group.units if unit.layer not in recomputed]
-            picked = [(o, counts[i]) for i, (g, o) in enumerate(columns) if g is group and counts[i] > 0]
-            ordered = [o.choice for o, n in sorted(picked, key=lambda pair: pair[0].nbytes) for _ in range(n)]
-            choices |= {unit.name: choice for unit, choice in zip(units, ordered, strict=True)}
-        for stage in self._stages:
-            choices |= _output_projections(stage, choices, recomputed)
-        return choices, recomputed
-
-
-_SCALE = 2.0**20
-"""Bytes are handed to the solver in MiB, so that its tolerances are those of numbers of moderate size."""
-
-
-def _waiting(group: _Group, state: Mapping[int, int], moment: Moment, stages: Sequence[Stage]) -> float:
-    """How many micro-batches of a unit wait at a moment."""
-    count = float(state[group.stage])
-    if group.stage == moment.stage:
-        layer = group.units[0].layer
-        if layer is None:
-            return count if moment.loss_is_kept else count - 1
-        if moment.only_first_layer:
-            # Of the current micro-batch one layer is left, which keeps at most the average.
-            num_layers = next(len(stage.layers) for stage in stages if stage.index == group.stage)
-            return count - 1 + 1 / num_layers
-    return count
-
-
-def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:
-    """What a waiting micro-batch keeps in a stage that belongs to no unit."""
-    return sum(nbytes for name, (_, nbytes, _) in kept_nbytes(stage, choices, {}).items() if name.startswith("("))
-
-
-def _groups(stage: Stage, costs: _Costs, words: Sequence[str]) -> list[_Group]:
-    """Alike units of a stage with what may be chosen for them."""
-    alike: dict[str, list[Unit]] = {}
-    for unit in stage.units():
-        if unit.rows:
-            key = unit.name.replace(f"layers.{unit.layer}.", "")
-            alike.setdefault(key, []).append(unit)
-    groups = []
-    for units in alike.values():
-        first = units[0]
-        options = [_Option(c, first.nbytes(c), costs.of(first, c)) for c in _choices(first, words)]
-        groups.append(_Group(stage.index, tuple(units), tuple(options)))
-    return groups
-
-
-def _feeds(group: _Group, mlp: _Group) -> bool:
-    """Whether a group keeps what the first linears of feed-forward blocks read."""
-    return any(site.startswith(f"{mlp.units[0].name}.") for site in group.units[0].sites) and group is not mlp
-
-
-def _choices(unit: Unit, words: Sequence[str]) -> list[Choice]:
-    found = [Choice.from_bits(int(w)) for w in words if w.isdigit() and int(w) >= unit.minimum_bits]
-    if "recompute" in words and unit.kind == "mlp":
-        found.append(RECOMPUTE)
-    if "offload" in words:
-        found += [Choice(c.code, c.block_size, c.scale_dtype, offload=True) for c in found if c.code is not None]
-    return found
-
-
-def _output_projections(
-    stage: Stage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
-) -> dict[str, Choice]:
-    """Projections behind attention that read what it holds or makes again: a format of theirs packs nothing."""
-    found = {}
-    for unit in stage.units():
-        if not unit.rows and unit.rebuilt_with is not None and unit.layer not in recomputed:
-            attention = choices.get(unit.rebuilt_with, EXACT)
-            found[unit.name] = Choice("nf4") if attention == EXACT else Choice(attention.code or "nf4")
-    return found

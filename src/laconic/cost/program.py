@@ -1,0 +1,301 @@
+"""The integer program of one rank: which choices are cheapest under a budget of bytes.
+
+Layers of one stage are alike, so the program counts instead of naming: how many layers of a stage keep their gate and
+up in five bits, how many run again in backward. Solved by HiGHS through SciPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from laconic.cost.job import Job, Stage, kept_nbytes, recomputed_nbytes
+from laconic.cost.memory import predict
+from laconic.cost.moments import Moment, moments_of
+from laconic.cost.units import EXACT, RECOMPUTE, Choice, Unit
+from laconic.errors import PlanError
+
+__all__ = ["LAYER_INPUT", "Costs", "Program"]
+
+LAYER_INPUT = Choice("int8")
+"""How a decoder layer that runs again in backward keeps its input."""
+
+_SCALE = 2.0**20
+"""Bytes are handed to the solver in MiB, so that its tolerances are those of numbers of moderate size."""
+
+
+class Costs(Protocol):
+    """What the program minimizes."""
+
+    def of(self, unit: Unit, choice: Choice) -> float:
+        """Cost of a choice for one unit."""
+
+    def of_recomputed_layer(self) -> float:
+        """Cost of one decoder layer that runs again."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One choice for a group, with its bytes per waiting micro-batch and its cost."""
+
+    choice: Choice
+    nbytes: int
+    cost: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Alike units of one stage, of which each gets one of the options."""
+
+    stage: int
+    units: tuple[Unit, ...]
+    options: tuple[_Option, ...]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A linear constraint: low <= sum of terms <= high."""
+
+    terms: Mapping[Hashable, float]
+    low: float
+    high: float
+
+
+# Columns beside those of (group, option): layers of a stage that run again, whether any attention of a stage is packed,
+# whether any layer runs again, whether any feed-forward block is packed, and the peak in _SCALE bytes.
+_Again = tuple[str, int]
+_ANY_AGAIN, _ANY_MLP, _PEAK = "any layer runs again", "any feed-forward block is packed", "peak"
+
+
+def _again(stage: Stage) -> _Again:
+    return ("layers that run again", stage.index)
+
+
+def _packs(stage: Stage) -> _Again:
+    return ("attention is packed", stage.index)
+
+
+class Program:
+    """The choices of a rank that holds `stages`.
+
+    Args:
+        job: whose rank.
+        rank, stages: of the pipeline.
+        states: the fullest moments of its schedule, micro-batches that wait by stage.
+        costs: what is minimized.
+        words: what may be chosen, see `choose.CHOICES`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        stages: Sequence[Stage],
+        states: Sequence[Mapping[int, int]],
+        costs: Costs,
+        words: Sequence[str],
+    ) -> None:
+        self._job, self._stages, self._states = job, stages, states
+        self._groups = [group for stage in stages for group in _groups(stage, costs, words)]
+        self._layer_cost = costs.of_recomputed_layer()
+        self._layers_may_run_again = "recompute" in words
+        packed = {unit.name: Choice("int8") for stage in stages for unit in stage.units()}
+        memory = predict(job, packed).ranks[rank]
+        self._lasting = memory.parameters_nbytes + memory.optimizer_nbytes + sum(memory.buffers_nbytes.values())
+        # What a stage keeps whatever is chosen, and what more as soon as attention is packed in one of its layers.
+        self._fixed = {stage.index: _shared_nbytes(stage, {}) for stage in stages}
+        self._arguments = {stage.index: _shared_nbytes(stage, packed) - self._fixed[stage.index] for stage in stages}
+        self._loss = {stage.index: stage.fixed_nbytes().get("logits", 0) for stage in stages}
+        self._rules = [*self._every_unit_is_decided(), *self._what_is_used_anywhere(), *self._gate_and_up_can_be_made()]
+        self._rules += self._the_peak_is_never_exceeded()
+
+    def solve(self, budget_nbytes: int) -> tuple[dict[str, Choice], dict[int, Choice]] | None:
+        """The cheapest choices by unit, and layers that run again, within the budget; None if there are none."""
+        cost: dict[Hashable, float] = {_again(stage): self._layer_cost for stage in self._stages}
+        columns = [(group, option) for group in self._groups for option in group.options]
+        for index, column in enumerate(columns):
+            # Equal costs are settled by order, so that the same input always gives the same plan.
+            cost[column] = column[1].cost + 1e-9 * index / len(columns)
+        values = self._run(cost, budget_nbytes / _SCALE)
+        return None if values is None else self._named(values)
+
+    def smallest_budget_nbytes(self) -> int:
+        """The least with which `solve` finds something.
+
+        Raises:
+            PlanError: no budget suffices, as some unit has no choice.
+        """
+        values = self._run({_PEAK: 1.0}, inf)
+        if values is None:
+            raise PlanError("no choice is left for some unit; allow one of 16 and 8, which the head can have")
+        return round(values[_PEAK] * _SCALE)
+
+    def _every_unit_is_decided(self) -> Iterable[_Rule]:
+        """It has one choice, or its layer runs again."""
+        stage_of = {stage.index: stage for stage in self._stages}
+        for group in self._groups:
+            terms: dict[Hashable, float] = {(group, option): 1 for option in group.options}
+            if group.units[0].layer is not None:
+                terms[_again(stage_of[group.stage])] = 1
+            yield _Rule(terms, len(group.units), len(group.units))
+
+    def _what_is_used_anywhere(self) -> Iterable[_Rule]:
+        """Columns of 0 and 1 that have to be 1 as soon as something is chosen once."""
+
+        def used(kind: str, stages: Sequence[Stage]) -> dict[Hashable, float]:
+            inside = {stage.index for stage in stages}
+            return {
+                (group, option): 1
+                for group in self._groups
+                for option in group.options
+                if group.units[0].kind == kind and group.stage in inside and option.choice != EXACT
+            }
+
+        num_layers = sum(len(stage.layers) for stage in self._stages)
+        yield _Rule({_ANY_AGAIN: -num_layers} | {_again(stage): 1 for stage in self._stages}, -inf, 0)
+        yield _Rule({_ANY_MLP: -num_layers} | used("mlp", self._stages), -inf, 0)
+        for stage in self._stages:
+            yield _Rule({_packs(stage): -len(stage.layers)} | used("attention", [stage]), -inf, 0)
+
+    def _gate_and_up_can_be_made(self) -> Iterable[_Rule]:
+        """They are made again from the packed input of their norm, so no more of them than of these."""
+        for group in self._groups:
+            again: dict[Hashable, float] = {(group, o): 1 for o in group.options if o.choice.recompute}
+            packed = {
+                (other, option): -1
+                for other in self._groups
+                for option in other.options
+                if other.stage == group.stage and _feeds(other, group) and option.choice != EXACT
+            }
+            if again:
+                yield _Rule(again | packed, -inf, 0)
+
+    def _the_peak_is_never_exceeded(self) -> Iterable[_Rule]:
+        tp = self._job.layout.tensor_parallel
+        layer_input = recomputed_nbytes(self._job, LAYER_INPUT)
+        for state in self._states:
+            for moment in self._moments_in(state):
+                nbytes: dict[Hashable, float] = {}
+                for group in self._groups:
+                    for option in group.options:
+                        nbytes[group, option] = self._num_waiting(group, state, moment) * option.nbytes
+                        if moment.casts and option.choice == EXACT:
+                            nbytes[group, option] -= group.units[0].weight_nbytes
+                for stage in self._stages:
+                    nbytes[_again(stage)] = state[stage.index] * layer_input
+                    nbytes[_packs(stage)] = state[stage.index] * self._arguments[stage.index]
+                nbytes[_ANY_AGAIN] = moment.again_nbytes
+                nbytes[_ANY_MLP] = moment.packed_nbytes
+                fixed = moment.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
+                fixed -= 0 if moment.loss_is_kept else self._loss[moment.stage]
+                terms: dict[Hashable, float] = {key: value / tp / _SCALE for key, value in nbytes.items()}
+                known = self._lasting + moment.gradients_nbytes + fixed / tp
+                yield _Rule(terms | {_PEAK: -1}, -inf, -known / _SCALE)
+
+    def _moments_in(self, state: Mapping[int, int]) -> list[Moment]:
+        return [moment for moment in moments_of(self._job, self._stages) if state[moment.stage] > 0]
+
+    def _num_waiting(self, group: _Group, state: Mapping[int, int], moment: Moment) -> float:
+        """How many micro-batches of a group's units wait at a moment."""
+        count = state[group.stage]
+        if group.stage != moment.stage:
+            return count
+        if group.units[0].layer is None:
+            return count if moment.loss_is_kept else count - 1
+        if moment.only_first_layer:
+            # Of the current micro-batch one layer is left, which keeps at most the average.
+            return count - 1 + 1 / next(len(stage.layers) for stage in self._stages if stage.index == group.stage)
+        return count
+
+    def _run(self, cost: Mapping[Hashable, float], budget: float) -> dict[Hashable, float] | None:
+        """Values of all columns at the least cost, None if the rules cannot be met."""
+        try:
+            import numpy as np
+            from scipy.optimize import Bounds, LinearConstraint, milp
+        except ImportError as error:
+            raise PlanError(
+                f"choosing under a budget needs SciPy ({error}): pip install 'laconic[plan]'; policies do without"
+            ) from error
+        upper: dict[Hashable, float] = {(group, o): len(group.units) for group in self._groups for o in group.options}
+        for stage in self._stages:
+            upper[_again(stage)] = len(stage.layers) if self._layers_may_run_again else 0
+            upper[_packs(stage)] = 1
+        upper |= {_ANY_AGAIN: 1, _ANY_MLP: 1, _PEAK: budget}
+        at = {key: index for index, key in enumerate(upper)}
+        matrix = np.zeros((len(self._rules), len(at)))
+        for row, rule in zip(matrix, self._rules, strict=True):
+            for key, value in rule.terms.items():
+                row[at[key]] = value
+        integrality = np.ones(len(at))
+        integrality[at[_PEAK]] = 0
+        result = milp(
+            [cost.get(key, 0.0) for key in at],
+            constraints=LinearConstraint(matrix, [rule.low for rule in self._rules], [r.high for r in self._rules]),
+            bounds=Bounds(np.zeros(len(at)), np.array(list(upper.values()))),
+            integrality=integrality,
+            options={"mip_rel_gap": 0.0},
+        )
+        return None if result.x is None else {key: float(result.x[index]) for key, index in at.items()}
+
+    def _named(self, values: Mapping[Hashable, float]) -> tuple[dict[str, Choice], dict[int, Choice]]:
+        """From counts to layers: those that run again first, then fewest bytes first."""
+        recomputed = {
+            layer: LAYER_INPUT for stage in self._stages for layer in stage.layers[: round(values[_again(stage)])]
+        }
+        choices: dict[str, Choice] = {}
+        for group in self._groups:
+            units = [unit for unit in group.units if unit.layer not in recomputed]
+            by_nbytes = sorted(group.options, key=lambda option: option.nbytes)
+            ordered = [option.choice for option in by_nbytes for _ in range(round(values[group, option]))]
+            choices |= {unit.name: choice for unit, choice in zip(units, ordered, strict=True)}
+        for stage in self._stages:
+            choices |= _output_projections(stage, choices, recomputed)
+        return choices, recomputed
+
+
+def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:
+    """What a waiting micro-batch keeps in a stage that belongs to no unit."""
+    return sum(nbytes for name, (_, nbytes, _) in kept_nbytes(stage, choices, {}).items() if name.startswith("("))
+
+
+def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
+    """Alike units of a stage with what may be chosen for them."""
+    alike: dict[str, list[Unit]] = {}
+    for unit in stage.units():
+        if unit.rows:
+            key = unit.name.replace(f"layers.{unit.layer}.", "")
+            alike.setdefault(key, []).append(unit)
+    groups = []
+    for units in alike.values():
+        first = units[0]
+        options = [_Option(choice, first.nbytes(choice), costs.of(first, choice)) for choice in _choices(first, words)]
+        groups.append(_Group(stage.index, tuple(units), tuple(options)))
+    return groups
+
+
+def _choices(unit: Unit, words: Sequence[str]) -> list[Choice]:
+    found = [Choice.from_bits(int(w)) for w in words if w.isdigit() and int(w) >= unit.minimum_bits]
+    if "recompute" in words and unit.kind == "mlp":
+        found.append(RECOMPUTE)
+    if "offload" in words:
+        found += [Choice(c.code, c.block_size, c.scale_dtype, offload=True) for c in found if c.code is not None]
+    return found
+
+
+def _feeds(group: _Group, mlp: _Group) -> bool:
+    """Whether a group keeps what the first linears of feed-forward blocks read."""
+    return group is not mlp and any(site.startswith(f"{mlp.units[0].name}.") for site in group.units[0].sites)
+
+
+def _output_projections(
+    stage: Stage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
+) -> dict[str, Choice]:
+    """Projections behind attention that read what it holds or makes again: a format of theirs packs nothing."""
+    found = {}
+    for unit in stage.units():
+        if not unit.rows and unit.rebuilt_with is not None and unit.layer not in recomputed:
+            attention = choices.get(unit.rebuilt_with, EXACT)
+            found[unit.name] = Choice("nf4") if attention == EXACT else Choice(attention.code or "nf4")
+    return found
