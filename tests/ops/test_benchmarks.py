@@ -41,6 +41,13 @@ def test_optimizer_benchmark_writes_its_tables() -> None:
         assert f"\n| {row} | " in result.stdout
 
 
+def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
+    result = run("loss", "--smoke", "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    for row in ("plain", "chunked", "chunked, hidden states at int8"):
+        assert result.stdout.count(f"\n| {row} | ") == 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
     result = run("gpu", "--smoke")
