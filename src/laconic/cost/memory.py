@@ -123,11 +123,12 @@ def predict(
         for state in schedule.peak_states(rank):
             for moment in moments_of(job, own):
                 if state[moment.stage] > 0:
-                    activations, host = _waiting(job, own, kept, state, moment)
+                    activations = _waiting(job, own, kept, state, moment)
                     workspace = moment.workspace(own, choices, recomputed)
                     total = sum(activations.values()) + workspace + moment.gradients_nbytes
-                    candidates.append((total, moment, activations, host, workspace))
-        _, moment, activations, host, workspace = max(candidates, key=lambda candidate: candidate[0])
+                    candidates.append((total, moment, activations, workspace))
+        _, moment, activations, workspace = max(candidates, key=lambda candidate: candidate[0])
+        on_host = {stage.index: sum(n for _, _, n in kept[stage.index].values()) for stage in own}
         ranks.append(
             RankMemory(
                 rank=rank,
@@ -141,7 +142,7 @@ def predict(
                 activations_nbytes=dict(activations),
                 buffers_nbytes=_buffers_nbytes(job, own, schedule, rank),
                 workspace_nbytes=workspace,
-                host_nbytes=host,
+                host_nbytes=schedule.peak_nbytes(rank, on_host) // job.layout.tensor_parallel,
             )
         )
     saved = {name: nbytes for stage in kept for name, (_, nbytes, _) in stage.items() if nbytes}
@@ -154,22 +155,19 @@ def _waiting(
     kept: list[dict[str, tuple[str, int, int]]],
     state: Mapping[int, int],
     moment: Moment,
-) -> tuple[Counter[str], int]:
-    """What waits at a moment: bytes on the device by kind, and bytes on the host."""
-    tp = job.layout.tensor_parallel
+) -> Counter[str]:
+    """Bytes that wait on the device at a moment, by kind."""
     activations: Counter[str] = Counter()
-    host = 0
     for stage in stages:
-        for name, (kind, nbytes, on_host) in kept[stage.index].items():
+        for name, (kind, nbytes, _) in kept[stage.index].items():
             count = state[stage.index]
             if stage.index == moment.stage:
                 loss_side = kind in ("logits", "head")
                 inside = name.startswith("model.layers.") and not name.startswith(f"model.layers.{stage.layers[0]}.")
                 if (loss_side and not moment.loss_is_kept) or (inside and moment.only_first_layer):
                     count -= 1
-            activations[kind] += count * nbytes // tp
-            host += count * on_host // tp
-    return activations, host
+            activations[kind] += count * nbytes // job.layout.tensor_parallel
+    return activations
 
 
 def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:

@@ -1,0 +1,86 @@
+"""A plan carried out keeps what it predicted, and a plan that recomputes, offloads and mixes can be trained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import laconic
+from laconic.activations import ActivationPlan, SavedTensorTracker
+from laconic.cost import Batch, Choice, Job, ModelShape, Plan, Settings
+from laconic.cost.choose import choose, describe
+from laconic.cost.units import EXACT, RECOMPUTE, Unit, rotary_nbytes
+from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+
+BATCH = Batch(2, 64)
+
+
+def packed(unit: Unit) -> Choice:
+    return EXACT if unit.kind == "attention" else Choice("int8")
+
+
+def decided(job: Job, case: str) -> Plan:
+    """A plan in which something special happens."""
+    units = [unit for stage in job.stages() for unit in stage.units()]
+    choices = {unit.name: packed(unit) for unit in units}
+    recomputed: dict[int, Choice] = {}
+    if case == "gate and up again":
+        choices |= {unit.name: RECOMPUTE for unit in units if unit.kind == "mlp"}
+    elif case == "layers again":
+        recomputed = {0: Choice("int8"), 2: EXACT}
+    elif case == "all layers again":
+        recomputed = dict.fromkeys(range(3), Choice("nf4"))
+    elif case == "offloaded":
+        choices |= {unit.name: Choice("int8", offload=True) for unit in units if unit.kind in ("norm", "mlp")}
+    elif case == "mixed":
+        choices |= {unit.name: Choice("int6") for unit in units if unit.kind == "attention" and unit.layer == 1}
+        choices |= {unit.name: EXACT for unit in units if unit.layer == 2}
+    return Plan.of(job, describe(job, choices, recomputed, case))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("case", ["gate and up again", "layers again", "all layers again", "offloaded", "mixed"])
+def test_what_a_plan_keeps_is_what_it_predicts(family: str, case: str) -> None:
+    model, exact = (make_model(family, num_hidden_layers=3) for _ in range(2))
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    job = Job(shape, BATCH, settings=Settings(precision="fp32"))
+    plan = decided(job, case)
+    laconic.compress_activations(model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())))
+    ids = make_ids(BATCH.sequences, BATCH.sequence_length)
+    with SavedTensorTracker(model) as tracker:
+        loss = loss_of(model, ids)
+    predicted = plan.prediction.saved_total_nbytes
+    if case == "offloaded":  # on a CPU the packed bytes stay where they are
+        assert plan.prediction.ranks[0].host_nbytes > 0
+        predicted += plan.prediction.ranks[0].host_nbytes
+    if case == "all layers again":  # the regions hold the rotary tables as arguments, which the tracker does not see
+        predicted -= rotary_nbytes(shape, BATCH, job.precision)
+    assert tracker.nbytes == predicted
+
+    loss.backward()
+    loss_of(exact, ids).backward()
+    got, expected = gradients_of(model), gradients_of(exact)
+    off = torch.cat([got[name].flatten() for name in got]), torch.cat([expected[name].flatten() for name in got])
+    assert set(got) == set(expected)
+    assert relative_error(*off) < (0.25 if case == "all layers again" else 0.05)
+
+
+def test_what_the_solver_chooses_can_be_carried_out() -> None:
+    model = make_model("llama", num_hidden_layers=4, intermediate_size=256)
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    job = Job(shape, Batch(16, 64), settings=Settings(precision="fp32", loss="chunked"))
+    for budget in (21_000_000, 15_000_000, 13_000_000):
+        plan = Plan.of(job, choose(job, budget, allowed=("16", "8", "6", "5", "4", "recompute")), budget)
+        text = json.dumps(plan.activation_plan())
+        laconic.compress_activations(model, plan=ActivationPlan.from_json(text), loss="chunked")
+        ids = make_ids(16, 64)
+        with SavedTensorTracker(model) as tracker:
+            loss = loss_of(model, ids)
+        loss.backward()
+        predicted = plan.prediction.saved_total_nbytes
+        if len(plan.recomputed) == shape.num_layers:
+            predicted -= rotary_nbytes(shape, job.batch, job.precision)
+        assert tracker.nbytes == predicted
+        laconic.decompress_activations(model)
