@@ -29,7 +29,7 @@ SAVED_AFTER, STEPS = 3, 6
 
 
 class Net(nn.Module):
-    """Rows of 300 elements (ragged blocks), 131 of them (uneven shards); rows of two blocks; a norm; a bias."""
+    """Rows of 300 elements (ragged blocks), 131 of them (uneven shards); one row (an empty shard); a norm; a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +38,11 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(131)
         self.second = nn.Linear(131, 512, bias=False)
         self.third = nn.Linear(512, 40)
+        self.wide = nn.Parameter(torch.randn(1, 4600))
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.third(self.second(self.norm(self.first(x)).relu()))
-        return output
+        return output + self.wide.square().mean()
 
 
 def make(world: World) -> tuple[nn.Module, AdamW8bit]:

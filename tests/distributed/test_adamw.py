@@ -44,6 +44,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_two_processes_take_the_steps_of_one(folder: Path, alone: dict[str, Tensor]) -> None:
     assert "first.weight exp_avg_codes" in alone
+    assert "wide exp_avg_codes" in alone
     assert "norm.weight exp_avg" in alone
     assert_same(torch.load(folder / "whole.pt"), alone)
 
