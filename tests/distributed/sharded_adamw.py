@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -20,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from laconic.errors import FormatError
 from laconic.formats import quantized_gradient, set_quantized_gradient
 from laconic.gradients import compress_gradients
-from laconic.optim import AdamW8bit
+from laconic.optim import AdamW8bit, from_bitsandbytes_state, to_bitsandbytes_state
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.worker import leave
 from laconic.train.world import World, join_world, read_environment
@@ -102,14 +107,24 @@ def main() -> None:
     train(model, optimizer, SAVED_AFTER, STEPS)
     write(folder, world, "whole", everything(model, optimizer))
 
-    # 2. Continued by fresh objects, from the checkpoint of two processes and from that of one.
+    # 2. Gathered as a full state dict and as a state of bitsandbytes, and taken apart again.
+    options = StateDictOptions(full_state_dict=True)
+    full = get_optimizer_state_dict(model, optimizer, options=options)
+    other_model, other = make(world)
+    set_optimizer_state_dict(other_model, other, full, options=options)
+    write(folder, world, "gathered", everything(other_model, other))
+    other_model, other = make(world)
+    from_bitsandbytes_state(other, to_bitsandbytes_state(optimizer))
+    write(folder, world, "converted", everything(other_model, other))
+
+    # 3. Continued by fresh objects, from the checkpoint of two processes and from that of one.
     for name in ("two", "one"):
         model, optimizer = make(world)
         load(folder, world, model, optimizer, name)
         train(model, optimizer, SAVED_AFTER, STEPS)
         write(folder, world, f"from-{name}", everything(model, optimizer))
 
-    # 3. Gradients in 8 bits, and the same values as dense gradients.
+    # 4. Gradients in 8 bits, and the same values as dense gradients.
     model, optimizer = make(world)
     compressed = compress_gradients(model)
     backward(model, 0)
@@ -134,7 +149,7 @@ def main() -> None:
     optimizer.step()
     write(folder, world, "dequantized", everything(model, optimizer))
 
-    # 4. Tensor parallelism cuts rows.
+    # 5. Tensor parallelism cuts rows.
     mesh = init_device_mesh("cpu", (world.size,))
     weight = torch.randn(16, 1024, generator=torch.Generator().manual_seed(0))
     whole, cut = nn.Parameter(weight.clone()), nn.Parameter(distribute_tensor(weight.clone(), mesh, [Shard(1)]))

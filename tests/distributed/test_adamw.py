@@ -49,6 +49,22 @@ def test_two_processes_take_the_steps_of_one(folder: Path, alone: dict[str, Tens
     assert_same(torch.load(folder / "whole.pt"), alone)
 
 
+def test_gathered_states_are_taken_apart_again(folder: Path, alone: dict[str, Tensor]) -> None:
+    gathered, converted = torch.load(folder / "gathered.pt"), torch.load(folder / "converted.pt")
+    for name, value in alone.items():
+        if " " not in name:  # a weight
+            continue
+        assert torch.equal(gathered[name], value), name
+        # Rows of 300 and 131 elements have other blocks in bitsandbytes, where a code may round to its neighbour.
+        if name.startswith(("third", "norm")) or name.endswith("step"):
+            assert torch.equal(converted[name], value), name
+        else:
+            assert converted[name].shape == value.shape
+            scale = value.double().abs().max()
+            tolerance = 1.1 if value.dtype == torch.uint8 else 0.02 * scale
+            assert (converted[name].double() - value.double()).abs().mean() <= tolerance, name
+
+
 @pytest.mark.parametrize("saved_by", ["two", "one"])
 def test_two_processes_continue_a_checkpoint(folder: Path, alone: dict[str, Tensor], saved_by: str) -> None:
     assert_same(torch.load(folder / f"from-{saved_by}.pt"), alone)

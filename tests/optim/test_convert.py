@@ -165,7 +165,7 @@ def test_states_that_do_not_fit_are_refused(bnb: Any) -> None:
         (changed(good, absmax2=torch.zeros(1)), r"absmax2 of parameter 0 .* must be fp32 \(64,\)"),
         (
             changed(good, state1=torch.zeros(3, dtype=torch.uint8), absmax1=torch.zeros(1)),
-            r"exp_avg .* of shape \(3,\)",
+            r"exp_avg .* has shape \(3,\)",
         ),
         (good | {"param_groups": good["param_groups"] * 2}, "has 2 parameter groups, but the optimizer has 1"),
         (torch.optim.SGD(parameters()[:1]).state_dict() | {"state": {0: {"step": 1}}}, "has step, state1, state2"),

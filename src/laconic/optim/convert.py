@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from laconic.errors import FormatError
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
@@ -43,9 +43,9 @@ Moments = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> None:
     """Load the state dict of a torch.optim.AdamW (or Adam without weight decay), its moments rounded to 8 bits.
 
-    `optimizer` has the same parameters in the same groups and order; a DTensor needs moments that are placed as it is.
-    Options of the groups are taken over too. Raises FormatError, before anything changed, for a state that does not
-    fit, and for amsgrad.
+    `optimizer` has the same parameters in the same groups and order. The moments of a DTensor are DTensors placed as it
+    is, or plain tensors of its global shape, then the same on every process. Options of the groups are taken over too.
+    Raises FormatError, before anything changed, for a state that does not fit, and for amsgrad.
     """
     for group in state_dict["param_groups"]:
         if group.get("amsgrad"):
@@ -69,8 +69,9 @@ def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> Non
 def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> None:
     """Load the state dict of a bitsandbytes AdamW8bit, Adam8bit or their 32-bit forms.
 
-    `optimizer` has the same parameters in the same groups and order, none of them a DTensor. Options of the groups are
-    taken over too. Raises FormatError, before anything changed, for a state that does not fit.
+    `optimizer` has the same parameters in the same groups and order. For DTensors every process is given the same state
+    dict, and takes its part. Options of the groups are taken over too. Raises FormatError, before anything changed, for
+    a state that does not fit.
     """
 
     def moments_of(name: str, state: Mapping[str, Any]) -> Moments:
@@ -104,7 +105,8 @@ def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any])
 def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
     """The state dict that a bitsandbytes AdamW8bit with the same parameters can load; tensors are copies.
 
-    Raises FormatError for DTensors and for maximize=True, which bitsandbytes does not know.
+    DTensors are gathered, so all processes call it together, and each gets the whole state. Raises FormatError for
+    maximize=True, which bitsandbytes does not know.
     """
     saved = optimizer.state_dict()
     states: dict[Any, dict[str, Any]] = {}
@@ -114,13 +116,10 @@ def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
             raise FormatError("maximize is True, but bitsandbytes only minimizes; flip the sign of the loss instead")
         options = {name: packed[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
         groups.append(options | _BNB_GROUP)
-        for index, (parameter, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
-            state = optimizer.state.get(parameter)
+        for parameter, key in zip(group["params"], packed["params"], strict=True):
+            state = {name: _full(value) for name, value in optimizer.state.get(parameter, {}).items()}
             if not state:
                 continue
-            if isinstance(parameter, DTensor):
-                name = parameter_name(optimizer, group, index)
-                raise FormatError(f"{name} is a DTensor, but bitsandbytes knows none; gather the full states first")
             tensors = {}
             for moment, signed in MOMENTS.items():
                 number = _BNB_NUMBERS[moment]
@@ -181,33 +180,49 @@ def _fill(
     name: str, parameter: Tensor, moment: str, fresh: dict[str, Any], value: Tensor | tuple[Tensor, Tensor]
 ) -> None:
     """Write a moment into a new state, in the form that the new state has."""
-    signed, target = MOMENTS[moment], local(parameter)
+    signed = MOMENTS[moment]
     found = value if isinstance(value, Tensor) else value[0]
-    if found.shape != parameter.shape or isinstance(found, DTensor) != isinstance(parameter, DTensor):
+    if found.shape != parameter.shape:
         raise FormatError(
-            f"{moment} of {name} is a {type(found).__name__} of shape {tuple(found.shape)}, but the parameter is a"
-            f" {type(parameter).__name__} of shape {tuple(parameter.shape)}"
+            f"{moment} of {name} has shape {tuple(found.shape)}, but the parameter has {tuple(parameter.shape)}"
         )
-    if isinstance(found, DTensor) and isinstance(parameter, DTensor) and found.placements != parameter.placements:
-        raise FormatError(
-            f"{moment} of {name} is placed as {found.placements}, but the parameter as {parameter.placements}"
-        )
-    if isinstance(value, tuple):
-        codes, scales = (part.to(target.device) for part in value)
-        rows, length = rows_of(target.shape)
-        if is_8bit(fresh) and (rows == 1 or length % STATE_BLOCK_SIZE == 0):
-            fresh[f"{moment}_codes"].copy_(codes)
-            fresh[f"{moment}_scales"].copy_(scales.view_as(fresh[f"{moment}_scales"]))
-            return
-        exact = dequantize_dynamic(codes.reshape(1, -1), scales.view(1, -1), signed=signed).view(target.shape)
+    if isinstance(found, DTensor) and (not isinstance(parameter, DTensor) or found.placements != parameter.placements):
+        raise FormatError(f"{moment} of {name} is a DTensor, but not placed as the parameter is; redistribute it")
+
+    # 1. Codes and scales as they are, or the moment in fp32: of this process if it is a DTensor, else of all.
+    codes = scales = exact = None
+    if isinstance(value, Tensor):
+        exact = local(value).float()
     else:
-        exact = local(value).to(target.device, torch.float32)
+        rows, length = rows_of(parameter.shape)
+        codes, scales = value[0], value[1].view(1, -1)
+        if is_8bit(fresh) and (rows == 1 or length % STATE_BLOCK_SIZE == 0):
+            scales = scales.view(rows, -1)
+        else:
+            exact = dequantize_dynamic(codes.reshape(1, -1), scales, signed=signed).view(parameter.shape)
+
+    # 2. The new state's form.
     if not is_8bit(fresh):
-        local(fresh[moment]).copy_(exact)
-        return
-    codes, scales = quantize_moment(exact, signed=signed)
-    local(fresh[f"{moment}_codes"]).copy_(codes)
-    local(fresh[f"{moment}_scales"]).copy_(scales)
+        parts = {moment: exact}
+    else:
+        if exact is not None:
+            codes, scales = quantize_moment(exact, signed=signed)
+        parts = {f"{moment}_codes": codes, f"{moment}_scales": scales}
+    for key, part in parts.items():
+        assert part is not None
+        _write(fresh[key], part, whole=not isinstance(found, DTensor))
+
+
+def _write(target: Tensor, value: Tensor, whole: bool) -> None:
+    """Copy a plain tensor into a state's: all of it, or what belongs to this process."""
+    value = value.to(target.device)
+    if whole and isinstance(target, DTensor):
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
+    local(target).copy_(value)
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _in_flat_blocks(codes: Tensor, scales: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
