@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError, ModelError
-from laconic.gradients import ddp_q8_hook, quantize_reduction
+from laconic.gradients import all_reduce_q8, ddp_q8_hook, quantize_reduction
 from laconic.gradients.ddp import q8_hook
 from laconic.gradients.fsdp2 import Q8ReduceScatter
 from laconic.train.wire import WireCounter
@@ -163,6 +164,27 @@ def nan_reaches_all_ranks() -> None:
     assert gradients(model).isnan().any()
 
 
+def a_rank_that_does_not_come_is_an_error_in_time() -> None:
+    """Synchronous, in the background, and in DDP's backward."""
+    model = ddp(process_group=dist.new_group(timeout=timedelta(seconds=2)))
+    quantize_reduction(model, min_nbytes=0)
+    backward(model)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    all_reduce_q8(torch.zeros(300), group, min_nbytes=0, async_op=True).wait()
+    if dist.get_rank() == 1:
+        time.sleep(7)
+        return
+    started = time.monotonic()
+    for call in (
+        lambda: all_reduce_q8(torch.zeros(300), group, min_nbytes=0, async_op=True).wait(),
+        lambda: all_reduce_q8(torch.zeros(300), group, min_nbytes=0),
+        lambda: backward(model),
+    ):
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out|closed"):
+            call()
+    assert 1.5 < time.monotonic() - started < 30
+
+
 def refusals() -> None:
     plain = make_model("llama")
     with pytest.raises(ModelError, match=r"neither DDP nor FSDP2 has wrapped.*or use compress_gradients"):
@@ -189,6 +211,7 @@ def work(rank: int, directory: str) -> None:
     small_buckets_are_exact()
     nan_reaches_all_ranks()
     refusals()
+    a_rank_that_does_not_come_is_an_error_in_time()
     dist.barrier()
     leave(0)
 

@@ -16,8 +16,12 @@ def mean_by_reference(shards: Tensor, bits: int, factor: float) -> tuple[Tensor,
 
 
 def value_of(parts: tuple[Tensor, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Codes and scales of 8 bits as values [n]."""
-    return reference.dequantize_blockwise(parts[0], parts[1], "int8", 128, parts[0].numel(), dtype)
+    """Codes and scales, and at 12 bits those of the residual, as values [n]."""
+    length = parts[0].numel()
+    value = reference.dequantize_blockwise(parts[0], parts[1], "int8", 128, length, dtype)
+    if parts[2].numel():
+        value = value + reference.dequantize_blockwise(parts[2], parts[3], "int4", 128, length, dtype)
+    return value
 
 
 def gradient_of(x: Tensor, bits: int) -> QuantizedGradient:
@@ -33,14 +37,15 @@ def block_max(x: Tensor) -> Tensor:
     return largest.expand(-1, -1, 128).reshape(len(x), -1)[:, : x.shape[1]]
 
 
-def error_bound(shards: Tensor, *, gathered: bool) -> Tensor:
+def error_bound(shards: Tensor, *, gathered: bool, bits: int = 8) -> Tensor:
     """The bound of docs/gradients.md on the error of the mean of shards [W, n], per element [n], in fp64.
 
     `gathered`: whether the sum is quantized once more, as an all-reduce does.
     """
     exact = shards.double()
     world = len(exact)
-    step = (0.5 + 128 * 2.0**-23) / 127  # half a level, and what fp32 arithmetic adds, of a block's largest magnitude
+    # Half a level, and what fp32 arithmetic adds, of a block's largest magnitude.
+    step = ((0.5 if bits == 8 else 0.5 / 14) + 128 * 2.0**-23) / 127
     largest = block_max(exact).sum(0)
     rounding = (world + 2) * 2.0**-24 * largest * 1.01
     quantized = step * largest

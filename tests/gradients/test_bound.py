@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.ops import sum_blockwise
-from tests.gradients.reference import error_bound, mean_by_reference, value_of
+from tests.gradients.reference import block_max, error_bound, mean_by_reference, value_of
 from tests.ops.shards import shards_of
 
 WORLDS = range(1, 9)
@@ -21,24 +21,23 @@ def gradients(world: int, length: int = 2000) -> Tensor:
     return (0.3 * signal + noise) * torch.exp2(torch.randn(length // 100, generator=generator)).repeat_interleave(100)
 
 
+@pytest.mark.parametrize("bits", [8, 12])
 @pytest.mark.parametrize("world", WORLDS)
-def test_error_of_the_mean_is_within_the_bound(world: int) -> None:
+def test_error_of_the_mean_is_within_the_bound(world: int, bits: int) -> None:
     x = gradients(world)
     exact = x.double().mean(0)
-    scattered = sum_blockwise(*shards_of(x, 8), factor=1 / world)
-    assert ((scattered - exact).abs() <= error_bound(x, gathered=False)).all()
-    gathered = value_of(mean_by_reference(x, 8, 1 / world))
-    assert ((gathered - exact).abs() <= error_bound(x, gathered=True)).all()
+    scattered = sum_blockwise(*shards_of(x, bits), factor=1 / world)
+    assert ((scattered - exact).abs() <= error_bound(x, gathered=False, bits=bits)).all()
+    gathered = value_of(mean_by_reference(x, bits, 1 / world))
+    assert ((gathered - exact).abs() <= error_bound(x, gathered=True, bits=bits)).all()
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_bound_is_a_part_of_the_mean_block_maximum_that_does_not_grow_with_the_world(world: int) -> None:
-    from tests.gradients.reference import block_max
-
     x = gradients(world)
     mean_maximum = block_max(x.double()).mean(0)
     assert (error_bound(x, gathered=False) <= mean_maximum * 1.001 / 254).all()
-    # The sum's error may lift a neighbour's maximum by the largest error in the tensor; here blocks differ little.
+    # The helper lets the largest error of the whole tensor lift each block's maximum, hence the second term.
     assert (error_bound(x, gathered=True) <= mean_maximum * 2.02 / 254 + mean_maximum.max() / 254**2).all()
 
 

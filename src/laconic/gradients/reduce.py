@@ -40,7 +40,7 @@ __all__ = [
     "reduce_scatter_q8",
 ]
 
-NATIVE_BELOW_NBYTES = 1 << 16
+NATIVE_BELOW_NBYTES = 1 << 18
 """Tensors below this size are reduced by the native collective: there a message costs its latency, not its bytes."""
 
 _PIECE_NUMEL = 1 << 20
