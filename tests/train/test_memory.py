@@ -10,6 +10,7 @@ import laconic
 from laconic.activations import SavedTensorTracker
 from laconic.cost import Job, predict
 from laconic.errors import PlanError
+from laconic.optim import AdamW8bit
 from laconic.train.config import TrainConfig
 from laconic.train.memory import MemoryCheck, check_memory, choices_of, job_of
 from tests.activations.models import make_model
@@ -46,6 +47,29 @@ def test_prediction_is_within_five_per_cent(family: str, bits: int, attention: s
         assert check.predicted[kind] == pytest.approx(nbytes, rel=0.001), kind
     assert abs(check.error) < 0.05
     assert "error +0.0%" in str(check).replace("-0.0%", "+0.0%")
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, "adamw8bit"), (12, "adamw8bit"), (8, "adamw")])
+def test_gradients_and_moments_in_few_bits_are_predicted_to_the_byte(bits: int, kind: str) -> None:
+    config = TrainConfig(batch_size=2, sequence_length=64, nproc=1)
+    model = make_model("llama", intermediate_size=300)
+    stored = laconic.compress_gradients(model, bits=bits)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters()) if kind == "adamw" else AdamW8bit(model.parameters())
+    ids = torch.randint(0, 97, (2, 64))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    if kind == "adamw":
+        stored.dequantize_to_grad()
+    optimizer.step()
+    job = job_of(
+        config,
+        model.config.to_dict(),  # type: ignore[operator, union-attr]
+        world_size=1,
+        optimizer=kind,
+        gradient_bits=bits if kind != "adamw" else 32,
+    )
+    check = check_memory(job, predict(job), saved_nbytes=1, parameters=model.parameters(), optimizer=optimizer)
+    for measured in ("parameters", "gradients", "optimizer"):
+        assert check.predicted[measured] == check.measured[measured], measured
 
 
 def test_a_wrong_prediction_shows() -> None:

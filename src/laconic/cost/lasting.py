@@ -6,7 +6,7 @@ from collections import Counter
 
 from laconic.cost.job import Job, Stage
 
-__all__ = ["gradient_nbytes", "lasting_nbytes", "optimizer_nbytes"]
+__all__ = ["adamw8bit_nbytes", "gradient_nbytes", "lasting_nbytes"]
 
 
 def lasting_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
@@ -16,11 +16,15 @@ def lasting_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     total = Counter({"parameters": 0, "gradients": 0, "optimizer": 0})
     tensors = [t for stage in stages for t in stage.tensors()]
     for rows, columns in tensors:
-        rows = -(-rows // layout.data_parallel) if layout.sharded else rows
-        numel = -(-rows * columns // layout.tensor_parallel)
+        parts = layout.data_parallel if layout.sharded else 1
+        local_rows = -(-rows // (parts * layout.tensor_parallel))
+        numel = local_rows * columns
         total["parameters"] += numel * element
         total["gradients"] += gradient_nbytes(numel, settings.gradient_bits, element)
-        total["optimizer"] += optimizer_nbytes(numel, settings.optimizer, element)
+        if settings.optimizer == "adamw8bit" and _has_8bit_moments(rows, columns):
+            total["optimizer"] += adamw8bit_nbytes(local_rows, columns)
+        else:
+            total["optimizer"] += 2 * numel * (element if settings.optimizer == "adamw" else 4)
     return dict(total)
 
 
@@ -32,11 +36,11 @@ def gradient_nbytes(numel: int, bits: int, parameter_nbytes: int = 4) -> int:
     return numel + scales + (0 if bits == 8 else -(-numel // 2) + scales)
 
 
-def optimizer_nbytes(numel: int, optimizer: str, parameter_nbytes: int = 4) -> int:
-    """Bytes of AdamW's two moments: in the parameter's dtype, or 8 bits with an fp32 scale per 256.
+def adamw8bit_nbytes(rows: int, columns: int) -> int:
+    """Bytes of the two moments of a matrix in `laconic.optim.AdamW8bit`: codes, and an fp32 scale per 256 of a row."""
+    return 2 * rows * (columns + -(-columns // 256) * 4)
 
-    Tensors below 4096 elements stay in fp32 with the 8-bit optimizer.
-    """
-    if optimizer == "adamw":
-        return 2 * numel * parameter_nbytes
-    return 8 * numel if numel < 4096 else 2 * (numel + -(-numel // 256) * 4)
+
+def _has_8bit_moments(rows: int, columns: int) -> bool:
+    """Whether a whole parameter is large enough for AdamW8bit to keep its moments in 8 bits; vectors stay in fp32."""
+    return columns >= 16 and rows * columns >= 4096

@@ -21,8 +21,8 @@ from laconic.schedule import PipelineSchedule
 
 __all__ = ["Job", "Layout", "Prediction", "RankMemory", "Settings", "Stage", "predict"]
 
-REDUCTION_BUCKET_NBYTES = 25 * 2**20
-"""Bytes of codes that one reduction of compressed gradients takes at a time."""
+REDUCTION_BUCKET_NBYTES = 8 * 2**20
+"""Bytes of codes that one reduction of compressed gradients takes at a time (laconic.compress_gradients)."""
 
 
 @dataclass(frozen=True)
@@ -194,5 +194,5 @@ def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, r
     return buffers
 
 
-REDUCTION_BUCKET_NBYTES = 25 * 2**20
-"""Bytes of codes that one reduction of compressed gradients takes at a time."""
+REDUCTION_BUCKET_NBYTES = 8 * 2**20
+"""Bytes of codes that one reduction of compressed gradients takes at a time (laconic.compress_gradients)."""

@@ -59,6 +59,13 @@ def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
 
 def _memory_table(chosen: Chosen) -> str:
     ranks = chosen.prediction.ranks
+    unit, size = next(
+        ((u, s) for u, s in (("GB", 1e9), ("MB", 1e6)) if chosen.prediction.peak_nbytes >= s), ("KB", 1e3)
+    )
+
+    def amount(nbytes: int) -> str:
+        return f"{nbytes / size:.2f}"
+
     kinds = list(ranks[0].kinds)
     with_host = any(rank.host_nbytes for rank in ranks)
     header = ["rank", "stages", "in flight", *kinds, "total", *(["on host"] if with_host else [])]
@@ -67,17 +74,17 @@ def _memory_table(chosen: Chosen) -> str:
             str(rank.rank),
             ",".join(map(str, rank.stages)),
             str(rank.in_flight),
-            *(_gigabytes(rank.kinds[kind]) for kind in kinds),
-            _gigabytes(rank.total_nbytes),
-            *([_gigabytes(rank.host_nbytes)] if with_host else []),
+            *(amount(rank.kinds[kind]) for kind in kinds),
+            amount(rank.total_nbytes),
+            *([amount(rank.host_nbytes)] if with_host else []),
         ]
         for rank in ranks
     ]
     by_site: Counter[str] = Counter()
     for rank in ranks:
         by_site.update({kind: n for kind, n in rank.activations_nbytes.items() if kind != "logits"})
-    sites = ", ".join(f"{kind} {_gigabytes(n)}" for kind, n in by_site.most_common() if n)
-    return f"{_columns(header, rows)}\n(GB; activations of all ranks by site: {sites})"
+    sites = ", ".join(f"{kind} {amount(n)}" for kind, n in by_site.most_common() if n)
+    return f"{_columns(header, rows)}\n({unit}; activations of all ranks by site: {sites})"
 
 
 def _choice_table(job: Job, chosen: Chosen) -> str:
@@ -101,10 +108,6 @@ def _counted(names: Counter[str]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return " + ".join(f"{count} {name}" for name, count in sorted(names.items())) or "-"
-
-
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f}" if nbytes >= 1e8 else f"{nbytes / 1e9:.4f}"
 
 
 def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
