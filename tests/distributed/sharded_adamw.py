@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from laconic.errors import FormatError
 from laconic.formats import quantized_gradient, set_quantized_gradient
@@ -162,6 +163,29 @@ def main() -> None:
     for name, value in optimizers[0].state[whole].items():
         sharded = optimizers[1].state[cut][name]
         assert torch.equal(sharded.full_tensor() if isinstance(sharded, DTensor) else sharded, value), name
+
+    # 6. FSDP2 over tensor parallelism, which cuts the same dimension twice.
+    layer: Any = nn.Linear(300, 64)
+    layer.load_state_dict({"weight": torch.full((64, 300), 0.5), "bias": torch.zeros(64)})
+    both = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("data", "tensor"))
+    parallelize_module(layer, both["tensor"], ColwiseParallel())
+    fully_shard(layer, mesh=both["data"])
+    whole = nn.Parameter(torch.full((64, 300), 0.5))
+    optimizers = [AdamW8bit([whole]), AdamW8bit(layer.parameters())]
+    for step in range(2):
+        gradient = torch.randn(64, 300, generator=torch.Generator().manual_seed(step))
+        full = {"weight": gradient, "bias": torch.zeros(64)}
+        whole.grad = gradient
+        for name, parameter in layer.named_parameters():
+            part = full[name].chunk(world.size)[world.rank]
+            parameter.grad = DTensor.from_local(part, both, parameter.placements, run_check=False)
+        for one in optimizers:
+            one.step()
+    state = optimizers[1].state[layer.weight]
+    assert torch.equal(layer.weight.full_tensor(), whole)
+    assert torch.equal(state["exp_avg_sq_scales"].full_tensor(), optimizers[0].state[whole]["exp_avg_sq_scales"])
+
+    # 7. What cannot be followed.
     expect_error(folder, world, "cut", mesh, (16, 600), Shard(1), Shard(1))
     expect_error(folder, world, "misplaced", mesh, (16, 600), Shard(0), Replicate())
     world.leave()

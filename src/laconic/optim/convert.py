@@ -31,7 +31,7 @@ from laconic.optim.moments import (
 __all__ = ["from_adamw_state", "from_bitsandbytes_state", "to_bitsandbytes_state"]
 
 _BNB_NUMBERS = {"exp_avg": "1", "exp_avg_sq": "2"}
-# bitsandbytes 0.46 and later put tensors one level down in a state dict.
+# Newer versions of bitsandbytes put tensors one level down in a state dict.
 _BNB_NESTED = "__bnb_optimizer_quant_state__"
 _BNB_GROUP: dict[str, Any] = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 _TORCH_GROUP = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")

@@ -150,18 +150,18 @@ def _placed_like(parameter: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tens
     rows, length = rows_of(parameter.shape)
     # A vector is one row, so what cuts its dimension 0 cuts dimension 1 of its scales.
     along_rows = 0 if parameter.dim() < 2 else 1
-    num_cuts = 1
+    num_cuts, followed = 1, True
     placements: list[Placement] = []
     for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         if placement.is_shard(along_rows):
             num_cuts *= size
             placements.append(Shard(1))
-        elif placement.is_replicate() or (placement.is_shard(0) and along_rows):
-            placements.append(placement)
         else:
-            num_cuts = -1
-            break
-    if num_cuts != 1 and (num_cuts < 0 or length % (num_cuts * STATE_BLOCK_SIZE)):
+            # FSDP2 over tensor parallelism makes a placement that has a dimension, but does not count as Shard.
+            between_rows = along_rows == 1 and getattr(placement, "dim", None) == 0
+            followed = followed and (placement.is_replicate() or between_rows)
+            placements.append(placement)
+    if not followed or (num_cuts > 1 and length % (num_cuts * STATE_BLOCK_SIZE)):
         raise FormatError(
             f"a parameter of shape {tuple(parameter.shape)} is placed as {parameter.placements} on a mesh of shape"
             f" {tuple(parameter.device_mesh.shape)}, but 8-bit moments need whole blocks of {STATE_BLOCK_SIZE} elements"
