@@ -103,7 +103,7 @@ def choose(
         raise PlanError(
             f"the budget is {budget_nbytes:,} bytes per device, but the least that these choices can do with is "
             f"{smallest:,} bytes ({smallest / 1e9:.2f} GB) on the fullest rank; raise the budget, allow more choices, "
-            f"shorten the micro-batch, shard parameters, or use 8-bit gradients and optimizer"
+            f"shorten the micro-batch, shard parameters, or use the chunked loss, 8-bit gradients and optimizer"
         )
     return describe(job, choices, recomputed, "budget", costs)
 

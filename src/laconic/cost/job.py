@@ -119,8 +119,9 @@ class Job:
         """Layers per chunk."""
         shape, layout = self.shape, self.layout
         if not layout.split:
-            matrix = shape.embedding_parameters  # also when tied the first and the last chunk need one each
-            return balanced_split([shape.layer_parameters] * shape.num_layers, layout.num_chunks, matrix, matrix)
+            # Looking up an embedding is no work; the head is, as much as so many parameters in the layers.
+            head = shape.embedding_parameters
+            return balanced_split([shape.layer_parameters] * shape.num_layers, layout.num_chunks, last=head)
         if sum(layout.split) != shape.num_layers:
             raise PlanError(
                 f"split is {list(layout.split)}, which makes {sum(layout.split)} layers, but the model has "

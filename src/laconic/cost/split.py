@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from laconic.errors import PlanError
 
@@ -10,36 +10,49 @@ __all__ = ["balanced_split"]
 
 
 def balanced_split(sizes: Sequence[int], num_chunks: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Layers per chunk such that the largest chunk is as small as it can be; of such splits, one of even counts.
+    """Layers per chunk such that the largest chunk is as small as it can be; of such splits the most even one.
 
     Args:
-        sizes: of the layers.
+        sizes: of the layers: their work, or parameters, which stand for it.
         num_chunks: into how many consecutive chunks they are cut.
-        first, last: size of what comes with the first chunk (embedding) and with the last (head).
+        first, last: size of what comes with the first chunk and with the last (head).
 
     Raises:
         PlanError: there are fewer layers than chunks.
     """
-    count = len(sizes)
-    if count < num_chunks:
+    if len(sizes) < num_chunks:
         raise PlanError(
-            f"the model has {count} layers, but {num_chunks} chunks need at least one each; use fewer stages"
+            f"the model has {len(sizes)} layers, but {num_chunks} chunks need at least one each; use fewer stages"
         )
-    # best[n]: smallest possible largest chunk when n layers make the chunks so far, and how many the last of them has.
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
-    for chunk in range(1, num_chunks + 1):
-        own = (first if chunk == 1 else 0) + (last if chunk == num_chunks else 0)
-        found: dict[int, tuple[int, int]] = {}
-        for done in range(chunk, count - (num_chunks - chunk) + 1):
-            found[done] = min(
-                (max(best[-1][done - take][0], own + sum(sizes[done - take : done])), take)
-                for take in range(1, done + 1)
-                if done - take in best[-1]
-            )
-        best.append(found)
-    counts: list[int] = []
-    done = count
-    for chunk in range(num_chunks, 0, -1):
-        counts.insert(0, best[chunk][done][1])
-        done -= counts[0]
-    return tuple(counts)
+    largest, _ = _cheapest(sizes, num_chunks, first, last, max)
+    _, counts = _cheapest(sizes, num_chunks, first, last, lambda total, size: total + size * size, largest)
+    return counts
+
+
+def _cheapest(
+    sizes: Sequence[int],
+    num_chunks: int,
+    first: int,
+    last: int,
+    add: Callable[[int, int], int],
+    limit: int | None = None,
+) -> tuple[int, tuple[int, ...]]:
+    """The smallest cost of a split whose chunks are no larger than `limit`, and its counts.
+
+    add: from the cost of some chunks and the size of one more to the cost of all of them.
+    """
+    count = len(sizes)
+    # found[n]: cost and counts of the best chunks so far that hold n layers.
+    found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for chunk in range(num_chunks):
+        own = (first if chunk == 0 else 0) + (last if chunk == num_chunks - 1 else 0)
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for done, (cost, counts) in found.items():
+            for end in range(done + 1, count - (num_chunks - chunk - 1) + 1):
+                size = own + sum(sizes[done:end])
+                if limit is not None and size > limit:
+                    break
+                option = (add(cost, size), (*counts, end - done))
+                longer[end] = min(longer.get(end, option), option)
+        found = longer
+    return found[count]

@@ -133,15 +133,15 @@ def decoder_stack(model: nn.Module) -> nn.ModuleList | None:
 
 
 def balanced_split(model: nn.Module, num_chunks: int) -> tuple[int, ...]:
-    """Layers per chunk such that the largest chunk, by parameters, is as small as it can be.
+    """Layers per chunk such that the work of the largest chunk, by parameters, is as small as it can be.
 
-    The embedding counts with the first chunk and the head with the last. Raises ConfigError when there are fewer layers
-    than chunks.
+    The head counts with the last chunk; looking up an embedding is no work. Raises ConfigError when there are fewer
+    layers than chunks.
     """
     layers = _layers(model, num_chunks)
-    before, after = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    first, last = (0 if module is None else _num_parameters(module) for module in (before, after))
-    return layer_split.balanced_split([_num_parameters(layer) for layer in layers], num_chunks, first, last)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    last = 0 if head is None else _num_parameters(head)
+    return layer_split.balanced_split([_num_parameters(layer) for layer in layers], num_chunks, last=last)
 
 
 def split_model(model: nn.Module, split: Sequence[int]) -> list[Chunk]:
