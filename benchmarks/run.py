@@ -4,6 +4,7 @@
     python -m benchmarks.run activations --out benchmarks/results/activations_NAME.md
     python -m benchmarks.run gradients --threads 1 2 --out benchmarks/results/gradients_NAME.md
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
+    python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
@@ -36,6 +37,7 @@ _MODULES = (
     "memory",
     "gradient_error",
     "network",
+    "reduce",
 )
 _SMOKE_ELEMENTS = 1 << 12
 

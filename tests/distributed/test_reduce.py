@@ -156,6 +156,11 @@ class Checks:
         assert error.abs().max() <= 0.51 * x[self.rank].abs().max() / 127
         assert fed_back.abs().max() <= error.abs().max() / steps + 0.51 * exact.abs().max() / 127 + 1e-6
         assert (once - exact).abs().max() > error.abs().max() / steps
+        before = error.clone()
+        found = all_reduce_q8(torch.zeros(256), self.group, op="sum", error=error)  # natively: all that was lost
+        assert error.count_nonzero() == 0
+        assert found.abs().max() <= self.world * 0.51 * x.abs().max() / 127
+        assert found.abs().max() > 0 or before.abs().max() == 0
         broken = x[self.rank].clone()
         broken[3] = float("nan")
         all_reduce_q8(broken, self.group, min_nbytes=0, error=error)
@@ -235,6 +240,8 @@ def two_levels() -> None:
         assert torch.allclose(work.wait().float(), x.sum(0), rtol=0.02, atol=0.1)
     with pytest.raises(ConfigError, match="feedback needs one level"):
         all_reduce_q8(torch.zeros(4), levels, error=torch.zeros(4))
+    with pytest.raises(ConfigError, match="which only all_reduce_q8 takes; pass a process group"):
+        all_reduce_quantized([], levels)  # type: ignore[arg-type]
 
 
 def work(rank: int, world: int, worlds: list[int], directory: str) -> None:

@@ -276,6 +276,9 @@ def _all_reduce_flat(
     agree = start_agreement(settings, group, flat.device)
     if flat.nbytes < min_nbytes:
         agree()
+        if error is not None:
+            flat.add_(error)
+            error.zero_()
         collectives.all_reduce(flat, group).wait()
         flat.mul_(factor)
         return
@@ -365,6 +368,8 @@ def _check(tensor: Tensor, op: str) -> None:
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if isinstance(group, TwoLevel):
+        raise ConfigError("group is a TwoLevel, which only all_reduce_q8 takes; pass a process group")
     if group is None and not dist.is_initialized():
         raise ConfigError("group is None and no process group exists; call torch.distributed.init_process_group first")
     found = dist.group.WORLD if group is None else group

@@ -1,0 +1,28 @@
+"""The benchmark of sums runs; speeds are not asserted, that the error does not grow with the world is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_reduce_benchmark_writes_its_tables(tmp_path: Path) -> None:
+    report = tmp_path / "reduce.md"
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "reduce", "--smoke", "--out", str(report)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = {}
+    for line in report.read_text().splitlines():
+        name, *cells = line.strip("| ").split(" | ")
+        if cells and "e-0" in cells[0]:
+            rows[name] = [float(cell) for cell in cells]
+    ours, ring = rows["**all_reduce_q8**"], rows["ring, int8 blocks of 128 at every hop"]
+    assert ours[-1] < 1.3 * ours[0]
+    assert ring[-1] > 1.5 * ring[0]
