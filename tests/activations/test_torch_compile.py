@@ -71,6 +71,23 @@ def test_compiled_layers_equal_eager_ones_in_values_gradients_and_bytes(backend:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_compiled_attention_keeps_packed_queries_keys_and_values_too() -> None:
+    model, ids = compressed("llama", attention="int8"), make_ids()
+    expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
+    assert torch.equal(got[0], expected[0])
+    assert got[1] <= expected[1]
+    assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+
+
+def test_a_compiled_mixture_of_experts_equals_the_eager_one() -> None:
+    model, ids = compressed("mixtral"), make_ids()
+    expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
+    assert torch.equal(got[0], expected[0])
+    assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+    # The order of the tokens by expert, made once for both runs: three indices and a weight for each choice.
+    assert got[1] <= expected[1] + 2 * (ids.numel() * 2 * (3 * 8 + 4) + 4 * 4)
+
+
 @pytest.mark.slow
 def test_every_family_compiles_to_the_same_values_and_gradients(family: str) -> None:
     model, ids = compressed(family), make_ids()

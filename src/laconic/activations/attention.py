@@ -35,6 +35,7 @@ from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
 from laconic.activations.replay import Replay
+from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.errors import ModelError
 from laconic.ops import DTYPES
@@ -86,7 +87,21 @@ class AttentionCore:
         own = {name: p for name, p in module._parameters.items() if p is not None}
         if not packable or not any(x.requires_grad for x in (query, key, value, *own.values())):
             return attend(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._traced(attend, module, (query, key, value), rest, kwargs)
         return self._run(attend, module, (query, key, value), own, (rest, kwargs))
+
+    def _traced(self, attend: Callable[..., Any], module: nn.Module, qkv: Tensors, rest: Any, kwargs: Any) -> Any:
+        """The same in a graph of torch.compile (see laconic.activations.rerun)."""
+        if kwargs.get("dropout"):  # a graph would draw it twice, and differently
+            return attend(module, *qkv, *rest, **kwargs)
+        with torch.no_grad():
+            results = attend(module, *qkv, *rest, **kwargs)
+        second = attend(module, *(rebuilt(x, self.format, "attention", False) for x in qkv), *rest, **kwargs)
+        return tuple(
+            graft(value.contiguous(), again, "attention") if isinstance(value, Tensor) else value
+            for value, again in zip(results, second, strict=True)
+        )
 
     def _run(
         self, attend: Callable[..., Any], module: nn.Module, qkv: Tensors, own: dict[str, Tensor], others: Any
@@ -282,9 +297,8 @@ def _serve_attention_modules() -> None:
     @functools.wraps(original)
     def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
         attend = original(self, *args, **kwargs)
-        if torch.compiler.is_compiling():  # attention in a compiled graph stays exact
-            return attend
-        return functools.wraps(attend)(functools.partial(_dispatch, attend))
+        served = functools.partial(_dispatch, attend)
+        return served if torch.compiler.is_compiling() else functools.wraps(attend)(served)
 
     get_interface.serves_laconic = True  # type: ignore[attr-defined]  # so that it is wrapped once
     interface.get_interface = get_interface

@@ -26,8 +26,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from laconic.activations import functions
 from laconic.activations.choice import Packing
 from laconic.activations.forwards import SiteForward
-from laconic.activations.kept import Memo, attach, derive, found, keep
+from laconic.activations.kept import Memo, keep
 from laconic.activations.replay import Replay
+from laconic.activations.rerun import graft, rebuilt
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -40,12 +41,10 @@ class RouterForward(SiteForward):
         return isinstance(weight, Tensor) and weight.requires_grad
 
     def run(self, x: Tensor) -> Any:
-        if torch.compiler.is_compiling():
-            return self.original(x)
         weight = self.module.weight
         assert isinstance(weight, Tensor)
-        kept = keep(x, self.format, "router")
-        self.origin = kept.origin
+        if not torch.compiler.is_compiling():
+            self.origin = keep(x, self.format, "router").origin
         with _LinearOf(weight.shape, self.format):
             return self.original(x)
 
@@ -69,10 +68,7 @@ class _LinearOf(TorchFunctionMode):
                 value = func(*args)
             return functions.linear(x, weight, value, False, self._format, bias=bias[0] if bias else None)
         result = func(*args, **kwargs)
-        if func in _CASTS and (kept := found(args[0])) is not None and result is not args[0]:
-            dtype = result.dtype
-            attach(result, derive(lambda value: value.to(dtype), (kept,), (), kept.origin))
-        return result
+        return functions.cast(args[0], result) if func in _CASTS and result is not args[0] else result
 
 
 class ExpertsForward(SiteForward):
@@ -82,8 +78,13 @@ class ExpertsForward(SiteForward):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x, *self.module.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not wanted or not self.ours(x) or torch.compiler.is_compiling() or self.stays_exact():
+        if not wanted or not self.ours(x) or self.stays_exact():
             return self.original(x, *args, **kwargs)
+        if torch.compiler.is_compiling():  # see laconic.activations.rerun
+            with torch.no_grad():
+                result = self.original(x, *args, **kwargs)
+            again = self.original(rebuilt(x, self.format, "experts", True), *args, **kwargs)
+            return graft(result, again, "experts")
 
         # 1. The value, by the module's own code.
         replay = Replay(x.device)
@@ -164,8 +165,8 @@ class _Experts(torch.autograd.Function):
         )
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads = iter(torch.autograd.grad(run.again(leaves, random_state), wanted, grad, allow_unused=True))
-        found = [next(grads) if leaf.requires_grad else None for leaf in leaves]
-        return (None, None, *found, *[None] * (len(kept) + len(random_state)))
+        given_grads = [next(grads) if leaf.requires_grad else None for leaf in leaves]
+        return (None, None, *given_grads, *[None] * (len(kept) + len(random_state)))
 
 
 class _Swapped:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from laconic.activations.choice import Packing
-from laconic.activations.kept import Kept, Tensors, attach, derive, keep, take_all
+from laconic.activations.kept import Kept, Tensors, attach, derive, found, keep, take_all
 from laconic.activations.traceable import argument_class, traceable
 
 __all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize", "origin_of"]
@@ -248,6 +248,16 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(ctx.bias_dtype)
         return (dx, dweight, dbias, *[None] * (3 + len(saved)))
+
+
+@traceable
+def cast(x: Tensor, y: Tensor) -> Tensor:
+    """`y`, which is x in another dtype, noting that it can be rebuilt if x can."""
+    kept = found(x)
+    if kept is not None:
+        dtype = y.dtype
+        attach(y, derive(lambda value: value.to(dtype), (kept,), (), kept.origin))
+    return y
 
 
 @traceable

@@ -1,0 +1,59 @@
+"""Code that runs again in backward, in graphs of torch.compile.
+
+[Note: run again in a compiled graph]
+In eager mode an autograd function runs such code (attention, experts) in its backward. In a graph it is enough to say
+what depends on what: the code is traced twice, once on the exact tensors without gradients (the value), once on tensors
+rebuilt from packed ones (the second run), and the value is given the gradient of the second run. Nothing in forward
+needs the second run, so the partitioner moves it to backward, and the smallest thing that carries it there is codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from laconic.activations.choice import Packing
+from laconic.activations.kept import Kept, Memo, attach, keep, pack
+from laconic.activations.traceable import traceable
+
+__all__ = ["graft", "rebuilt"]
+
+
+@traceable
+def rebuilt(x: Tensor, format: Packing, origin: str, share: bool) -> Tensor:
+    """What backward will have in place of `x`, with the gradient of x.
+
+    Args:
+        x: floating-point tensor of any shape.
+        format: how it is packed.
+        origin: kind of the site that asks.
+        share: whether what is kept for x already, or held by its producer, will do.
+    """
+    kept = keep(x, format, origin) if share else pack(x, format, origin)
+    kept.memo.announce()
+    y: Tensor = _PassOn.apply(x, (kept.memo.take(kept.tensors),))
+    return y
+
+
+@traceable
+def graft(value: Tensor, again: Tensor, origin: str) -> Tensor:
+    """`value` with the gradient of `again`; whoever needs the value in backward gets `again` instead."""
+    y: Tensor = _PassOn.apply(again, (value,))
+    attach(y, Kept((again.detach(),), Memo(lambda tensors, after: tensors[0]), origin))
+    return y
+
+
+class _PassOn(torch.autograd.Function):
+    """The second argument's value, the first one's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: tuple[Tensor]) -> Tensor:
+        return value[0].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
