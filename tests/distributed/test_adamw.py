@@ -87,3 +87,12 @@ def test_placements_that_cannot_be_followed_are_refused(folder: Path, rank: int)
     assert "8-bit moments need whole blocks of 256 elements on each process; shard dimension 0, or put" in cut
     misplaced = (folder / f"misplaced.{rank}.txt").read_text()
     assert "the gradient of parameter 0 of group 0 is not placed as the parameter is; redistribute it" in misplaced
+
+
+@pytest.mark.slow
+def test_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_process(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = ["-m", "tests.distributed.sharded_adamw", str(tmp_path)]
+    processes = [start(arguments, rank_environment(rank, 4, port)) for rank in range(4)]
+    for rank, ending in enumerate([finish(process) for process in processes]):
+        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
