@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.gradient import GRADIENT_FORMAT, RESIDUAL_FORMAT
+from laconic.ops import adamw8bit_
 from laconic.ops.adamw_scalars import largest_step
 from laconic.optim import AdamW8bit
 
@@ -198,6 +200,41 @@ def test_no_step_is_larger_than_adams_largest(
             assert (change <= lr * 0.1 / 0.001**0.5 + lr * weight_decay * before.abs() + rounding).all()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    step=st.integers(1, 10**6),
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0.001, 0.9999)),
+    exponents=st.tuples(st.integers(-40, 15), st.integers(-40, 15)),
+    seed=st.integers(0, 1 << 30),
+)
+def test_moments_of_any_bytes_keep_to_the_bound(
+    step: int, betas: tuple[float, float], exponents: tuple[int, int], seed: int
+) -> None:
+    # Moments that no training leaves: random codes, and scales that have nothing to do with each other.
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (2, 3, 300), generator=generator, dtype=torch.uint8)
+    scales = torch.tensor(exponents).view(2, 1, 1).double().mul(3.32).exp2().float().expand(2, 3, 2).contiguous()
+    p, gradient = torch.randn(2, 3, 300, generator=generator)
+    gradient *= torch.exp2(20 * torch.randn(3, 300, generator=generator))
+    before = p.double()
+    adamw8bit_(
+        p,
+        codes[0],
+        scales[0],
+        codes[1],
+        scales[1],
+        gradient,
+        lr=1e-2,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=1e-8,
+        weight_decay=0.0,
+        step=step,
+    )
+    bound = min(1e-2 * largest_step(*betas, step) * (1 + 2.0**-15), 3e38)
+    assert ((p.double() - before).abs() <= bound + 2.0**-23 * (before.abs() + bound)).all()
+
+
 def test_exact_adam_reaches_the_bound() -> None:
     # Gradients that grow by beta2 / beta1 a step; the frequently quoted (1 - b1) / sqrt(1 - b2) = 3.16 is passed.
     p = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
@@ -243,6 +280,30 @@ def test_quantized_gradients_step_as_their_values_do(bits: int, shape: tuple[int
         assert one.grad is None
     assert torch.equal(one, two)
     assert same_state(first.state[one], second.state[two])
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the largest result of any op."""
+
+    largest_numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, Tensor):
+                self.largest_numel = max(self.largest_numel, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("bits", [8, 12])
+def test_a_step_makes_no_copy_of_a_quantized_gradient(bits: int) -> None:
+    p = parameter(64, 512)
+    optimizer = AdamW8bit([p])
+    for _ in range(2):  # the first step makes the states
+        set_quantized_gradient(p, quantized(torch.randn(64, 512), bits))
+        with Allocations() as allocations:
+            optimizer.step(gradient_factor=torch.tensor(0.5))
+    assert allocations.largest_numel <= 1
 
 
 @pytest.mark.parametrize("bits", [None, 8])
