@@ -14,7 +14,8 @@ block masks, positions, scaling, windows) is held by reference; what it drew (dr
 Hugging Face's attention modules ask `AttentionInterface.get_interface` for the code to run. From the first conversion
 on, what that hands out looks at the module it is called with: one without a site of ours runs the code as it is. So the
 configuration stays untouched, masks are made for the implementation the user chose, and one chosen or registered later
-is served too. In graphs of torch.compile attention stays exact.
+is served too. A graph of torch.compile runs attention again in its own way
+(see laconic.activations.rerun), without dropout.
 """
 
 from __future__ import annotations
