@@ -16,6 +16,8 @@ namespace laconic {
 namespace {
 
 constexpr int64_t kGradientBlock = 128;
+// How many blocks ahead of the one at hand memory is fetched.
+constexpr int64_t kPrefetchBlocks = 2;
 
 inline int64_t blocks_of(int64_t n, int64_t block_size) {
   return (n + block_size - 1) / block_size;
@@ -135,6 +137,31 @@ inline void update_parameter(const AdamWScalars& a, const float* change, int64_t
     parameter[i] = narrow<T>(widen(parameter[i]) * a.decay - change[i]);
 }
 
+// Fetches the bytes of a later block while this one is computed: the hardware follows too few of
+// the many streams. As an integer, because the address may lie beyond the tensor; fetching from
+// there does nothing.
+inline void prefetch(const void* start, int64_t offset, int64_t nbytes) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(start) + offset;
+  for (int64_t i = 0; i < nbytes; i += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(address + i));
+}
+
+inline int64_t size_of(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }
+
+inline void prefetch_block(const AdamW& a, int64_t at) {
+  const int64_t parameter_size = size_of(a.parameter_type),
+                gradient_size = size_of(a.gradient_type);
+  prefetch(a.parameter, at * parameter_size, kStateBlock * parameter_size);
+  prefetch(a.first.codes, at, kStateBlock);
+  prefetch(a.second.codes, at, kStateBlock);
+  if (a.gradient_codes == nullptr) {
+    prefetch(a.gradient, at * gradient_size, kStateBlock * gradient_size);
+  } else {
+    prefetch(a.gradient_codes, at, kStateBlock);
+    if (a.residual_codes != nullptr) prefetch(a.residual_codes, at / 2, kStateBlock / 2);
+  }
+}
+
 template <template <bool> class CodesOf>
 void update(const AdamW& a, int64_t first, int64_t last) {
   const CodesOf<true> signed_codes(*a.first.map);
@@ -145,6 +172,7 @@ void update(const AdamW& a, int64_t first, int64_t last) {
     const int64_t column = b % blocks_per_row * kStateBlock;
     const int64_t at = b / blocks_per_row * a.length + column;
     const int64_t n = a.length - column < kStateBlock ? a.length - column : kStateBlock;
+    prefetch_block(a, at + kPrefetchBlocks * kStateBlock);
     load_gradient(a, at, n, g);
     dequantize_moment(a.first, at, b, n, m);
     dequantize_moment(a.second, at, b, n, v);
