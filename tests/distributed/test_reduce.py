@@ -174,6 +174,21 @@ class Checks:
             agreement = 192 * (self.world - 1)
             assert wire.nbytes == 2 * (self.world - 1) * length // self.world * 132 // 128 + agreement
 
+    def background_reductions_stay_apart_from_the_callers_collectives(self) -> None:
+        """One rank starts its reduction before a barrier, the others after it: in one group that would be a mix-up."""
+        if self.world == 1:
+            return
+        x = inputs(self.world, 300)
+        mine = x[self.rank].clone()
+        early = self.rank == 0
+        if early:
+            reduction = all_reduce_q8(mine, self.group, min_nbytes=0, async_op=True)
+            assert not reduction.is_completed()
+        dist.barrier(self.group)
+        if not early:
+            reduction = all_reduce_q8(mine, self.group, min_nbytes=0, async_op=True)
+        assert same(reduction.wait(), value_of(mean_by_reference(x, 8, 1 / self.world)))
+
     def disagreement_is_refused(self) -> None:
         if self.world == 1:
             return

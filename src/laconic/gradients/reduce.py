@@ -43,7 +43,7 @@ __all__ = [
 NATIVE_BELOW_NBYTES = 1 << 18
 """Tensors below this size are reduced by the native collective: there a message costs its latency, not its bytes."""
 
-_PIECE_NUMEL = 1 << 20
+_PIECE_NUMEL = 1 << 19
 """Elements per piece: long enough that latency does not count, short enough that filling the pipeline does not."""
 
 Op = Literal["avg", "sum"]
