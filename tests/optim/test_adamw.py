@@ -66,6 +66,49 @@ def test_follows_exact_adamw(maximize: bool) -> None:
     assert (ours - exact).square().mean().sqrt() < 0.02 * moved
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bits", [None, 8, 12])
+def test_a_cuda_device_takes_the_steps_of_the_cpu(bits: int | None) -> None:
+    ps = [parameter(33, 300), nn.Parameter(parameter(33, 300).detach().cuda())]
+    optimizers = [AdamW8bit([p]) for p in ps]
+    for step in range(3):
+        gradient = torch.randn(33, 300, generator=torch.Generator().manual_seed(step))
+        for p, optimizer in zip(ps, optimizers, strict=True):
+            if bits is None:
+                p.grad = gradient.to(p.device)
+            else:
+                set_quantized_gradient(p, quantized(gradient.to(p.device), bits))
+            optimizer.step(gradient_factor=torch.tensor(0.5))
+    assert torch.equal(ps[0], ps[1].cpu())
+    there = {key: value.cpu() for key, value in optimizers[1].state[ps[1]].items()}
+    assert same_state(optimizers[0].state[ps[0]], there)
+
+
+def trained_loss(make: Callable[[Any], torch.optim.Optimizer], seed: int) -> float:
+    """Held-out loss of a small network after it learned from another one."""
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    student = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    optimizer = make(student.parameters())
+    for _ in range(300):
+        x = torch.randn(64, 64)
+        optimizer.zero_grad()
+        (student(x) - teacher(x).detach()).square().mean().backward()
+        optimizer.step()
+    x = torch.randn(2000, 64)
+    with torch.no_grad():
+        return float((student(x) - teacher(x)).square().mean())
+
+
+def test_training_ends_at_the_loss_of_exact_adamw() -> None:
+    start = trained_loss(lambda ps: torch.optim.AdamW(ps, lr=0.0), 0)
+    ours = sum(trained_loss(lambda ps: AdamW8bit(ps, lr=3e-3), seed) for seed in range(2))
+    exact = sum(trained_loss(lambda ps: torch.optim.AdamW(ps, lr=3e-3), seed) for seed in range(2))
+    assert exact < 0.05 * 2 * start
+    assert ours == pytest.approx(exact, rel=0.02)
+
+
 def test_states_take_two_bytes_per_weight() -> None:
     model = nn.Linear(512, 256)
     optimizer = AdamW8bit(model.parameters())
