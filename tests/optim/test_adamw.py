@@ -432,6 +432,16 @@ def test_closure_is_evaluated_with_gradients() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (8, 8)])
+def test_backward_through_weights_of_before_the_step_is_refused(shape: tuple[int, int]) -> None:
+    p = parameter(*shape)
+    loss = (torch.randn(4, shape[0], requires_grad=True) @ p @ p.t()).sum()
+    p.grad = torch.ones_like(p)
+    AdamW8bit([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_groups_and_schedules_work_as_in_torch() -> None:
     slow, fast = parameter(64, 64), parameter(64, 64)
     optimizer = AdamW8bit([{"params": [slow], "lr": 0.0, "weight_decay": 0.0}, {"params": [fast]}], lr=0.1)

@@ -192,7 +192,6 @@ class AdamW8bit(torch.optim.Optimizer):
     def _step_8bit(self, group: Mapping[str, Any], update: _Update, factor: Tensor | None) -> None:
         parameter, gradient = local(update.parameter), update.gradient
         state = self.state[update.parameter]
-        state["step"] += 1
         # A parameter in another order of memory, such as channels_last, is updated in a copy.
         values = parameter.contiguous()
         parts: tuple[Tensor | None, ...]
@@ -211,11 +210,14 @@ class AdamW8bit(torch.optim.Optimizer):
             beta2=float(beta2),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=int(state["step"].item()),
+            step=int(state["step"].item()) + 1,
             maximize=group["maximize"],
         )
+        state["step"] += 1
         if values is not parameter:
             parameter.copy_(values)
+        # Autograd does not see what the op writes; a backward that needs the old weights has to fail, not use the new.
+        torch.autograd.graph.increment_version((update.parameter, parameter))
 
     def _step_fp32(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
         """torch's own AdamW over the parameters with fp32 moments; they are small, so copies in fp32 do no harm."""
