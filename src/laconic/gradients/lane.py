@@ -100,8 +100,9 @@ class _ThreadLane:
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         # The thread knows the queue and the copies only, so it ends when nobody knows the lane any more.
         arguments = (self._items, tuple(map(_copy_of, groups)))
-        threading.Thread(target=_serve, args=arguments, name="laconic-lane", daemon=True).start()
-        finalize(self, self._items.put, None).atexit = False
+        thread = threading.Thread(target=_serve, args=arguments, name="laconic-lane", daemon=True)
+        thread.start()
+        finalize(self, _close, self._items, thread)  # also when the program ends
 
     def submit(self, job: Job[T]) -> Work[T]:
         work: _ThreadWork[T] = _ThreadWork()
@@ -118,6 +119,13 @@ def _serve(items: SimpleQueue[_Item | None], groups: Groups) -> None:
             except BaseException as error:
                 work.result.set_exception(error)
             del item, job, work  # and with them the tensors that the job closes over
+
+
+def _close(items: SimpleQueue[_Item | None], thread: threading.Thread) -> None:
+    items.put(None)
+    # gloo aborts the process if its groups outlive the interpreter. A reduction that hangs is not waited for.
+    if thread is not threading.current_thread():
+        thread.join(timeout=5)
 
 
 _CPU = torch.device("cpu")
