@@ -6,6 +6,7 @@
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
     python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
+    python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
 Every number of threads gets a process of its own: the OpenMP runtimes that torch and its peers bring read their number
@@ -38,6 +39,7 @@ _MODULES = (
     "gradient_error",
     "network",
     "reduce",
+    "planning",
 )
 _SMOKE_ELEMENTS = 1 << 12
 

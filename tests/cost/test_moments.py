@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ def peak_of_step(model: nn.Module, ids: Tensor, bf16: bool, micro_batches: int) 
 
     step()
     model.zero_grad(set_to_none=True)
+    gc.collect()  # the profiler miscounts what was made before it and goes while it watches
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         step()
     now = peak = 0
@@ -41,18 +44,22 @@ def peak_of_step(model: nn.Module, ids: Tensor, bf16: bool, micro_batches: int) 
     return peak
 
 
-@pytest.mark.parametrize(("bits", "attention"), [(16, "exact"), (4, "exact"), (8, "int8")])
+@pytest.mark.parametrize(
+    ("bits", "attention", "loss"), [(16, "exact", "exact"), (4, "exact", "exact"), (8, "int8", "chunked")]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_peak_is_within_five_per_cent_of_the_allocators(sizes: str, precision: str, bits: int, attention: str) -> None:
+def test_peak_is_within_five_per_cent_of_the_allocators(
+    sizes: str, precision: str, bits: int, attention: str, loss: str
+) -> None:
     micro_batches = 3 if sizes == "wide" else 1  # with and without gradients of earlier ones
     model = make_model("llama", **SHAPES[sizes], tie_word_embeddings=sizes == "wide")
     if bits < 16:
-        laconic.compress_activations(model, bits=bits, attention=attention)
+        laconic.compress_activations(model, bits=bits, attention=attention, loss=loss)
     ids = torch.randint(0, 97, (4, 160))
     measured = peak_of_step(model, ids, precision == "bf16", micro_batches)
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-    settings = Settings(precision=precision)  # type: ignore[arg-type]
+    settings = Settings(precision=precision, loss=loss, device="cpu")  # type: ignore[arg-type]
     job = Job(shape, Batch(4, 160), Layout(micro_batches=micro_batches), settings)
     rank = predict(job, choices_of(job, bits, attention=attention)).ranks[0]
     during_step = rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes

@@ -65,6 +65,7 @@ def _job(options: argparse.Namespace) -> Job:
         optimizer=options.optimizer,
         gradient_bits=options.gradients,
         loss=options.loss,
+        device="cpu" if options.hardware == "xeon-core" else "cuda",
     )
     return Job(_shape(options), Batch(options.batch, options.sequence_length), layout, settings)
 

@@ -78,7 +78,7 @@ def choose(
         PlanError: nothing meets the budget (the message says the smallest that can be met), a word is not known, or
             SciPy is missing.
     """
-    words = list(allowed)
+    words = [word for word in allowed if word != "offload" or job.settings.device != "cpu"]
     for word in words:
         if word not in CHOICES:
             raise PlanError(f"choices name {word!r}, but they must be among {', '.join(CHOICES)}")

@@ -75,13 +75,14 @@ class Settings:
 
     precision: "fp32", "bf16" (autocast over fp32 parameters) or "bf16-pure". optimizer: AdamW with fp32 states
     ("adamw") or 8-bit ones. gradient_bits: 32, 16, 12 or 8. loss: "exact" keeps the log-probabilities, "chunked" does
-    not.
+    not. device: "cuda" or "cpu", which has no other memory to offload to.
     """
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "bf16"
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     gradient_bits: int = 32
     loss: Literal["exact", "chunked"] = "exact"
+    device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
         rules: tuple[tuple[str, tuple[object, ...]], ...] = (
@@ -89,6 +90,7 @@ class Settings:
             ("optimizer", ("adamw", "adamw8bit")),
             ("gradient_bits", (8, 12, 16, 32)),
             ("loss", ("exact", "chunked")),
+            ("device", ("cuda", "cpu")),
         )
         for name, allowed in rules:
             if getattr(self, name) not in allowed:

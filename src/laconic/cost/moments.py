@@ -17,8 +17,8 @@ from laconic.cost.units import EXACT, Choice, layer_units
 
 __all__ = ["Moment", "moments_of"]
 
-_TILE_LOGITS = 1 << 24
-"""Logits that the chunked loss holds at a time on a GPU."""
+_TILES = {"cpu": (1 << 10, 1 << 20), "cuda": (1 << 12, 1 << 24)}
+"""Tokens of a tile of the chunked loss, and the most logits it holds, as in laconic.activations."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,32 @@ def moments_of(job: Job, stages: Sequence[Stage]) -> list[Moment]:
     attention = 4 * tokens * (shape.query_size + shape.key_size) * element
     backward = max(2 * wide * element + 2 * narrow * residual, attention)
     packed_backward = 6 * wide * element + narrow * residual - backward
-    # The loss: logits as the model gives them and their fp32 copy or gradient, or a few tiles of them.
-    logits = tokens * shape.vocab_size
-    if job.settings.loss == "chunked":
-        loss = 3 * 4 * min(logits, _TILE_LOGITS) + narrow * residual
-    else:
-        loss = (element + 4) * logits + (narrow * residual if cast else 0)
-    loss += casts + (shape.embedding_parameters * element if cast else 0)
+    # The loss. Forward: logits as the model gives them and their fp32 copy; backward: that copy and its gradient.
+    logits, copies_nbytes = tokens * shape.vocab_size, element + (4 if element != 4 else 0)
+    head = shape.embedding_parameters * precision.parameter_nbytes
+    loss = copies_nbytes * logits + (narrow * residual + shape.embedding_parameters * element if cast else 0)
+    loss_backward = 8 * logits
+    if job.settings.loss == "chunked":  # a few tiles, and in backward the gradients of hidden states and weight
+        tile_tokens, most = _TILES[job.settings.device]
+        rows = min(shape.vocab_size, most // min(tile_tokens, tokens))
+        tile = min(tile_tokens, tokens) * rows
+        loss = copies_nbytes * tile
+        # One tile is still there while the next is made, if there is a next.
+        previous = 4 if rows < shape.vocab_size or tile_tokens < tokens else 0
+        loss_backward = (previous + copies_nbytes) * tile + 4 * narrow + 4 * rows * shape.hidden_size + head
 
     found = []
     for stage in stages:
         index = stage.index
-        head = shape.embedding_parameters * precision.parameter_nbytes if stage.is_last else 0
-        with_head = min(all_gradients, start + head)
+        # The head's gradient is new; if it is tied, it waits for the embedding's before it joins the earlier ones.
+        waits = shape.tied and stage.is_first and stage.is_last
+        with_head = start + (head if stage.is_last else 0)
+        with_head = with_head if waits else min(all_gradients, with_head)
         found.append(Moment("forward", index, False, False, start, forward, packed_forward, again, cast))
         found.append(Moment("backward", index, False, False, with_head, backward, packed_backward, again, False))
         if stage.is_last:
-            found.append(Moment("loss", index, True, False, start, loss, 0, 0, cast))
+            found.append(Moment("loss", index, True, False, start, loss + casts, 0, 0, cast))
+            found.append(Moment("loss", index, True, False, start, loss_backward, 0, 0, False))
         if start == 0:
             found.append(Moment("end", index, False, True, all_gradients, backward, packed_backward, again, False))
     return found

@@ -1,0 +1,150 @@
+"""Whether the planner's predictions hold, and how long it takes to choose.
+
+Peaks are those of torch's allocator during a step, by its memory profiler, on sizes that no test has; choosing is timed
+for published models over many ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import laconic
+from benchmarks.registry import Options, Table, benchmark
+from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
+from laconic.cost.choose import by_bits, choose
+from laconic.cost.units import Choice
+from laconic.train.memory import choices_of
+
+_SETTINGS = ((16, "exact", "exact"), (4, "exact", "exact"), (4, "int8", "chunked"), (8, "nf4", "chunked"))
+
+
+@benchmark("planning")
+def planning(options: Options) -> list[Table]:
+    """The two tables."""
+    small = options.elements < 1 << 20
+    return [_peaks(small), _choosing(small)]
+
+
+def _peaks(small: bool) -> Table:
+    hidden, layers, length = (64, 2, 64) if small else (320, 6, 512)
+    rows = []
+    for precision in ("fp32", "bf16"):
+        for bits, attention, loss in _SETTINGS:
+            model = _llama(hidden, layers)
+            if bits < 16 or loss == "chunked":
+                laconic.compress_activations(model, bits=bits, attention=attention, loss=loss)
+            shape = ModelShape.from_config(model.config.to_dict())
+            settings = Settings(precision=precision, loss=loss, device="cpu")
+            job = Job(shape, Batch(2, length), Layout(micro_batches=2), settings)
+            rank = predict(job, choices_of(job, bits, attention=attention)).ranks[0]
+            predicted = rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes
+            measured = _peak_nbytes(model, job, precision == "bf16")
+            kept = f"{bits} bits, attention {attention}, loss {loss}"
+            numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
+            rows.append([f"{precision}: {kept}", *numbers, rank.moment])
+    return Table(
+        f"Peak of a step beside parameters: Llama, hidden {hidden}, {layers} layers, 2 x 2 x {length} tokens",
+        ["", "predicted MB", "allocator MB", "error", "fullest in"],
+        rows,
+    )
+
+
+def _llama(hidden: int, layers: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        vocab_size=2048,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _peak_nbytes(model: nn.Module, job: Job, bf16: bool) -> int:
+    """Most bytes allocated at one time in a step of two micro-batches, above those before it."""
+    ids = torch.randint(0, 2048, (job.batch.sequences, job.batch.sequence_length))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        for _ in range(job.layout.micro_batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    gc.collect()  # the profiler miscounts what was made before it and goes while it watches
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        step()
+    now = peak = 0
+    assert watched.profiler is not None
+    for event in watched.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+_MODELS = {  # hidden, feed-forward, layers, heads, key/value heads; stages, chunks, data parallel
+    "8B": (4096, 14336, 32, 32, 8, 4, 2, 8),
+    "70B": (8192, 28672, 80, 64, 8, 8, 2, 16),
+    "405B": (16384, 53248, 126, 128, 8, 16, 3, 32),
+}
+
+
+def _choosing(small: bool) -> Table:
+    rows = []
+    for name in list(_MODELS)[: 1 if small else None]:
+        hidden, ffn, layers, heads, kv_heads, stages, chunks, replicas = _MODELS[name]
+        shape = ModelShape(
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=128,
+            vocab_size=128256,
+        )
+        layout = Layout(
+            data_parallel=replicas,
+            sharded=True,
+            stages=stages,
+            stages_per_rank=chunks,
+            schedule="interleaved-1f1b",
+            micro_batches=2 * stages,
+        )
+        job = Job(shape, Batch(1, 8192), layout, Settings(optimizer="adamw8bit", loss="chunked"))
+        least = by_bits(job, [4] * layout.num_chunks, Choice("int8")).prediction.peak_nbytes
+        most = predict(job).peak_nbytes
+        for share in (0.1, 0.5):
+            budget = int(least + share * (most - least))
+            started = time.perf_counter()
+            chosen = choose(job, budget)
+            seconds = time.perf_counter() - started
+            rows.append(
+                [
+                    f"Llama {name}, {layout.world_size} ranks",
+                    f"{most / 1e9:.0f}",
+                    f"{budget / 1e9:.0f}",
+                    f"{chosen.relative_error:.1%}",
+                    f"{chosen.time_share:.1%}",
+                    f"{seconds:.1f}",
+                ]
+            )
+    return Table(
+        "Choosing under a budget: 8192 tokens per micro-batch, interleaved 1F1B, FSDP2, 8-bit AdamW, chunked loss",
+        ["", "all exact, GB", "budget, GB", "gradient off by", "step longer by", "seconds to choose"],
+        rows,
+        "Error and time are the planner's estimates, from laconic/cost/data.",
+    )
