@@ -13,6 +13,7 @@ from laconic.cost.job import Job
 from laconic.cost.memory import Prediction, predict
 from laconic.cost.program import Program
 from laconic.cost.rates import Hardware, Sensitivity, layer_forward_flops, pack_seconds, recompute_seconds
+from laconic.cost.sizes import format_nbytes
 from laconic.cost.units import EXACT, Choice, Unit
 from laconic.errors import PlanError
 
@@ -102,8 +103,9 @@ def choose(
     if smallest:
         raise PlanError(
             f"the budget is {budget_nbytes:,} bytes per device, but the least that these choices can do with is "
-            f"{smallest:,} bytes ({smallest / 1e9:.2f} GB) on the fullest rank; raise the budget, allow more choices, "
-            f"shorten the micro-batch, shard parameters, or use the chunked loss, 8-bit gradients and optimizer"
+            f"{smallest:,} bytes ({format_nbytes(smallest)}) on the fullest rank; raise the budget, allow more "
+            f"choices, shorten the micro-batch, shard parameters, or use the chunked loss, 8-bit gradients and "
+            f"optimizer"
         )
     return describe(job, choices, recomputed, "budget", costs)
 
