@@ -48,6 +48,14 @@ def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
         assert result.stdout.count(f"\n| {row} | ") == 2
 
 
+def test_planning_benchmark_compares_peaks_and_times_choices() -> None:
+    result = run("planning", "--smoke", "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    for row in ("fp32: 16 bits, attention exact, loss exact", "bf16: 8 bits, attention nf4, loss chunked"):
+        assert f"\n| {row} | " in result.stdout
+    assert "\n| Llama 8B, 32 ranks | " in result.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
     result = run("gpu", "--smoke")
