@@ -1,9 +1,9 @@
 """Gradients that live in 8 or 12 bits from the moment autograd makes them.
 
-AGoQ keeps the main gradient in 8 bits between micro-batches (agoq.md 3.1). Here a hook folds each gradient into codes
-and frees it, in int8 blocks of 128, optionally with an int4 residual that makes it finer than bf16. Scaling, norm and
-clipping work on scales and codes. Ranks that hold the same parameters reduce the codes themselves, while backward goes
-on; nothing keeps a full-precision buffer as DDP's buckets do.
+AGoQ keeps the main gradient in 8 bits between micro-batches (arXiv 2605.00539). Here a hook folds each gradient into
+codes and frees it, in int8 blocks of 128, optionally with an int4 residual that makes it finer than bf16. Scaling, norm
+and clipping work on scales and codes. Ranks that hold the same parameters reduce the codes themselves, while backward
+goes on; nothing keeps a full-precision buffer as DDP's buckets do.
 """
 
 from __future__ import annotations
