@@ -2,6 +2,7 @@
 
     python -m benchmarks.run kernels --threads 1 2 --out benchmarks/results/kernels_NAME.md
     python -m benchmarks.run activations --out benchmarks/results/activations_NAME.md
+    python -m benchmarks.run compiled --out benchmarks/results/compiled_NAME.md
     python -m benchmarks.run gradients --threads 1 2 --out benchmarks/results/gradients_NAME.md
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
     python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
@@ -31,6 +32,7 @@ from benchmarks.registry import BENCHMARKS, Options, processor
 _MODULES = (
     "kernels",
     "activations",
+    "compiled",
     "gradients",
     "loss",
     "optim",

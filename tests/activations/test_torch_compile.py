@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import BlockFormat
-from laconic.activations import SavedTensorTracker
+from laconic.activations import SavedTensorTracker, Site
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 
 # Dynamo asks the hidden states that enter a layer for their gradient.
@@ -76,6 +76,19 @@ def test_compiled_attention_keeps_packed_queries_keys_and_values_too() -> None:
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
     assert torch.equal(got[0], expected[0])
     assert got[1] <= expected[1]
+    assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_layers_that_differ_do_not_share_a_graph(kind: str) -> None:
+    model, ids = make_model("llama"), make_ids()
+
+    def policy(site: Site) -> BlockFormat | None:
+        return None if site.kind == kind and site.layer == 0 else BlockFormat("int8")
+
+    laconic.compress_activations(model, policy=policy)
+    expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
+    assert num_graphs() == 2
     assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
 
 

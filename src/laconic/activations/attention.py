@@ -48,7 +48,8 @@ _ATTRIBUTE = "_laconic_attention"
 
 def attention_core_of(module: nn.Module) -> AttentionCore | None:
     """What stands in for a module's attention, if it has been converted."""
-    core = module.__dict__.get(_ATTRIBUTE)
+    # Not by __dict__: torch.compile guards attributes, but not a key that is missing there.
+    core = getattr(module, _ATTRIBUTE, None)
     return core if isinstance(core, AttentionCore) else None
 
 
