@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.activations import SavedTensorTracker
+from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites, uniform
+from laconic.formats import BlockFormat
 from laconic.train.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 
@@ -32,9 +33,19 @@ def gradients_and_bytes(model: nn.Module, inner: nn.Module, ids: torch.Tensor) -
     return found, tracker.nbytes
 
 
-def compressed(mode: str) -> nn.Module:
+def compressed(how: str) -> nn.Module:
+    """How: a mode, "attention" packed, or "recompute": layer 0 as a whole, of layer 1 the feed-forward block."""
     model = make_model("llama")
-    laconic.compress_activations(model, bits=4, mode=mode)  # type: ignore[arg-type]
+    if how == "attention":
+        laconic.compress_activations(model, bits=4, attention="int8")
+    elif how == "recompute":
+        choices = ActivationPlan.make(
+            find_sites(model), uniform(BlockFormat("nf4"), attention=BlockFormat("int8"))
+        ).choices
+        choices = {**choices, "model.layers.1.mlp": Recompute()}
+        laconic.compress_activations(model, plan=ActivationPlan(choices, {"model.layers.0": BlockFormat("int8")}))
+    else:
+        laconic.compress_activations(model, bits=4, mode=how)  # type: ignore[arg-type]
     return model
 
 
@@ -62,7 +73,15 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrapping", "mode", "bound"),
-    [("ddp", "sites", 1e-5), ("fsdp", "sites", 1e-5), ("fsdp-bf16", "sites", 0.05), ("fsdp", "hooks", 1e-5)],
+    [
+        ("ddp", "sites", 1e-5),
+        ("fsdp", "sites", 1e-5),
+        ("fsdp-bf16", "sites", 0.05),
+        ("fsdp", "hooks", 1e-5),
+        ("ddp", "attention", 1e-5),
+        ("fsdp-bf16", "attention", 0.05),
+        ("fsdp", "recompute", 1e-5),
+    ],
 )
 def test_gradients_and_kept_bytes_are_those_of_one_process(
     wrapping: str, mode: str, bound: float, tmp_path: Path
