@@ -73,8 +73,7 @@ class SavedTensorTracker:
     What was moved to pinned memory of the host is in `host_nbytes` instead.
 
     A tensor is booked on the innermost module that was running when its storage was saved first; what a compiled module
-    saves is booked on the module that called it. Inside of a region of
-    activation checkpointing nothing is saved, and the input that the region holds is not seen.
+    saves is booked on the module that called it. Of a region of activation checkpointing that is the input only.
     """
 
     def __init__(self, module: nn.Module) -> None:
