@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -164,3 +166,19 @@ def test_inductor_saves_the_same_bytes_and_is_as_close_as_it_is_without_us() -> 
     for name, grad in got[2].items():
         # Fusion rounds a value differently now and then, and a code flips with it.
         assert relative_error(grad, compiled[2][name]) < relative_error(expected[2][name], reference[2][name]) + 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_the_benchmark_runs_and_compiled_layers_keep_what_eager_ones_do() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "compiled", "--smoke"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:3]] for line in result.stdout.splitlines() if "laconic," in line
+    ]
+    assert len(cells) == 8
+    llama = dict(cells[:4])
+    for name in ("laconic, nf4", "laconic, nf4, attention int8"):
+        assert llama[name + ", compiled"] == llama[name]
