@@ -73,9 +73,9 @@ class Pipelined(Pair):
         loss = Chunk.loss
         calls = {"training": 0}
 
-        def spoilt(self: Chunk, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def spoilt(self: Chunk, x: torch.Tensor, labels: torch.Tensor, chunked: bool) -> torch.Tensor:
             calls["training"] += torch.is_grad_enabled()
-            value = loss(self, x, labels)
+            value = loss(self, x, labels, chunked)
             return value * float("nan") if torch.is_grad_enabled() and calls["training"] == 4 else value
 
         Chunk.loss = spoilt  # type: ignore[method-assign]
