@@ -65,8 +65,8 @@ def _block(hidden: int, length: int, options: Options) -> Table:
 
     variants: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
         "unmodified": (plain, forward),
-        "laconic, nf4": (compressed(bits=4), forward),
-        "laconic, int8": (compressed(bits=8), forward),
+        "laconic, nf4": (compressed(bits=4, attention="exact"), forward),
+        "laconic, int8": (compressed(bits=8, attention="exact"), forward),
         "laconic, nf4, attention int8": (compressed(bits=4, attention="int8"), forward),
         "laconic, nf4, attention nf4": (compressed(bits=4, attention="nf4"), forward),
         "laconic, nf4, attention int8, feed-forward again": (compressed(policy=no_feed_forward), forward),
@@ -120,9 +120,14 @@ def _training(batch: int, options: Options) -> Table:
     length = 256
     plain = build_model(ModelConfig(), 257, length, 0)
     models: dict[str, nn.Module] = {"unmodified": plain}
-    for name, bits in (("laconic, nf4", 4), ("laconic, int8", 8)):
+    settings = {
+        "laconic, nf4, attention exact": (4, "exact"),
+        "laconic, nf4, attention int8": (4, "int8"),
+        "laconic, int8, attention int8": (8, "int8"),
+    }
+    for name, (bits, attention) in settings.items():
         models[name] = copy.deepcopy(plain)
-        laconic.compress_activations(models[name], bits)
+        laconic.compress_activations(models[name], bits, attention=attention)
     optimizers = {name: torch.optim.AdamW(model.parameters(), fused=True) for name, model in models.items()}
     ids = torch.randint(0, 257, (batch, length), generator=torch.Generator().manual_seed(0))
 

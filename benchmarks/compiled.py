@@ -37,7 +37,7 @@ def _layer(kind: str, side: int, options: Options) -> Table:
 
     layers = {
         "unmodified": plain,
-        "laconic, nf4": compressed(bits=4),
+        "laconic, nf4": compressed(bits=4, attention="exact"),
         "laconic, nf4, attention int8": compressed(bits=4, attention="int8"),
     }
     for name in tuple(layers):

@@ -94,7 +94,7 @@ def memory(options: Options) -> list[Table]:
         "unmodified": stack(),
         "selective recompute (torch SAC, products kept)": stack(_NUM_LAYERS, selective),
         "full recompute": stack(_NUM_LAYERS),
-        "laconic, nf4, attention exact": stack(bits=4),
+        "laconic, nf4, attention exact": stack(bits=4, attention="exact"),
         "laconic, nf4, attention int8": stack(bits=4, attention="int8"),
         "laconic, nf4, attention nf4": stack(bits=4, attention="nf4"),
     }
@@ -109,6 +109,9 @@ def memory(options: Options) -> list[Table]:
                 _step(model, x)()
             name = "compiled" if budget == 1 else f"compiled, activation_memory_budget {budget}"
             variants[name] = model
+        model = stack(bits=4, attention="int8")
+        model.compile_layers()
+        variants["compiled, laconic, nf4, attention int8"] = model
 
     held = {name: _held_nbytes(model, x) for name, model in variants.items()}
     peak = {name: peak_nbytes(_step(model, x)) for name, model in variants.items()}

@@ -324,13 +324,22 @@ def test_bad_input_is_refused(options: dict[str, Any], error: type[Exception], m
     assert not any("_laconic_attention" in vars(module) for module in model.modules())
 
 
-def test_attention_is_exact_unless_asked_for() -> None:
+def test_attention_is_kept_at_eight_bits_unless_told_otherwise() -> None:
     model = make_model("llama")
-    report = laconic.compress_activations(model)
-    assert "model.layers.0.self_attn" in report.left_exact
-    laconic.decompress_activations(model)
-    report = laconic.compress_activations(model, bits=4, attention=BlockFormat("int8", block_size=32))
-    assert "model.layers.0.self_attn" not in report.left_exact
+    for options, kept in (
+        ({}, "int8"),
+        ({"bits": 8}, "int8"),
+        ({"bits": 16}, "exact"),
+        ({"attention": "exact"}, "exact"),
+        ({"attention": BlockFormat("nf4", block_size=32)}, "nf4"),
+        ({"bits": 16, "attention": "int8"}, "int8"),
+    ):
+        report = laconic.compress_activations(model, **options)  # type: ignore[arg-type]
+        rows = {row.name: row.format for row in report.rows}
+        assert kept in rows["model.layers.0.self_attn"], options
+        assert ("model.layers.0.self_attn" in report.left_exact) == (kept == "exact")
+        if options != {"bits": 16}:
+            laconic.decompress_activations(model)
 
 
 def test_every_family_has_its_attention_sites(family: str) -> None:

@@ -27,7 +27,7 @@ def compressed(model: nn.Module, **options: object) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_is_bit_identical(family: str, dtype: torch.dtype) -> None:
     model = make_model(family).to(dtype)
-    twin, ids = compressed(model), make_ids()
+    twin, ids = compressed(model, attention="exact"), make_ids()
     assert torch.equal(loss_of(model, ids), loss_of(twin, ids))  # in training mode: GPT-2 draws the same dropout
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=ids).logits, twin.eval()(input_ids=ids).logits)
@@ -36,7 +36,7 @@ def test_forward_is_bit_identical(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("nothing_is_packed")
 def test_backward_is_right_when_nothing_is_packed(family: str) -> None:
     model = make_model(family)
-    twin, ids = compressed(model), make_ids()
+    twin, ids = compressed(model, attention="exact"), make_ids()
     expected, got = both_gradients(model, twin, ids)
     for name, grad in got.items():
         # Sums of a few hundred fp32 terms in another order.
@@ -115,7 +115,7 @@ def test_save_pretrained_round_trips(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = make_model("llama", tie_word_embeddings=True)
-    twin, ids = compressed(model), make_ids()
+    twin, ids = compressed(model, attention="exact"), make_ids()
     loss_of(twin, ids).backward()
     twin.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -254,7 +254,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_double_precision_stays_exact() -> None:
     model = make_model("llama").double()
-    twin, ids = compressed(model), make_ids()
+    twin, ids = compressed(model, attention="exact"), make_ids()
     expected, got = both_gradients(model, twin, ids)
     assert all(torch.equal(grad, expected[name]) for name, grad in got.items())
 

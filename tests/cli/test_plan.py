@@ -41,7 +41,7 @@ def test_a_plan_is_made_printed_and_written(model: str, tmp_path: Path, capsys: 
     assert main(["plan", model, "--memory", "48GB", *LAYOUT, "--out", str(plan), "--chart", str(chart)]) == 0
     text = capsys.readouterr().out
     assert "32 processes: 4 stages x 2 chunks (interleaved-1f1b, 8 micro-batches), 8 x FSDP2" in text
-    assert "8.03e9 parameters" in text
+    assert "8.03 billion parameters" in text
     assert "\nfits: " in text
     assert text.isascii()
     assert [line.split()[2] for line in text.splitlines() if line[:4].strip() in ("0", "1", "2", "3")][:4] == [

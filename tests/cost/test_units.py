@@ -51,7 +51,7 @@ def test_bytes_are_exact_to_the_byte(family: str, precision: str) -> None:
     units = units_of(shape, precision)
     for bits in (16, 4):
         if bits < 16:
-            laconic.compress_activations(model, bits=bits)
+            laconic.compress_activations(model, bits=bits, attention="exact")
         choices = {u.name: Choice.from_bits(max(bits, u.minimum_bits)) for u in units if u.kind != "attention"}
         counted = measured(model, precision, units)
         prediction = predict(job, choices)
@@ -73,7 +73,7 @@ def test_bytes_are_exact_to_the_byte(family: str, precision: str) -> None:
 def test_a_chunked_loss_is_predicted_to_the_byte(family: str, precision: str, bits: int) -> None:
     model = make_model(family).to(TORCH_DTYPES[precision])
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-    laconic.compress_activations(model, bits=bits, loss="chunked")
+    laconic.compress_activations(model, bits=bits, attention="exact", loss="chunked")
     job = Job(shape, BATCH, settings=Settings(precision=precision, loss="chunked"))  # type: ignore[arg-type]
     assert sum(measured(model, precision, []).values()) == predict(job, choices_of(job, bits)).saved_total_nbytes
 

@@ -65,8 +65,8 @@ def compress_activations(
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         attention: how query, key and value are kept: "exact" leaves attention as it is; "int8", "nf4" (any code) or a
-            format packs them, and attention runs again in backward. The output then costs nothing. None is
-            `ATTENTION`, or what the policy or plan says if there is one.
+            format packs them, and attention runs again in backward. The output then costs nothing. None is "int8"
+            (`ATTENTION`), "exact" if `bits` is 16, or what the policy or plan says if there is one.
         checkpoint: how a layer's input is kept where Hugging Face's `gradient_checkpointing_enable`, before or after
             this call, computes the layer again in backward: "exact", a code or a format; exact if `bits` is 16. Such a
             layer keeps nothing else, and its second run is exact but for its input.
@@ -96,7 +96,8 @@ def compress_activations(
         raise ModelError(
             "attention= is for the default policy; with policy= or plan=, that decides about attention sites"
         )
-    attention_format = _format("attention", attention or ATTENTION, block_size, scale_dtype)
+    kept_attention = attention or ("exact" if block_format is None else ATTENTION)
+    attention_format = _format("attention", kept_attention, block_size, scale_dtype)
     input_format = _format("checkpoint", checkpoint, block_size, scale_dtype)
     if _forwards(model):
         raise ModelError(

@@ -3,8 +3,8 @@
 [Note: compressed attention]
 Attention's backward multiplies exponentials of the logits with a saved statistic (the log-sum-exp of each row). If the
 logits come from quantized tensors and the statistic does not, the rows of probabilities no longer sum to one, and the
-error of the gradient grows with the logits: that is why four bits everywhere does not train (AGoQ, arXiv 2605.00539,
-section 2.2 of our notes has the numbers). Here nothing but query, key and value is kept. Backward dequantizes them and
+error of the gradient grows with the logits: that is why four bits everywhere does not train (AGoQ, arXiv 2605.00539;
+`benchmarks/saved_statistic.py` shows it). Here nothing but query, key and value is kept. Backward dequantizes them and
 runs the very same attention code again under autograd, so that logits, statistic, output and gradients all belong to
 the same tensors. The output projection takes its input from that second run as well, so the output costs no bytes.
 

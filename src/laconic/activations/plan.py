@@ -21,8 +21,13 @@ __all__ = ["ATTENTION", "ActivationPlan", "Policy", "careful_head", "uniform"]
 Policy = Callable[[Site], Choice]
 
 
-ATTENTION = "exact"
-"""What is kept for attention unless told otherwise: "exact", "int8" or "nf4"."""
+ATTENTION = "int8"
+"""What is kept for attention unless told otherwise: "exact", "int8" or "nf4".
+
+Training with int8 ends at the loss of exact attention (benchmarks/results/quality_attention_*), and costs a few per
+cent of a step for 2.5 U of 6.7 (benchmarks/results/memory_*). nf4 takes 0.75 U less, but its gradients of queries and
+keys are off by a fifth (benchmarks/results/gradient_error_*).
+"""
 
 
 def uniform(format: Choice, attention: Choice = None) -> Policy:

@@ -29,8 +29,8 @@ def describe_job(job: Job) -> str:
         [
             f"model     {shape.family}: {shape.num_layers} layers, hidden {shape.hidden_size:,}, feed-forward {ffn}, "
             f"{shape.num_heads} heads, {shape.num_kv_heads} key/value heads, vocabulary {shape.vocab_size:,}; "
-            f"{shape.num_parameters / 1e9:.2f}e9 parameters",
-            f"world     {layout.world_size} processes: {world}",
+            f"{_short(shape.num_parameters)} parameters",
+            f"world     {layout.world_size} process{'es' * (layout.world_size > 1)}: {world}",
             f"batch     {batch.sequences} x {batch.sequence_length:,} tokens per micro-batch",
             f"settings  {settings.precision}, {settings.optimizer}, {settings.gradient_bits}-bit gradients, "
             f"{settings.loss} loss",
@@ -119,3 +119,11 @@ def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = 
     ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _short(count: int) -> str:
+    """A large number in thousands, millions or billions."""
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:,}"
