@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,8 @@ class Lab:
         self.bits_per_second = bits_per_second
 
     def __enter__(self) -> Lab:
+        # A process that is told to end must not leave namespaces behind.
+        self._on_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             self._build()
         except BaseException:
@@ -75,6 +78,7 @@ class Lab:
         for name in (self._switch, *map(self._host, range(self.num_hosts))):
             with suppress(RuntimeError):
                 _run("ip", "netns", "delete", name)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
 
     @staticmethod
     def address(host: int) -> str:
