@@ -103,11 +103,13 @@ def test_a_compiled_mixture_of_experts_equals_the_eager_one() -> None:
     assert got[1] <= expected[1] + 2 * (ids.numel() * 2 * (3 * 8 + 4) + 4 * 4)
 
 
-# Attention that runs again under a compiled graph adds up its gradients in another order.
+# Attention that runs again under a compiled graph adds up its gradients in another order. With dropout, which GPT-2
+# has, it would stay exact there.
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "bound"), [("exact", 1e-6), ("int8", 1e-5)])
 def test_every_family_compiles_to_the_same_values_and_gradients(family: str, attention: str, bound: float) -> None:
-    model, ids = compressed(family, attention=attention), make_ids()
+    model, ids = make_model(family, **({"attn_pdrop": 0.0} if family == "gpt2" else {})), make_ids()
+    laconic.compress_activations(model, attention=attention)
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
     assert torch.equal(got[0], expected[0])
     for name, grad in got[2].items():
