@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ from torch import Tensor
 from tests.distributed.processes import finish, free_port, rank_environment, start
 from tests.distributed.sharded_adamw import SAVED_AFTER, STEPS, everything, load, make, save, train
 from tests.train.runs import ALONE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums cut over more threads round in another way, and the ranks have one thread each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
