@@ -7,7 +7,8 @@ others in a few bytes what it is about to do, and all of them refuse together, a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from laconic.errors import ConfigError
 from laconic.gradients.collectives import all_gather
 
-__all__ = ["Settings", "start_agreement"]
+__all__ = ["Settings", "first_difference", "start_agreement"]
 
 _NUM_BYTES = 192
 
@@ -24,6 +25,16 @@ Settings = dict[str, str | int]
 """What must be the same on all ranks, by name; the function's name first."""
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def first_difference(settings: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """The first setting in which some rank differs from the first one, and that rank's place; None if all agree."""
+    first = settings[0]
+    for place, other in enumerate(settings):
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                return name, place
+    return None
 
 
 def start_agreement(settings: Settings, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
@@ -47,15 +58,15 @@ def start_agreement(settings: Settings, group: dist.ProcessGroup, device: torch.
     def compare() -> None:
         work.wait()
         lines = [json.loads(row.numpy().tobytes()) for row in gathered.cpu()]
-        first_rank, first = lines[0]
-        for rank, other in lines[1:]:
-            if other != first:
-                name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
-                raise ConfigError(
-                    f"{name} is {first.get(name)!r} on rank {first_rank} and {other.get(name)!r} on rank {rank} in"
-                    f" {first['function']}, but all ranks of a group must make the same calls in the same order with"
-                    " the same settings; nothing was reduced"
-                )
+        found = first_difference([settings for _, settings in lines])
+        if found is not None:
+            name, place = found
+            (first_rank, first), (rank, other) = lines[0], lines[place]
+            raise ConfigError(
+                f"{name} is {first.get(name)!r} on rank {first_rank} and {other.get(name)!r} on rank {rank} in"
+                f" {first['function']}, but all ranks of a group must make the same calls in the same order with"
+                " the same settings; nothing was reduced"
+            )
         seen.add(text)
 
     return compare

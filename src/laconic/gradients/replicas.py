@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.errors import ConfigError
+from laconic.gradients.agreement import first_difference
 
 __all__ = ["broadcast_state", "check_same_settings", "local_part"]
 
@@ -35,16 +36,14 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
     texts = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
     ranks = dist.get_process_group_ranks(group)
-    first = json.loads(texts[0])
-    for rank, other_text in zip(ranks, texts, strict=True):
-        other = json.loads(other_text)
-        for name in [*first, *other]:
-            if first.get(name) != other.get(name):
-                raise ConfigError(
-                    f"{name} is {first.get(name, 'missing')} on rank {ranks[0]} and {other.get(name, 'missing')} on"
-                    f" rank {rank}, but all ranks of a group must agree; start every rank with the same settings"
-                )
-    raise AssertionError("digests differ, settings do not")
+    found = first_difference([json.loads(other) for other in texts])
+    assert found is not None, "digests differ, settings do not"
+    name, place = found
+    first, other = json.loads(texts[0]), json.loads(texts[place])
+    raise ConfigError(
+        f"{name} is {first.get(name, 'missing')} on rank {ranks[0]} and {other.get(name, 'missing')} on"
+        f" rank {ranks[place]}, but all ranks of a group must agree; start every rank with the same settings"
+    )
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 
 import laconic
 from laconic.errors import ConfigError
+from laconic.gradients.agreement import first_difference
 from laconic.train.config import TrainConfig
 from laconic.train.planned import load_plan
 from laconic.train.world import World
@@ -30,14 +31,14 @@ def check_agreement(config: TrainConfig, world: World) -> None:
     settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
     if config.plan is not None:
         settings["the plan"] = load_plan(config.plan).to_dict()
-    first, *others = world.gather(settings)
-    for rank, other in enumerate(others, 1):
-        for name in dict.fromkeys([*first, *other]):
-            if first.get(name) != other.get(name):
-                raise ConfigError(
-                    f"{name} is {first.get(name)!r} on rank 0, but {other.get(name)!r} on rank {rank}; start all "
-                    "processes of a run with the same settings and versions"
-                )
+    gathered = world.gather(settings)
+    found = first_difference(gathered)
+    if found is not None:
+        name, rank = found
+        raise ConfigError(
+            f"{name} is {gathered[0].get(name)!r} on rank 0, but {gathered[rank].get(name)!r} on rank {rank}; start "
+            "all processes of a run with the same settings and versions"
+        )
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
