@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.formats.shards import local_part
+
 __all__ = ["SavedTensorTracker", "kind_of", "observe", "own_storages"]
 
 _OPEN: list[SavedTensorTracker] = []
@@ -30,8 +32,7 @@ def own_storages(module: nn.Module) -> Iterator[int]:
     """Identities of the storages of the parameters and buffers that a module itself holds now."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            yield local.untyped_storage()._cdata
+            yield local_part(tensor).untyped_storage()._cdata
 
 
 def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:

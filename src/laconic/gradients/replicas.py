@@ -8,18 +8,13 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from laconic.errors import ConfigError
+from laconic.formats.shards import local_part
 from laconic.gradients.agreement import first_difference
 
-__all__ = ["broadcast_state", "check_same_settings", "local_part"]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+__all__ = ["broadcast_state", "check_same_settings"]
 
 
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:

@@ -16,8 +16,9 @@ from torch.optim.adamw import adamw
 
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_
-from laconic.optim.moments import check_state, is_8bit, local, new_state, parameter_name
+from laconic.optim.moments import check_state, is_8bit, new_state, parameter_name
 
 __all__ = ["AdamW8bit"]
 
@@ -78,7 +79,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def state_nbytes(self) -> int:
         """Bytes of all moments on this process."""
         values = chain.from_iterable(state.values() for state in self.state.values())
-        return sum(local(value).nbytes for value in values if isinstance(value, Tensor) and value.dim() > 0)
+        return sum(local_part(value).nbytes for value in values if isinstance(value, Tensor) and value.dim() > 0)
 
     @overload
     def step(self, closure: None = None, *, gradient_factor: Tensor | None = None) -> None: ...
@@ -182,15 +183,15 @@ class AdamW8bit(torch.optim.Optimizer):
                 raise FormatError(f"{name} is {parameter.dtype}, but it must be float32, bfloat16 or float16")
             if quantized is None:
                 _check_dense(name, parameter, dense)
-            elif quantized.shape != local(parameter).shape:
+            elif quantized.shape != local_part(parameter).shape:
                 raise FormatError(
                     f"the quantized gradient of {name} has shape {tuple(quantized.shape)}, but the part of the"
-                    f" parameter on this process has {tuple(local(parameter).shape)}"
+                    f" parameter on this process has {tuple(local_part(parameter).shape)}"
                 )
             yield _Update(name, parameter, dense if quantized is None else quantized)
 
     def _step_8bit(self, group: Mapping[str, Any], update: _Update, factor: Tensor | None) -> None:
-        parameter, gradient = local(update.parameter), update.gradient
+        parameter, gradient = local_part(update.parameter), update.gradient
         state = self.state[update.parameter]
         # A parameter in another order of memory, such as channels_last, is updated in a copy.
         values = parameter.contiguous()
@@ -198,11 +199,11 @@ class AdamW8bit(torch.optim.Optimizer):
         if isinstance(gradient, QuantizedGradient):
             parts = (gradient.codes, gradient.scales, gradient.residual_codes, gradient.residual_scales)
         else:
-            parts = (local(gradient).contiguous(), None, None, None)
+            parts = (local_part(gradient).contiguous(), None, None, None)
         beta1, beta2 = group["betas"]
         adamw8bit_(
             values,
-            *(local(state[f"exp_avg{moment}_{part}"]) for moment in ("", "_sq") for part in ("codes", "scales")),
+            *(local_part(state[f"exp_avg{moment}_{part}"]) for moment in ("", "_sq") for part in ("codes", "scales")),
             *parts,
             gradient_factor=None if factor is None else _on(values.device, factor),
             lr=float(group["lr"]),
@@ -224,10 +225,10 @@ class AdamW8bit(torch.optim.Optimizer):
         if not updates:
             return
         states = [self.state[update.parameter] for update in updates]
-        parameters = [local(update.parameter) for update in updates]
+        parameters = [local_part(update.parameter) for update in updates]
         values = [parameter.float() for parameter in parameters]
         gradients = [
-            gradient.dequantize() if isinstance(gradient, QuantizedGradient) else local(gradient).float()
+            gradient.dequantize() if isinstance(gradient, QuantizedGradient) else local_part(gradient).float()
             for gradient in (update.gradient for update in updates)
         ]
         if factor is not None:
@@ -236,8 +237,8 @@ class AdamW8bit(torch.optim.Optimizer):
         adamw(
             values,
             gradients,
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             amsgrad=False,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from laconic.errors import FormatError
+from laconic.formats.shards import local_part
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
 from laconic.ops.dynamic_map import dynamic_map
 from laconic.optim.adamw import AdamW8bit
@@ -21,7 +22,6 @@ from laconic.optim.moments import (
     MOMENTS,
     dequantize_moment,
     is_8bit,
-    local,
     new_state,
     parameter_name,
     quantize_moment,
@@ -192,7 +192,7 @@ def _fill(
     # 1. Codes and scales as they are, or the moment in fp32: of this process if it is a DTensor, else of all.
     codes = scales = exact = None
     if isinstance(value, Tensor):
-        exact = local(value).float()
+        exact = local_part(value).float()
     else:
         rows, length = rows_of(parameter.shape)
         codes, scales = value[0], value[1].view(1, -1)
@@ -218,7 +218,7 @@ def _write(target: Tensor, value: Tensor, whole: bool) -> None:
     value = value.to(target.device)
     if whole and isinstance(target, DTensor):
         value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
-    local(target).copy_(value)
+    local_part(target).copy_(value)
 
 
 def _full(value: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from laconic.errors import FormatError
+from laconic.formats.shards import local_part
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
 from laconic.ops.dynamic_map import ZERO_CODE
 
@@ -27,7 +28,6 @@ __all__ = [
     "check_state",
     "dequantize_moment",
     "is_8bit",
-    "local",
     "new_state",
     "parameter_name",
     "quantize_moment",
@@ -42,11 +42,6 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 _MIN_ROW_LENGTH = 16
 # A vector shorter than this is a norm or a bias: small, and cut anywhere by FSDP2, also within a block.
 _MIN_VECTOR_NUMEL = 1 << 20
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies on this process; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows_of(shape: torch.Size) -> tuple[int, int]:
@@ -85,7 +80,7 @@ def new_state(parameter: Tensor, min_8bit_numel: int) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for name, signed in MOMENTS.items():
         if wants_8bit(parameter, min_8bit_numel):
-            part = local(parameter)
+            part = local_part(parameter)
             rows, length = rows_of(part.shape)
             codes = torch.full(part.shape, ZERO_CODE[signed], dtype=torch.uint8, device=part.device)
             scales = torch.zeros(rows, -(-length // STATE_BLOCK_SIZE), dtype=torch.float32, device=part.device)

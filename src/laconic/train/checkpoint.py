@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
 from laconic.errors import CheckpointError
+from laconic.formats.shards import local_part
 from laconic.train.durable import fsync_directory, fsync_file, sha256_of
 from laconic.train.pipeline import Parts
 from laconic.train.run_dir import latest_name
@@ -212,16 +213,11 @@ def _without_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
     seen: set[tuple[int, torch.Size]] = set()
     unique = {}
     for name, tensor in state.items():
-        key = (_local(tensor).untyped_storage()._cdata, tensor.shape)
+        key = (local_part(tensor).untyped_storage()._cdata, tensor.shape)
         if key not in seen:
             seen.add(key)
             unique[name] = tensor
     return unique
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _nbytes(state: Any) -> int:
@@ -261,7 +257,7 @@ def _reason(error: BaseException) -> str:
 
 def _check_finite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(_local(parameter.detach())).all():
+        if not torch.isfinite(local_part(parameter.detach())).all():
             raise CheckpointError(f"not saved, because parameter {name} holds a value that is not finite")
 
 

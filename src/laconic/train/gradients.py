@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.formats import quantized_gradient
+from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_quantized, compress_gradients
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
@@ -82,7 +83,7 @@ class DenseGradients(Gradients):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(_local(parameter.grad), group=group)
+            dist.all_reduce(local_part(parameter.grad), group=group)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return full_value(gradient_norm(parameters))
@@ -146,9 +147,3 @@ def make_gradients(config: TrainConfig, layout: Layout, model: nn.Module) -> Gra
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
     store = compress_gradients(model, None if sharded else layout.stage_group, bits=config.gradients.bits)
     return StoredGradients(store, unpack=config.optimizer.kind == "adamw")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process has: of FSDP2's, its shard."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

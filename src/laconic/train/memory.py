@@ -14,6 +14,7 @@ from laconic.cost.lasting import lasting_nbytes
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.units import EXACT
 from laconic.formats import quantized_gradient
+from laconic.formats.shards import local_part
 from laconic.train.config import TrainConfig
 
 __all__ = ["MemoryCheck", "check_memory", "choices_of", "job_of"]
@@ -118,7 +119,7 @@ def check_memory(
         "saved per micro-batch": sum(prediction.stage_saved_nbytes[index] for index in stages),
         "parameters": lasting["parameters"],
     }
-    measured = {"saved per micro-batch": saved_nbytes, "parameters": sum(_local(p).nbytes for p in own)}
+    measured = {"saved per micro-batch": saved_nbytes, "parameters": sum(local_part(p).nbytes for p in own)}
     if gradients:
         predicted["gradients"], measured["gradients"] = lasting["gradients"], gradients
     if optimizer is not None and optimizer.state:
@@ -133,23 +134,18 @@ def check_memory(
     return MemoryCheck(predicted, measured)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
 def _gradient_nbytes(parameter: Tensor) -> int:
     quantized = quantized_gradient(parameter)
     if quantized is not None:
         return quantized.nbytes
-    return 0 if parameter.grad is None else _local(parameter.grad).nbytes
+    return 0 if parameter.grad is None else local_part(parameter.grad).nbytes
 
 
 def _state_tensors(state: Any) -> Iterator[Tensor]:
     """All tensors of an optimizer's state, but the counters of steps."""
     if isinstance(state, Tensor):
         if state.dim() > 0:
-            yield _local(state)
+            yield local_part(state)
     elif isinstance(state, Mapping):
         for value in state.values():
             yield from _state_tensors(value)
