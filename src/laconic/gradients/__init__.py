@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from laconic.collectives.lane import Work
 from laconic.gradients.ddp import ddp_q8_hook
-from laconic.gradients.lane import Work
 from laconic.gradients.reduce import (
     NATIVE_BELOW_NBYTES,
     TwoLevel,

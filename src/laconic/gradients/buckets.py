@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from laconic.collectives.lane import Work
 from laconic.errors import TrainingError
-from laconic.gradients.lane import Work
 
 __all__ = ["Buckets"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.gradients import collectives
+from laconic.collectives import native
 from laconic.gradients.message import Message, Parts, num_blocks
 from laconic.ops import dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
@@ -37,7 +37,7 @@ def scatter_piece(
     if agree is not None:
         agree()
     received = torch.empty_like(sent)
-    work = collectives.all_to_all(received, sent, group)
+    work = native.all_to_all(received, sent, group)
     yield
     work.wait()
     chunk.copy_(sum_blockwise(*message.parts(received), factor=factor))
@@ -76,12 +76,12 @@ def _sum_everywhere(
     if agree is not None:
         agree()
     received = torch.empty_like(sent)
-    work = collectives.all_to_all(received, sent, group)
+    work = native.all_to_all(received, sent, group)
     yield
     work.wait()
     mine = message.zeros(1, parts.codes.device)
     message.write(Parts(*sum_requantize_blockwise(*message.parts(received), factor=factor)), mine)
-    work = collectives.all_gather(received, mine, group)
+    work = native.all_gather(received, mine, group)
     yield
     work.wait()
     return message.read(received, length)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from laconic.collectives.agreement import first_difference
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
-from laconic.gradients.agreement import first_difference
 
 __all__ = ["broadcast_state", "check_same_settings"]
 

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.collectives.lane import Work
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients.buckets import Buckets
-from laconic.gradients.lane import Work
 from laconic.gradients.reduce import all_reduce_quantized
 from laconic.gradients.replicas import broadcast_state, check_same_settings
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import laconic
+from laconic.collectives.agreement import first_difference
 from laconic.errors import ConfigError
-from laconic.gradients.agreement import first_difference
 from laconic.train.config import TrainConfig
 from laconic.train.planned import load_plan
 from laconic.train.world import World

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from laconic.gradients.collectives import in_background
+from laconic.collectives.native import in_background
 
 __all__ = ["Groups", "Job", "Work", "run_here", "run_in_background"]
 

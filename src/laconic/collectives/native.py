@@ -1,4 +1,4 @@
-"""The collectives that gradients need, under one set of names, each started and not waited for.
+"""torch's own collectives under one set of names, each started and not waited for.
 
 torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor and warns at every call of the old names; 2.11 has
 only those. Nothing else in the package calls them.

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from laconic.collectives.native import all_gather
 from laconic.errors import ConfigError
-from laconic.gradients.collectives import all_gather
 
 __all__ = ["Settings", "first_difference", "start_agreement"]
 
