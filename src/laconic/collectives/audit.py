@@ -1,0 +1,215 @@
+"""What went over the wire: bytes as they were and as they were sent, and what was left raw and why.
+
+Every collective of this package writes one line here. Counting is a dictionary update under a lock, a few microseconds;
+reading copies. Counts are of this process; a run adds those of its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from laconic.cost.sizes import format_nbytes
+
+__all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot"]
+
+RAW = "raw"
+"""The codec's name for messages that travel as they are."""
+
+_MAX_REASONS = 32
+"""Reasons counted apart per entry; a caller that writes numbers into reasons must not fill the memory."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Sums over all calls of one kind: operation, dtype and codec."""
+
+    operation: str
+    dtype: str
+    codec: str
+    num_calls: int
+    raw_nbytes: int
+    """What this process would have sent without a codec."""
+    sent_nbytes: int
+    """What it sent, headers and exchanged sizes included."""
+    coding_seconds: float
+    """Spent in encoding and decoding; part of it may have been hidden behind the wire."""
+    saved_seconds: float
+    """Estimated: what the cost model predicts for raw minus what it predicts for the codec taken. Not measured."""
+    reasons: Mapping[str, int]
+    """Why this codec, and how many calls for each reason."""
+
+    @property
+    def ratio(self) -> float:
+        """Bytes raw over bytes sent; 1 if nothing was sent."""
+        return self.raw_nbytes / self.sent_nbytes if self.sent_nbytes else 1.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What was counted up to one moment, or between two (`later - earlier`)."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Of all entries."""
+        return sum(entry.raw_nbytes for entry in self.entries)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Of all entries."""
+        return sum(entry.sent_nbytes for entry in self.entries)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes raw over bytes sent of all entries together; 1 if nothing was sent."""
+        return self.raw_nbytes / self.sent_nbytes if self.sent_nbytes else 1.0
+
+    @property
+    def coding_seconds(self) -> float:
+        """Of all entries."""
+        return sum(entry.coding_seconds for entry in self.entries)
+
+    @property
+    def saved_seconds(self) -> float:
+        """Of all entries; an estimate of the cost model, see `Entry.saved_seconds`."""
+        return sum(entry.saved_seconds for entry in self.entries)
+
+    def left_raw(self) -> dict[str, int]:
+        """Why calls were left raw -> how many of them, most frequent first."""
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            if entry.codec == RAW:
+                for reason, count in entry.reasons.items():
+                    found[reason] = found.get(reason, 0) + count
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    def __sub__(self, earlier: Snapshot) -> Snapshot:
+        before = {_key(entry): entry for entry in earlier.entries}
+        left = (_minus(entry, before[_key(entry)]) if _key(entry) in before else entry for entry in self.entries)
+        return Snapshot(tuple(entry for entry in left if entry.num_calls))
+
+    def __add__(self, other: Snapshot) -> Snapshot:
+        """Both together, for instance of two ranks."""
+        sums = {_key(entry): entry for entry in self.entries}
+        for entry in other.entries:
+            sums[_key(entry)] = _plus(sums[_key(entry)], entry) if _key(entry) in sums else entry
+        return Snapshot(_sorted(sums.values()))
+
+    def table(self) -> str:
+        """Text for a terminal: a line per entry, the sum, and what was left raw and why."""
+        if not self.entries:
+            return "no collective of laconic was called"
+        header = ["operation", "dtype", "codec", "calls", "raw", "sent", "ratio", "coding s", "saved s (estimated)"]
+        rows = [
+            [
+                *(entry.operation, entry.dtype, entry.codec, str(entry.num_calls)),
+                *_amounts(entry.raw_nbytes, entry.sent_nbytes, entry.ratio, entry.coding_seconds, entry.saved_seconds),
+            ]
+            for entry in self.entries
+        ]
+        calls = sum(entry.num_calls for entry in self.entries)
+        total = _amounts(self.raw_nbytes, self.sent_nbytes, self.ratio, self.coding_seconds, self.saved_seconds)
+        rows.append(["all", "", "", str(calls), *total])
+        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+        formats = [f"{{:{'<' if column < 3 else '>'}{width}}}" for column, width in enumerate(widths)]
+        lines = ["  ".join(formats).format(*row).rstrip() for row in [header, *rows]]
+        lines.insert(1, "-" * len(lines[0]))
+        lines += [f"left raw: {count} calls, {reason}" for reason, count in self.left_raw().items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; `from_dict` reads them."""
+        return {"entries": [{**vars(entry), "reasons": dict(entry.reasons)} for entry in self.entries]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Snapshot:
+        """The inverse of `to_dict`."""
+        return cls(tuple(Entry(**entry) for entry in data["entries"]))
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict())
+
+
+_Key = tuple[str, str, str]
+_lock = threading.Lock()
+_entries: dict[_Key, Entry] = {}
+
+
+def record(
+    operation: str,
+    dtype: object,
+    raw_nbytes: int,
+    sent_nbytes: int,
+    codec: str,
+    reason: str,
+    seconds: float,
+    *,
+    saved_seconds: float = 0.0,
+) -> None:
+    """Count one call. Any thread may do so.
+
+    Arguments:
+        operation: "all_gather", "reduce_scatter", ...
+        dtype: the tensor's; a torch.dtype or its name.
+        raw_nbytes: what this process would have sent without a codec, by the bandwidth-optimal algorithm.
+        sent_nbytes: what it sent.
+        codec: "raw", "window", "tiered", or a codec's name.
+        reason: why that one, in a few words without numbers: calls are counted by it.
+        seconds: spent in encoding and decoding, 0 for raw.
+        saved_seconds: `choice.raw_seconds - choice.predicted_seconds`, if a choice was made.
+    """
+    key = (operation, str(dtype).removeprefix("torch."), codec)
+    new = Entry(*key, 1, raw_nbytes, sent_nbytes, seconds, saved_seconds, {reason: 1})
+    with _lock:
+        known = _entries.get(key)
+        _entries[key] = new if known is None else _plus(known, new)
+
+
+def snapshot() -> Snapshot:
+    """Everything counted since the program began or `reset` was called."""
+    with _lock:
+        return Snapshot(_sorted(_entries.values()))
+
+
+def reset() -> None:
+    """Begin anew."""
+    with _lock:
+        _entries.clear()
+
+
+def _key(entry: Entry) -> _Key:
+    return entry.operation, entry.dtype, entry.codec
+
+
+def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    return tuple(sorted(entries, key=_key))
+
+
+def _plus(a: Entry, b: Entry, sign: int = 1) -> Entry:
+    reasons = dict(a.reasons)
+    for reason, count in b.reasons.items():
+        name = reason if reason in reasons or len(reasons) < _MAX_REASONS else "other reasons"
+        reasons[name] = reasons.get(name, 0) + sign * count
+    return replace(
+        a,
+        num_calls=a.num_calls + sign * b.num_calls,
+        raw_nbytes=a.raw_nbytes + sign * b.raw_nbytes,
+        sent_nbytes=a.sent_nbytes + sign * b.sent_nbytes,
+        coding_seconds=a.coding_seconds + sign * b.coding_seconds,
+        saved_seconds=a.saved_seconds + sign * b.saved_seconds,
+        reasons={reason: count for reason, count in reasons.items() if count},
+    )
+
+
+def _minus(a: Entry, b: Entry) -> Entry:
+    return _plus(a, b, -1)
+
+
+def _amounts(raw_nbytes: int, sent_nbytes: int, ratio: float, coding: float, saved: float) -> list[str]:
+    return [format_nbytes(raw_nbytes), format_nbytes(sent_nbytes), f"{ratio:.3f}", f"{coding:.3f}", f"{saved:.3f}"]
