@@ -1,13 +1,11 @@
-"""One piece of a reduction, from quantizing to the result, and many of them at once.
+"""One piece of a reduction, from quantizing to the result.
 
-A piece is a generator that yields where it waits for the network. `overlap` runs pieces one wait apart, so that codes
-of one travel while others are computed with.
+A piece is a generator that yields where it waits for the network; see laconic.collectives.overlap.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ from laconic.gradients.message import Message, Parts, num_blocks
 from laconic.ops import dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
-__all__ = ["Agree", "codes_piece", "overlap", "scatter_piece", "tensor_piece"]
+__all__ = ["Agree", "codes_piece", "scatter_piece", "tensor_piece"]
 
 Agree = Callable[[], None]
 """Waits until all ranks are known to mean the same, before the first payload is sent."""
@@ -85,23 +83,6 @@ def _sum_everywhere(
     yield
     work.wait()
     return message.read(received, length)
-
-
-def overlap(pieces: Iterable[Iterator[None]]) -> None:
-    """Run pieces so that each is one wait behind the one before it: the same order of collectives on every rank."""
-    waiting: deque[Iterator[None]] = deque()
-
-    def step() -> None:
-        # The youngest first, so that its message is on the way before an older one is computed with.
-        for piece in [*waiting][::-1]:
-            if next(piece, waiting) is waiting:
-                waiting.remove(piece)
-
-    for piece in pieces:
-        waiting.append(piece)
-        step()
-    while waiting:
-        step()
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ dequantize, so that the network is busy while the processor computes. The cuts d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeVar, overload
 
 import torch
@@ -24,10 +23,12 @@ from torch import Tensor
 from laconic.collectives import native
 from laconic.collectives.agreement import Settings, start_agreement
 from laconic.collectives.lane import Groups, Job, Work, run_here, run_in_background
+from laconic.collectives.levels import TwoLevel
+from laconic.collectives.overlap import overlap
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient
 from laconic.gradients.message import PART_SIZES, Parts, num_blocks
-from laconic.gradients.pieces import codes_piece, overlap, scatter_piece, tensor_piece
+from laconic.gradients.pieces import codes_piece, scatter_piece, tensor_piece
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
@@ -49,20 +50,6 @@ _PIECE_NUMEL = 1 << 19
 Op = Literal["avg", "sum"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TwoLevel:
-    """An all-reduce in two levels: native inside a node, in 8 bits between nodes on 1 / L of the data each.
-
-    With a mesh of shape (nodes, L) and names ("cluster", "node") the groups are `mesh["node"].get_group()` and
-    `mesh["cluster"].get_group()`.
-    """
-
-    node: dist.ProcessGroup
-    """The L processes of this machine, in the same order on every machine."""
-    cluster: dist.ProcessGroup
-    """The processes that have this one's place on their machines."""
 
 
 # --- public functions ---
