@@ -15,12 +15,13 @@ import torch
 from laconic.activations.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from laconic.train import loop
+from laconic.train import run as run_module
 from laconic.train.config import OptimizerConfig
 from laconic.train.load_config import load_config
 from laconic.train.loop import make_optimizer
 from laconic.train.metrics import read_metrics
 from laconic.train.run_dir import latest_name
-from tests.train.runs import AGOQ, exact_metrics, losses, resumed, tiny_config, train_alone
+from tests.train.runs import AGOQ, exact_metrics, losses, resumed, tiny_config, train_alone, trained_model
 
 # Adam divides by the root of the second moment, which turns the last bits of a small gradient into a large step. With
 # this eps an update moves at most lr / eps = 0.2 times as far as its gradient, and rounding stays rounding.
@@ -71,6 +72,8 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
         {"activations.bits": 16},
         {"activations.bits": 6},
         AGOQ,
+        {"activations.loss": "chunked"},
+        AGOQ | {"activations.loss": "chunked"},
         {"model.family": "qwen3", "accumulation": 2},
     ],
 )
@@ -365,3 +368,33 @@ def test_missing_tensorboard_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match="TensorBoard is not installed"):
         train_alone(tiny_config(tmp_path, "run", {"tensorboard": True}))
     assert not (tmp_path / "run").exists()
+
+
+def with_idle_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of the trainer get a parameter that forward does not use, and their first norm is frozen."""
+    build = run_module.build_model
+
+    def build_idle(*arguments: Any) -> Any:
+        model = build(*arguments)
+        model.register_parameter("idle", torch.nn.Parameter(torch.ones(3, 5)))
+        model.model.layers[0].input_layernorm.weight.requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(run_module, "build_model", build_idle)
+
+
+@pytest.mark.parametrize("changes", [{}, AGOQ], ids=["exact", "agoq"])
+def test_parameters_without_gradient_stay_as_they_are(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_idle_parameters(monkeypatch)
+    whole = tiny_config(tmp_path, "whole", changes)
+    model = trained_model(whole)
+    assert bool((model.idle == 1).all())
+    norms = [layer.input_layernorm.weight for layer in model.model.layers]
+    assert bool((norms[0] == 1).all())
+    assert not bool((norms[1] == 1).all())
+    parts = tiny_config(tmp_path, "parts", changes | {"checkpoint.every": 3})
+    train_alone(parts, stop_after=3)
+    assert train_alone(resumed(parts)) == 0
+    assert exact_metrics(parts.run_dir) == exact_metrics(whole.run_dir)

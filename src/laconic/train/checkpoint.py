@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +177,9 @@ def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, opti
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         state, full = _state(model, optimizer)
         with _shared_outcome(world, checkpoint.path):
-            load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=world.size == 1)
+            reader = FileSystemReader(checkpoint.path)
+            _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
+            load(state, storage_reader=reader, no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 
 
@@ -207,6 +209,16 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
         weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
     stored = {"model": _without_aliases(weights), "optimizer": moments}
     return stored, {"model": model_state, "optimizer": optimizer_state}
+
+
+def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str]) -> None:
+    """Do not ask for moments that the checkpoint has none of: those of parameters that never had a gradient.
+
+    `moments` by parameter are zeros that torch made up to be loaded into; without any, the optimizer starts afresh.
+    """
+    have = {key.removeprefix("optimizer.").rpartition(".")[0] for key in stored if key.startswith("optimizer.")}
+    for name in moments.keys() - have:
+        moments[name].clear()
 
 
 def _without_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
