@@ -1,6 +1,6 @@
 """All-reduce and training steps over real slow links: fp32, bf16 and 8 bits.
 
-Hosts are network namespaces on this machine (benchmarks/netns.py), one process and one thread each, and gloo between
+Hosts are network namespaces on this machine (laconic.testing.netlab), one process and one thread each, and gloo between
 them. The link is calibrated by one TCP transfer before anything is timed. Seconds are the slowest rank's, from a
 barrier to the result in the caller's fp32 tensor, conversions and quantization included.
 """
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.netns import Lab, why_not
 from benchmarks.registry import Options, Table, benchmark
 from laconic.gradients import NATIVE_BELOW_NBYTES, all_reduce_q8, quantize_reduction
+from laconic.testing.netlab import Lab, finish, why_not
 
 _NUM_HOSTS = (2, 4)
 _RATES = (100e6, 1e9)
@@ -53,12 +53,11 @@ def network(options: Options) -> list[Table]:
 
 
 def _run_ranks(lab: Lab, task: dict[str, Any]) -> dict[str, Any]:
-    processes = lab.start_ranks(["-m", "benchmarks.network", json.dumps(task)])
-    outputs = [process.communicate() for process in processes]
-    for rank, (process, (_, err)) in enumerate(zip(processes, outputs, strict=True)):
-        if process.returncode:
-            raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{err}")
-    result: dict[str, Any] = json.loads(outputs[0][0].splitlines()[-1])
+    endings = finish(lab.start_ranks([sys.executable, "-m", "benchmarks.network", json.dumps(task)]), 3600)
+    for rank, ending in enumerate(endings):
+        if ending.code:
+            raise RuntimeError(f"rank {rank} ended with {ending.code}:\n{ending.err}")
+    result: dict[str, Any] = json.loads(endings[0].out.splitlines()[-1])
     return result
 
 

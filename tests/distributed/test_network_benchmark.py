@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.netns import why_not
+from laconic.testing.netlab import why_not
 
 
 @pytest.mark.slow

@@ -1,0 +1,17 @@
+"""A network on one Linux machine: hosts in network namespaces, switches between them, links of a given rate.
+
+    with Lab(4, 1e9) as lab:                        # four hosts, 1 Gbit/s each way
+        endings = finish(lab.start_ranks([sys.executable, "train.py"]), timeout_seconds=60)
+        print(lab.traffic())
+
+    python -m laconic.testing.netlab --hosts 4 --rate 1gbit -- python train.py
+
+Hosts may sit in nodes: then the links inside of a node are fast, and the slow ones lie between nodes. Links can be cut,
+joined and slowed down, processes stopped and killed while a program runs. docs/netlab.md has the whole page.
+"""
+
+from laconic.testing.netlab.lab import Lab, why_not
+from laconic.testing.netlab.link import Link, Traffic, bits_per_second_of
+from laconic.testing.netlab.program import Ending, Program, finish
+
+__all__ = ["Ending", "Lab", "Link", "Program", "Traffic", "bits_per_second_of", "finish", "why_not"]

@@ -1,0 +1,118 @@
+"""One cable of the lab: two interfaces whose rate, state and byte counts can be set and read.
+
+Token buckets (tbf) at both ends limit what goes in and what comes out, as on a full-duplex cable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from dataclasses import dataclass
+
+from laconic.errors import ConfigError
+
+__all__ = ["Link", "Traffic", "bits_per_second_of", "run_tool"]
+
+_UNITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+# tbf counts whole bytes per second; below this a connection does not get through its first handshake in time.
+_SLOWEST_BITS_PER_SECOND = 8000.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that have passed a link so far, Ethernet and IP headers included, as its near end counts them."""
+
+    sent_nbytes: int
+    received_nbytes: int
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        return Traffic(self.sent_nbytes - before.sent_nbytes, self.received_nbytes - before.received_nbytes)
+
+
+@dataclass(frozen=True)
+class End:
+    """One interface: the namespace it lives in and its name there."""
+
+    namespace: str
+    device: str
+
+
+class Link:
+    """A cable between a host (or a node's switch), its near end, and the switch behind it, its far end."""
+
+    def __init__(self, name: str, near: End, far: End) -> None:
+        self.name = name
+        self.near = near
+        self.far = far
+        self.bits_per_second: float | None = None
+
+    def limit(self, bits_per_second: float | None) -> None:
+        """Let this many bits pass per second in each direction from now on; None: as many as the machine can.
+
+        Raises ConfigError when the rate is not a number of at least 8000.
+        """
+        if bits_per_second is not None:
+            check_rate(f"the rate of {self.name}", bits_per_second)
+        for end in (self.near, self.far):
+            if bits_per_second is not None:
+                # What the link carries in 4 ms may pass at once (timers are no finer); what it carries in 50 ms may
+                # queue, and a sender with more than that is told by losses.
+                burst = max(64 * 1024, int(bits_per_second / 8 * 0.004))
+                run_tool(
+                    *("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.device, "root", "tbf"),
+                    *("rate", f"{int(bits_per_second)}bit", "burst", f"{burst}b", "latency", "50ms"),
+                )
+            elif self.bits_per_second is not None:
+                run_tool("tc", "-n", end.namespace, "qdisc", "delete", "dev", end.device, "root")
+        self.bits_per_second = bits_per_second
+
+    def cut(self) -> None:
+        """Unplug the cable: what is queued is lost, and nothing passes until `join`."""
+        run_tool("ip", "-n", self.far.namespace, "link", "set", self.far.device, "down")
+
+    def join(self) -> None:
+        """Plug the cable in again."""
+        run_tool("ip", "-n", self.far.namespace, "link", "set", self.far.device, "up")
+
+    def traffic(self) -> Traffic:
+        """What has passed so far."""
+        shown = run_tool("ip", "-n", self.near.namespace, "-s", "-j", "link", "show", "dev", self.near.device)
+        counts = json.loads(shown)[0]["stats64"]
+        return Traffic(counts["tx"]["bytes"], counts["rx"]["bytes"])
+
+
+def bits_per_second_of(text: str) -> float:
+    """The rate that "100mbit", "2.5gbit" or "1e9" means, in bits per second.
+
+    Raises ConfigError when it is not a rate of at least 8000 bits per second.
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([a-z]*)", text.strip().lower())
+    try:
+        if found is None or found[2] not in _UNITS:
+            raise ValueError
+        value = float(found[1]) * _UNITS[found[2]]
+    except ValueError:
+        raise ConfigError(
+            f"the rate is {text!r}, but it must be a number with one of the units kbit, mbit, gbit, as in 2.5gbit"
+        ) from None
+    check_rate("the rate", value)
+    return value
+
+
+def check_rate(name: str, bits_per_second: float) -> None:
+    """Raise ConfigError unless a link can have this rate."""
+    if not (math.isfinite(bits_per_second) and bits_per_second >= _SLOWEST_BITS_PER_SECOND):
+        raise ConfigError(
+            f"{name} is {bits_per_second} bits per second, but it must be a number of at least"
+            f" {_SLOWEST_BITS_PER_SECOND:.0f}; None leaves the link without a limit"
+        )
+
+
+def run_tool(*command: str) -> str:
+    """Run `ip` or `tc` and return what it prints; RuntimeError with its message when it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()}")
+    return result.stdout
