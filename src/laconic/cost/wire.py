@@ -1,0 +1,321 @@
+"""Seconds of a collective raw and coded, and which of the two a message should take.
+
+A coded collective is encode, wire, decode. In one piece these follow each other; cut into chunks, coding one chunk
+hides behind the wire of another (papers: ZipCCL 4, and the pipelining rule of 4.1):
+
+    seconds(K) = (c + x) + (K - 1) * (max(c, x) + (1 - overlap) * min(c, x))
+
+c is the coding of a chunk (encode and decode: one thread or stream does both), x its sizes and its bytes on the wire.
+The first term is the fill, the second the slowest stage, as far as coding and wire do not share a core.
+
+Everything here is arithmetic on numbers that all ranks have, in the same order, without libm: equal inputs give equal
+choices on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from laconic.cost.wire_rates import CODES, ITEM_NBYTES, OPERATIONS, CodecRates, Line, LinkRates, WireRates
+from laconic.errors import ConfigError
+
+__all__ = [
+    "MAX_CHUNKS",
+    "MIN_CHUNK_NBYTES",
+    "MIN_CODED_NBYTES",
+    "MIN_GAIN",
+    "RAW",
+    "Candidate",
+    "Choice",
+    "CodecRates",
+    "Line",
+    "LinkRates",
+    "WireRates",
+    "World",
+    "candidates",
+    "decide",
+    "left_raw",
+    "sent_nbytes",
+]
+
+RAW = "raw"
+
+MIN_GAIN = 0.05
+"""A message is coded when that is predicted to take at least this share less time: predictions are a few per cent off,
+and no message may lose more than that."""
+
+MIN_CODED_NBYTES = 1 << 14
+"""Smaller messages are never coded: headers and the exchange of sizes cost more than any code saves."""
+
+MIN_CHUNK_NBYTES = 1 << 18
+"""Raw bytes on the wire below which a message is not cut further."""
+
+MAX_CHUNKS = 32
+
+_LARGE_NUMEL = 1 << 28
+
+# Why a message was left raw or coded. Without numbers, so that calls can be counted by it.
+PAYS = "coding is predicted to pay"
+ONE_RANK = "one rank"
+NO_CODE = "dtype is not coded"
+NOT_MEASURED = "codec was not measured"
+TOO_SMALL = "message is too small"
+FAST_LINK = "link is too fast for the codec"
+LOW_RATIO = "data does not shrink enough"
+PROBE = "probing whether the data shrinks again"
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a group, as machines: the same number of ranks on each node, or 1 node."""
+
+    num_ranks: int
+    ranks_per_node: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def kind(self) -> str:
+        """Which links it uses: one of `GROUP_KINDS`."""
+        return "node" if self.num_nodes == 1 else "across" if self.ranks_per_node == 1 else "all"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one message travels."""
+
+    codec: str
+    """raw, window or tiered."""
+    num_chunks: int
+    levels: int
+    """1: between all ranks at once; 2: raw inside nodes, `codec` between them."""
+    predicted_seconds: float
+    raw_seconds: float
+    """Predicted for the best raw way."""
+    reason: str
+
+    @property
+    def saved_seconds(self) -> float:
+        """What the model expects to be saved."""
+        return self.raw_seconds - self.predicted_seconds
+
+
+class Candidate(NamedTuple):
+    """One way to send a message and what it is predicted to take."""
+
+    codec: str
+    num_chunks: int
+    levels: int
+    seconds: float
+
+
+def left_raw(reason: str, seconds: float = 0.0) -> Choice:
+    """The choice of a message that travels as it is."""
+    return Choice(RAW, 1, 1, seconds, seconds, reason)
+
+
+def sent_nbytes(operation: str, nbytes: float, world: int) -> float:
+    """Bytes a process sends for an operation whose input has `nbytes`, by the bandwidth-optimal algorithm; for
+    broadcast, gather and scatter, those of the process that sends or receives most."""
+    if operation in ("all_gather", "gather"):
+        return nbytes * (world - 1)
+    if operation == "all_reduce":
+        return 2 * nbytes * (world - 1) / world
+    if operation in ("reduce_scatter", "all_to_all", "scatter"):
+        return nbytes * (world - 1) / world
+    return nbytes
+
+
+def decide(
+    operation: str,
+    numel: int,
+    dtype: str,
+    world: World,
+    rates: WireRates,
+    ratio: Mapping[str, float] | None = None,
+    levels: tuple[int, ...] = (1,),
+) -> Choice:
+    """Choose for one message.
+
+    Arguments:
+        operation: one of `OPERATIONS`.
+        numel: elements of the input of one rank: the shard of all_gather, all chunks of reduce_scatter, all_to_all and
+            scatter, the whole of the others.
+        dtype: "bfloat16", ...
+        world: the group.
+        rates: what was measured.
+        ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
+        levels: which numbers of levels the caller can carry out.
+
+    Raises ConfigError for an operation that is none.
+    """
+    if operation not in OPERATIONS:
+        raise ConfigError(f"operation is {operation!r}, but it must be one of {', '.join(OPERATIONS)}")
+    if world.num_ranks == 1:
+        return left_raw(ONE_RANK)
+    found = list(candidates(operation, numel, dtype, world, rates, ratio, levels))
+    raw = _better(found[0], (c for c in found if c.codec == RAW))
+    chosen = _better(raw, (c for c in found if c.codec != RAW))
+    reason = PAYS if chosen is not raw else _why_raw(operation, numel, dtype, world, rates, ratio, levels)
+    return Choice(*chosen, raw.seconds, reason)
+
+
+def candidates(
+    operation: str,
+    numel: int,
+    dtype: str,
+    world: World,
+    rates: WireRates,
+    ratio: Mapping[str, float] | None = None,
+    levels: tuple[int, ...] = (1,),
+) -> Iterator[Candidate]:
+    """Every way `decide` compares, the simplest one first: raw, on the fewest levels."""
+    allowed = _possible(levels, operation, world, rates)
+    nbytes = numel * ITEM_NBYTES.get(dtype, 1)
+    for level in allowed:
+        yield Candidate(RAW, 1, level, _seconds_of(operation, nbytes, world, rates, None, 1.0, 1, level))
+    if dtype not in ITEM_NBYTES or nbytes < MIN_CODED_NBYTES:
+        return
+    codes = rates.codecs.get(dtype, {})
+    for level in allowed:
+        for code in CODES:
+            if code not in codes:
+                continue
+            shrinks = (ratio or {}).get(code, codes[code].ratio)
+            for num_chunks in _chunk_numbers(operation, nbytes, world, level):
+                seconds = _seconds_of(operation, nbytes, world, rates, codes[code], shrinks, num_chunks, level)
+                yield Candidate(code, num_chunks, level, seconds)
+
+
+def _better(simple: Candidate, others: Iterable[Candidate]) -> Candidate:
+    """The fastest of the others if it gains enough over the simple one."""
+    fastest = min(others, key=lambda candidate: candidate.seconds, default=simple)
+    return fastest if fastest.seconds < (1 - MIN_GAIN) * simple.seconds else simple
+
+
+def _possible(levels: tuple[int, ...], operation: str, world: World, rates: WireRates) -> tuple[int, ...]:
+    nested = world.num_nodes > 1 and world.ranks_per_node > 1 and {"node", "across"} <= set(rates.links)
+    possible = {1, 2} if nested and operation in _TWO_LEVEL else {1}
+    return tuple(sorted(possible & set(levels))) or (1,)
+
+
+# --- seconds ---
+
+_TWO_LEVEL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def _inside(operation: str, nbytes: float, world: World) -> tuple[list[tuple[str, float]], float]:
+    """The raw operations inside a node with the bytes of their inputs, and those of the part between nodes."""
+    local, nodes = world.ranks_per_node, world.num_nodes
+    if operation == "all_gather":
+        return [("all_gather", nbytes * nodes)], nbytes
+    if operation == "reduce_scatter":
+        return [("reduce_scatter", nbytes)], nbytes / local
+    if operation == "all_reduce":
+        return [("reduce_scatter", nbytes), ("all_gather", nbytes / local)], nbytes / local
+    return [("all_to_all", nbytes)], nbytes
+
+
+def _seconds_of(
+    operation: str,
+    nbytes: float,
+    world: World,
+    rates: WireRates,
+    codec: CodecRates | None,
+    ratio: float,
+    num_chunks: int,
+    levels: int,
+) -> float:
+    if levels == 1:
+        link = rates.link(world.kind).at(world.num_ranks)
+        return _flat_seconds(operation, nbytes, world.num_ranks, link, codec, ratio, num_chunks)
+    inside, across_nbytes = _inside(operation, nbytes, world)
+    node = rates.link("node").at(world.ranks_per_node)
+    across = rates.link("across").at(world.num_nodes)
+    seconds = _flat_seconds(operation, across_nbytes, world.num_nodes, across, codec, ratio, num_chunks)
+    for name, size in inside:
+        seconds += _flat_seconds(name, size, world.ranks_per_node, node, None, 1.0, 1)
+    return seconds
+
+
+def _flat_seconds(
+    operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates | None, ratio: float, num_chunks: int
+) -> float:
+    sent = sent_nbytes(operation, nbytes, world)
+    if codec is None:
+        return link.line(operation).seconds(sent)
+    coding, wire = 0.0, 0.0
+    for phase in _phases(operation, nbytes, world):
+        decode = codec.decode_add if phase.sums else codec.decode
+        coding += codec.encode.seconds(phase.encoded / num_chunks) + decode.seconds(phase.decoded / num_chunks)
+        wire += link.round_seconds + link.line(phase.travels).seconds(phase.sent / num_chunks / ratio)
+    slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire)
+    extra = link.extra.get(operation)
+    return coding + wire + (num_chunks - 1) * slot + (0.0 if extra is None else extra.seconds(sent))
+
+
+class _Phase(NamedTuple):
+    """Encode, send, decode: original bytes of each on the rank that has most to do, and how messages travel."""
+
+    encoded: float
+    sent: float
+    decoded: float
+    travels: str
+    sums: bool = False
+
+
+def _phases(operation: str, nbytes: float, world: int) -> tuple[_Phase, ...]:
+    others = nbytes * (world - 1) / world
+    if operation == "all_gather":
+        return (_Phase(nbytes, nbytes * (world - 1), nbytes * (world - 1), "all_gather"),)
+    if operation == "all_to_all":
+        return (_Phase(others, others, others, "all_to_all"),)
+    if operation == "reduce_scatter":
+        return (_Phase(others, others, others, "all_to_all", sums=True),)
+    if operation == "all_reduce":
+        return (
+            _Phase(others, others, others, "all_to_all", sums=True),
+            _Phase(nbytes / world, others, others, "all_gather"),
+        )
+    if operation == "gather":
+        return (_Phase(nbytes, nbytes * (world - 1), nbytes * (world - 1), "gather"),)
+    if operation == "scatter":
+        return (_Phase(others, others, nbytes / world, "scatter"),)
+    return (_Phase(nbytes, nbytes, nbytes, operation),)
+
+
+def _chunk_numbers(operation: str, nbytes: float, world: World, levels: int) -> Iterator[int]:
+    sent = sent_nbytes(operation, nbytes, world.num_ranks if levels == 1 else world.num_nodes)
+    number = 1
+    while number == 1 or (number <= MAX_CHUNKS and sent / number >= MIN_CHUNK_NBYTES):
+        yield number
+        number *= 2
+
+
+def _why_raw(
+    operation: str,
+    numel: int,
+    dtype: str,
+    world: World,
+    rates: WireRates,
+    ratio: Mapping[str, float] | None,
+    levels: tuple[int, ...],
+) -> str:
+    if dtype not in ITEM_NBYTES:
+        return NO_CODE
+    if not rates.codecs.get(dtype):
+        return NOT_MEASURED
+
+    def pays(numel: int, ratio: Mapping[str, float] | None) -> bool:
+        found = list(candidates(operation, numel, dtype, world, rates, ratio, levels))
+        raw = _better(found[0], (c for c in found if c.codec == RAW))
+        return _better(raw, (c for c in found if c.codec != RAW)) is not raw
+
+    if ratio and pays(numel, None):
+        return LOW_RATIO
+    return TOO_SMALL if pays(max(numel, _LARGE_NUMEL), None) else FAST_LINK

@@ -1,0 +1,278 @@
+"""How fast a cluster's links and codecs are: what `laconic profile` measures, as data that prints, saves and loads.
+
+A link is a line, seconds = alpha + beta * bytes, per operation and kind of group (Hockney's model). A codec is three
+such lines, for encoding, decoding and decoding into a sum, and the ratio it reaches on Gaussian data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import ConfigError
+
+__all__ = [
+    "CODES",
+    "GROUP_KINDS",
+    "ITEM_NBYTES",
+    "OPERATIONS",
+    "CodecRates",
+    "Line",
+    "LinkRates",
+    "WireRates",
+    "default_path",
+    "fit_line",
+]
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "send")
+GROUP_KINDS = ("all", "node", "across")
+"""`all`: several nodes with several ranks each; `node`: ranks of one node; `across`: one rank of each node."""
+
+CODES = ("window", "tiered")
+
+ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Dtypes that are worth a code, by name, and bytes per element. Integers (ids, counts, quantized codes) are not."""
+
+_FORMAT, _VERSION = "laconic wire rates", 1
+_PATH_VARIABLE = "LACONIC_WIRE_RATES"
+
+
+@dataclass(frozen=True)
+class Line:
+    """seconds(nbytes) = alpha_seconds + seconds_per_byte * nbytes."""
+
+    alpha_seconds: float
+    seconds_per_byte: float
+    error: float = 0.0
+    """Largest relative error of the line at the measured sizes."""
+
+    def seconds(self, nbytes: float) -> float:
+        """Predicted for `nbytes`."""
+        return self.alpha_seconds + self.seconds_per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """One kind of group, as measured with `world` ranks of it. Bytes count what one process sends, see `sent_nbytes`
+    in laconic.cost.wire."""
+
+    world: int
+    operations: Mapping[str, Line]
+    """Raw operations. `all_to_all` and `all_gather` are also how coded messages travel."""
+    round_seconds: float
+    """A round of a few bytes between all ranks, by which sizes are exchanged."""
+    overlap: float
+    """Share of the shorter one that is hidden when coding and the wire go on at once: 0 where they use the same
+    core, 1 where neither notices the other."""
+    extra: Mapping[str, Line] = field(default_factory=dict)
+    """Seconds of a coded operation that its parts do not explain, by raw bytes sent."""
+
+    def at(self, world: int) -> LinkRates:
+        """For a group of `world` ranks: what a message costs grows with the number of peers, what a byte costs does
+        not."""
+        if world == self.world:
+            return self
+        scale = (world - 1) / (self.world - 1)
+
+        def scaled(lines: Mapping[str, Line]) -> dict[str, Line]:
+            # Two ranks talk to each other, however many there are.
+            return {
+                name: line if name == "send" else Line(line.alpha_seconds * scale, line.seconds_per_byte, line.error)
+                for name, line in lines.items()
+            }
+
+        operations, extra = scaled(self.operations), scaled(self.extra)
+        return LinkRates(world, operations, self.round_seconds * scale, self.overlap, extra)
+
+    def line(self, operation: str) -> Line:
+        """The operation's line; that of all_to_all for one that was not measured."""
+        return self.operations.get(operation) or self.operations["all_to_all"]
+
+
+@dataclass(frozen=True)
+class CodecRates:
+    """One code on one dtype, on the slowest rank while all ranks code. Bytes are those of the original."""
+
+    encode: Line
+    decode: Line
+    decode_add: Line
+    ratio: float
+    """Original bytes over message bytes, on Gaussian data."""
+
+
+@dataclass(frozen=True)
+class WireRates:
+    """Everything that a choice depends on; the same on all ranks of a group."""
+
+    links: Mapping[str, LinkRates]
+    """By kind of group."""
+    codecs: Mapping[str, Mapping[str, CodecRates]]
+    """By dtype and code."""
+    device: str = "cpu"
+    """Type of the device whose tensors were sent."""
+    layout: tuple[int, int] = (0, 0)
+    """Nodes and ranks per node that were measured."""
+    cluster: str = ""
+    """Name of the set of machines it was measured on; empty: of any."""
+    source: str = ""
+    """Who measured it, when and how."""
+
+    def link(self, kind: str) -> LinkRates:
+        """The rates of that kind of group, or of the most similar one that was measured."""
+        order = {
+            "all": ("all", "across", "node"),
+            "across": ("across", "all", "node"),
+            "node": ("node", "all", "across"),
+        }
+        return next(self.links[name] for name in order[kind] if name in self.links)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ when anything that choices depend on differs."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return values | {"layout": list(self.layout)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> WireRates:
+        """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ConfigError(f"this is no {_FORMAT} file; write one with laconic profile")
+        if data.get("version") != _VERSION:
+            raise ConfigError(
+                f"version is {data.get('version')!r}, but this laconic reads version {_VERSION} of {_FORMAT};"
+                " measure again with laconic profile"
+            )
+        links = {kind: _link(value, f"links.{kind}") for kind, value in _table(data, "links", "").items()}
+        codecs = {
+            dtype: {code: _codec(value, f"codecs.{dtype}.{code}") for code, value in _table(codes, None, dtype).items()}
+            for dtype, codes in _table(data, "codecs", "").items()
+        }
+        _known(links, GROUP_KINDS, "links")
+        _known(codecs, ITEM_NBYTES, "codecs")
+        for dtype, codes in codecs.items():
+            _known(codes, CODES, f"codecs.{dtype}")
+        if not links:
+            raise ConfigError("links is empty, but one kind of group must have been measured; run laconic profile")
+        layout = data.get("layout", [0, 0])
+        if not (isinstance(layout, list) and len(layout) == 2 and all(type(n) is int and n >= 0 for n in layout)):
+            raise ConfigError(f"layout is {layout!r}, but it must be nodes and ranks per node; run laconic profile")
+        texts = {name: str(data.get(name, "")) for name in ("device", "cluster", "source")}
+        return cls(links, codecs, layout=(layout[0], layout[1]), **texts)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        scratch.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        scratch.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> WireRates:
+        """Read what `save` wrote. Raises ConfigError when it cannot be read."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"wire rates are {str(path)!r}, but it must be a file: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"wire rates {path} are not JSON: {error}; run laconic profile again") from error
+
+
+def default_path() -> Path:
+    """Where `laconic profile` writes and choices look: $LACONIC_WIRE_RATES, or laconic/wire_rates.json in
+    $XDG_CACHE_HOME (~/.cache)."""
+    chosen = os.environ.get(_PATH_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic" / "wire_rates.json"
+
+
+def fit_line(points: Iterable[tuple[float, float]]) -> Line:
+    """The line through (nbytes, seconds) with alpha, beta >= 0 whose squared *relative* errors are least, so that the
+    small sizes, which decide alpha, count as much as the large ones.
+
+    With two unknowns the constrained optimum is the free one or one of those on the two edges.
+    Raises ValueError without a point of positive time.
+    """
+    kept = [(nbytes, seconds) for nbytes, seconds in points if seconds > 0]
+    if not kept:
+        raise ValueError("points are empty or all 0 s, but a line needs one with a positive time")
+    weights = [1 / seconds**2 for _, seconds in kept]
+    one, x, xx = (math.fsum(w * n**p for w, (n, _) in zip(weights, kept, strict=True)) for p in (0, 1, 2))
+    t, xt = (math.fsum(w * n**p * s for w, (n, s) in zip(weights, kept, strict=True)) for p in (0, 1))
+    candidates = [(t / one, 0.0)]
+    if xx > 0:
+        candidates.append((0.0, xt / xx))
+    determinant = one * xx - x * x
+    if determinant > 1e-12 * one * xx:
+        candidates.append(((t * xx - xt * x) / determinant, (one * xt - x * t) / determinant))
+    allowed = [(alpha, beta) for alpha, beta in candidates if alpha >= 0 and beta >= 0]
+
+    def errors(line: tuple[float, float]) -> Sequence[float]:
+        return [(line[0] + line[1] * n) / s - 1 for n, s in kept]
+
+    alpha, beta = min(allowed, key=lambda line: math.fsum(error**2 for error in errors(line)))
+    return Line(alpha, beta, max(map(abs, errors((alpha, beta)))))
+
+
+# --- reading JSON that may say anything ---
+
+
+def _table(data: Any, name: str | None, where: str) -> dict[str, Any]:
+    value = data if name is None else data.get(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name or where} is {value!r}, but it must be a table; run laconic profile again")
+    return value
+
+
+def _known(found: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    allowed = list(allowed)
+    for name in found:
+        if name not in allowed:
+            raise ConfigError(f"{where} names {name!r}, but it must be one of {', '.join(allowed)}")
+
+
+def _number(data: Any, name: str, where: str, least: float = 0.0, most: float = math.inf) -> float:
+    value = data.get(name) if isinstance(data, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
+        rule = f"between {least:g} and {most:g}" if most < math.inf else f"finite and at least {least:g}"
+        raise ConfigError(f"{where}.{name} is {value!r}, but it must be a number {rule}; run laconic profile again")
+    return float(value)
+
+
+def _line(data: Any, where: str) -> Line:
+    alpha, beta, error = (_number(data, name, where) for name in ("alpha_seconds", "seconds_per_byte", "error"))
+    return Line(alpha, beta, error)
+
+
+def _link(data: Any, where: str) -> LinkRates:
+    tables = {}
+    for name in ("operations", "extra"):
+        lines = _table(_table(data, None, where), name, where)
+        _known(lines, OPERATIONS, f"{where}.{name}")
+        tables[name] = {key: _line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
+    if "all_to_all" not in tables["operations"]:
+        raise ConfigError(f"{where}.operations has no all_to_all, by which coded messages travel; run laconic profile")
+    world = data.get("world")
+    if type(world) is not int or world < 2:
+        raise ConfigError(f"{where}.world is {world!r}, but it must be a whole number from 2 on; run laconic profile")
+    round_seconds, overlap = _number(data, "round_seconds", where), _number(data, "overlap", where, most=1.0)
+    return LinkRates(world, tables["operations"], round_seconds, overlap, tables["extra"])
+
+
+def _codec(data: Any, where: str) -> CodecRates:
+    names = ("encode", "decode", "decode_add")
+    encode, decode, add = (_line(_table(data, name, where), f"{where}.{name}") for name in names)
+    return CodecRates(encode, decode, add, _number(data, "ratio", where, least=0.01, most=1e6))

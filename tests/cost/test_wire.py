@@ -1,0 +1,311 @@
+"""Seconds of collectives raw and coded, the choice between them, and the file of rates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.cost import wire
+from laconic.cost.wire import World, candidates, decide, sent_nbytes
+from laconic.cost.wire_rates import (
+    OPERATIONS,
+    CodecRates,
+    Line,
+    LinkRates,
+    WireRates,
+    default_path,
+    fit_line,
+)
+from laconic.errors import ConfigError
+
+GIGABIT = 125e6
+
+
+def line(bytes_per_second: float, alpha_seconds: float = 0.0) -> Line:
+    return Line(alpha_seconds, 1 / bytes_per_second)
+
+
+def link(bytes_per_second: float, alpha: float = 2e-4, world: int = 4, overlap: float = 1.0) -> LinkRates:
+    lines = {name: line(bytes_per_second, alpha) for name in OPERATIONS}
+    return LinkRates(world, lines, round_seconds=alpha, overlap=overlap)
+
+
+def rates(
+    bytes_per_second: float = GIGABIT, coding_bytes_per_second: float = 8e9, overlap: float = 1.0, **more: Any
+) -> WireRates:
+    coding = line(coding_bytes_per_second, 2e-5)
+    codes = {
+        "window": CodecRates(line(2 * coding_bytes_per_second, 2e-5), coding, coding, 1.43),
+        "tiered": CodecRates(coding, coding, coding, 1.49),
+    }
+    return WireRates({"across": link(bytes_per_second, overlap=overlap)}, {"bfloat16": codes}, **more)
+
+
+FOUR = World(4)
+
+
+# --- predictions ---
+
+
+def test_one_piece_is_the_sum_of_encode_sizes_wire_and_decode() -> None:
+    numel, encode, decode = 1 << 20, 2e9, 1e9
+    found = rates()
+    codec = CodecRates(line(encode), line(decode), line(decode), 1.5)
+    found = replace(found, codecs={"bfloat16": {"tiered": codec}})
+    (seconds,) = [c.seconds for c in candidates("all_gather", numel, "bfloat16", FOUR, found) if c[:2] == ("tiered", 1)]
+    nbytes = 2 * numel
+    expected = nbytes / encode + 2e-4 + 2e-4 + 3 * nbytes / 1.5 / GIGABIT + 3 * nbytes / decode
+    assert seconds == pytest.approx(expected)
+
+
+def test_many_chunks_approach_the_slowest_stage() -> None:
+    numel = 1 << 26
+    base = rates()
+    free = replace(base.links["across"], round_seconds=0.0, operations={n: line(GIGABIT) for n in OPERATIONS})
+    codec = CodecRates(line(GIGABIT), line(1e12), line(1e12), 1.5)  # encoding an all-to-all is slower than its wire
+    found = replace(base, links={"across": free}, codecs={"bfloat16": {"tiered": codec}})
+    seconds = {
+        c.num_chunks: c.seconds for c in candidates("all_to_all", numel, "bfloat16", FOUR, found) if c[0] != "raw"
+    }
+    encode = wire_raw = sent_nbytes("all_to_all", 2 * numel, 4) / GIGABIT
+    assert seconds[1] == pytest.approx(encode + wire_raw / 1.5, rel=1e-3)
+    assert seconds[wire.MAX_CHUNKS] == pytest.approx(encode + wire_raw / 1.5 / wire.MAX_CHUNKS, rel=1e-3)
+    assert list(seconds) == [1, 2, 4, 8, 16, 32]
+
+
+def test_without_overlap_cutting_gains_nothing() -> None:
+    found = [c for c in candidates("all_gather", 1 << 24, "bfloat16", FOUR, rates(overlap=0.0)) if c[0] == "tiered"]
+    assert min(found, key=lambda c: c.seconds).num_chunks == 1
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_of_the_sums() -> None:
+    numel = 1 << 22
+
+    def coded(operation: str, numel: int) -> float:
+        found = candidates(operation, numel, "bfloat16", FOUR, rates())
+        return next(c.seconds for c in found if c[:2] == ("tiered", 1))
+
+    assert coded("all_reduce", numel) == pytest.approx(coded("reduce_scatter", numel) + coded("all_gather", numel // 4))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_on_a_slow_link_large_messages_gain_the_ratio(operation: str) -> None:
+    choice = decide(operation, 1 << 26, "bfloat16", FOUR, rates(GIGABIT / 10))
+    assert choice.codec == "tiered"
+    assert choice.raw_seconds / choice.predicted_seconds == pytest.approx(1.49, rel=0.03)
+    assert choice.reason == wire.PAYS
+    assert choice.saved_seconds > 0
+
+
+def test_a_link_a_little_faster_than_the_slow_code_gets_the_fast_one() -> None:
+    found = rates()
+    slow = CodecRates(line(0.35e9), line(1e9), line(1e9), 1.49)
+    fast = CodecRates(line(20e9), line(20e9), line(20e9), 1.43)
+    found = replace(found, codecs={"bfloat16": {"tiered": slow, "window": fast}})
+    assert decide("all_to_all", 1 << 24, "bfloat16", FOUR, found).codec == "window"
+    slow_link = replace(found, links={"across": link(GIGABIT / 10)})
+    assert decide("all_to_all", 1 << 24, "bfloat16", FOUR, slow_link).codec == "tiered"
+
+
+@given(
+    operation=st.sampled_from(OPERATIONS),
+    numel=st.integers(1, 1 << 30),
+    num_ranks=st.integers(2, 64),
+    link_rate=st.floats(1e6, 1e11),
+    coding_rate=st.floats(1e7, 1e11),
+    overlap=st.floats(0, 1),
+    ratio=st.floats(0.9, 20),
+)
+def test_what_is_coded_is_predicted_to_gain_five_per_cent(
+    operation: str, numel: int, num_ranks: int, link_rate: float, coding_rate: float, overlap: float, ratio: float
+) -> None:
+    found = rates(link_rate, coding_rate, overlap)
+    choice = decide(operation, numel, "bfloat16", World(num_ranks), found, {"tiered": ratio, "window": ratio})
+    if choice.codec == "raw":
+        assert (choice.num_chunks, choice.saved_seconds) == (1, 0.0)
+    else:
+        assert choice.predicted_seconds < (1 - wire.MIN_GAIN) * choice.raw_seconds
+        assert choice.num_chunks <= wire.MAX_CHUNKS
+    assert math.isfinite(choice.predicted_seconds)
+
+
+# --- why a message is left raw ---
+
+
+def test_every_reason_is_told() -> None:
+    large = 1 << 26
+
+    def reason(numel: int, dtype: str, world: World, found: WireRates, **more: Any) -> str:
+        choice = decide("all_gather", numel, dtype, world, found, **more)
+        assert choice.codec == "raw"
+        return choice.reason
+
+    assert reason(large, "bfloat16", World(1), rates()) == wire.ONE_RANK
+    assert reason(large, "int64", FOUR, rates()) == wire.NO_CODE
+    assert reason(large, "float16", FOUR, rates()) == wire.NOT_MEASURED
+    assert reason(1000, "bfloat16", FOUR, rates()) == wire.TOO_SMALL
+    assert reason(large, "bfloat16", FOUR, rates(1e11)) == wire.FAST_LINK
+    assert reason(large, "bfloat16", FOUR, rates(), ratio={"window": 1.0, "tiered": 1.0}) == wire.LOW_RATIO
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="operation is 'gossip', but it must be one of all_gather"):
+        decide("gossip", 1, "bfloat16", FOUR, rates())
+
+
+# --- worlds ---
+
+
+def test_the_kind_of_group_follows_from_its_machines() -> None:
+    assert [World(4).kind, World(4, 4).kind, World(8, 4).kind] == ["across", "node", "all"]
+    assert World(8, 4).num_nodes == 2
+
+
+def test_two_levels_are_taken_where_nodes_are_fast_inside() -> None:
+    links = {
+        "all": link(GIGABIT / 4, world=8),  # four ranks share a node's one link
+        "across": link(GIGABIT / 4, world=2),
+        "node": link(1e11, alpha=1e-6, world=4),
+    }
+    found = replace(rates(), links=links)
+    world = World(8, 4)
+    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        both = decide(operation, 1 << 22, "bfloat16", world, found, levels=(1, 2))
+        flat = decide(operation, 1 << 22, "bfloat16", world, found, levels=(1,))
+        assert (both.levels, flat.levels, both.codec, flat.codec) == (2, 1, "tiered", "tiered")
+        assert both.predicted_seconds < flat.predicted_seconds
+    # An all-to-all says the same to other nodes on either way, and broadcast has no two-level form.
+    assert decide("broadcast", 1 << 22, "bfloat16", world, found, levels=(1, 2)).levels == 1
+    assert decide("all_gather", 1 << 22, "bfloat16", FOUR, found, levels=(2,)).levels == 1
+
+
+def test_more_ranks_than_measured_cost_more_latency_and_the_same_per_byte() -> None:
+    measured = link(GIGABIT, alpha=3e-4, world=4)
+    scaled = measured.at(7)
+    assert scaled.operations["all_gather"].alpha_seconds == pytest.approx(6e-4)
+    assert scaled.operations["send"].alpha_seconds == 3e-4
+    assert scaled.operations["all_gather"].seconds_per_byte == 1 / GIGABIT
+    assert scaled.round_seconds == pytest.approx(6e-4)
+    assert measured.at(4) is measured
+
+
+def test_a_kind_that_was_not_measured_takes_the_nearest() -> None:
+    found = rates()
+    assert found.link("all") is found.links["across"]
+    assert found.link("node") is found.links["across"]
+
+
+# --- lines ---
+
+
+@given(
+    alpha=st.floats(1e-7, 1e-2),
+    beta=st.floats(1e-12, 1e-6),
+    sizes=st.lists(st.integers(1, 1 << 28), min_size=2, max_size=8, unique=True),
+)
+def test_a_line_is_found_again(alpha: float, beta: float, sizes: list[int]) -> None:
+    found = fit_line([(n, alpha + beta * n) for n in sizes])
+    assert found.error < 1e-3
+    for n in sizes:
+        assert found.seconds(n) == pytest.approx(alpha + beta * n, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 24), st.floats(1e-6, 1.0)), min_size=1, max_size=6))
+def test_no_line_fits_noise_better_without_going_negative(points: list[tuple[int, float]]) -> None:
+    from scipy.optimize import nnls
+
+    found = fit_line(points)
+    assert found.alpha_seconds >= 0
+    assert found.seconds_per_byte >= 0
+    # Relative errors, columns scaled alike so that the solver sees numbers of one size.
+    matrix = [[1 / s, n / 2**24 / s] for n, s in points]
+    _, residual = nnls(matrix, [1.0] * len(points))
+    own = math.sqrt(sum((found.seconds(n) / s - 1) ** 2 for n, s in points))
+    assert own <= residual + 1e-6
+
+
+def test_a_line_needs_a_point() -> None:
+    with pytest.raises(ValueError, match="points are empty"):
+        fit_line([(1, 0.0)])
+
+
+# --- the file ---
+
+
+def test_rates_survive_the_file_and_have_a_digest(tmp_path: Path) -> None:
+    found = rates(layout=(4, 1), cluster="abc", source="a test")
+    found.save(tmp_path / "deep" / "rates.json")
+    again = WireRates.load(tmp_path / "deep" / "rates.json")
+    assert again == found
+    assert again.digest == found.digest != rates(1e9).digest
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rates.json"]
+
+
+def test_the_default_path_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.delenv("LACONIC_WIRE_RATES", raising=False)
+    assert default_path() == Path("/cache/laconic/wire_rates.json")
+    monkeypatch.setenv("LACONIC_WIRE_RATES", "/elsewhere.json")
+    assert default_path() == Path("/elsewhere.json")
+
+
+def _change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    *outer, leaf = path.split(".")
+
+    def change(data: dict[str, Any]) -> None:
+        for key in outer:
+            data = data[key]
+        if value is None:
+            del data[leaf]
+        else:
+            data[leaf] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("format", "plan", "no laconic wire rates file"),
+        ("version", 2, "version is 2, but this laconic reads version 1"),
+        ("links", {}, "links is empty"),
+        ("links", 3, "links is 3, but it must be a table"),
+        ("links.across.world", 1, "links.across.world is 1, but it must be a whole number from 2 on"),
+        ("links.across.overlap", 1.5, "links.across.overlap is 1.5, but it must be a number between 0 and 1"),
+        ("links.across.round_seconds", -1, "round_seconds is -1, but it must be a number finite and at least 0"),
+        ("links.across.operations.all_to_all", None, "operations has no all_to_all"),
+        ("links.across.operations.send.alpha_seconds", "x", "operations.send.alpha_seconds is 'x'"),
+        ("links.across.operations.send.seconds_per_byte", float("inf"), "seconds_per_byte is inf"),
+        ("links.across.operations.gossip", {}, "names 'gossip', but it must be one of all_gather"),
+        ("links.far", {}, "operations is None, but it must be a table"),
+        ("codecs.bfloat16.tiered.ratio", 0, "codecs.bfloat16.tiered.ratio is 0"),
+        ("codecs.bfloat16.tiered.encode", None, "encode is None"),
+        ("codecs.int64", {}, "codecs names 'int64'"),
+        ("codecs.bfloat16.huffman", {}, "encode is None"),
+        ("layout", [1], r"layout is \[1\], but it must be nodes and ranks per node"),
+    ],
+)
+def test_a_file_that_lies_is_refused(path: str, value: Any, words: str, tmp_path: Path) -> None:
+    data = rates().to_dict()
+    data = json.loads(json.dumps(data))
+    _change(path, value)(data)
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=words):
+        WireRates.load(file)
+
+
+def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"format": ')
+    with pytest.raises(ConfigError, match="are not JSON"):
+        WireRates.load(tmp_path / "half.json")
+    with pytest.raises(ConfigError, match="must be a file"):
+        WireRates.load(tmp_path / "none.json")
