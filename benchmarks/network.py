@@ -7,12 +7,7 @@ barrier to the result in the caller's fp32 tensor, conversions and quantization 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.registry import Options, Table, benchmark
+from benchmarks.slow_links import format_size, join, leave, run_ranks, seconds_of_all
 from laconic.gradients import NATIVE_BELOW_NBYTES, all_reduce_q8, quantize_reduction
-from laconic.testing.netlab import Lab, finish, why_not
+from laconic.testing.netlab import Lab, why_not
 
 _NUM_HOSTS = (2, 4)
 _RATES = (100e6, 1e9)
@@ -39,7 +35,8 @@ def network(options: Options) -> list[Table]:
     if reason is not None:
         return [Table("Slow links", ["not measured"], [[reason]])]
     smoke = options.elements <= _SMOKE
-    hosts, rates = (_SMOKE_HOSTS, _SMOKE_RATES) if smoke else (_NUM_HOSTS, _RATES)
+    hosts = options.num_hosts or (_SMOKE_HOSTS if smoke else _NUM_HOSTS)
+    rates = options.rates or (_SMOKE_RATES if smoke else _RATES)
     sizes = [size for size in _SIZES if size <= 4 * options.elements]
     task = {"sizes": _SMOKE_SIZES if smoke else sizes, "rounds": options.rounds, "hidden": 64 if smoke else 320}
     tables: list[Table] = []
@@ -47,18 +44,9 @@ def network(options: Options) -> list[Table]:
         for rate in rates:
             with Lab(num_hosts, rate) as lab:
                 measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 2)))
-                result = _run_ranks(lab, task)
+                result = run_ranks(lab, "benchmarks.network", task)
             tables += _tables(num_hosts, rate, measured, result)
     return tables
-
-
-def _run_ranks(lab: Lab, task: dict[str, Any]) -> dict[str, Any]:
-    endings = finish(lab.start_ranks([sys.executable, "-m", "benchmarks.network", json.dumps(task)]), 3600)
-    for rank, ending in enumerate(endings):
-        if ending.code:
-            raise RuntimeError(f"rank {rank} ended with {ending.code}:\n{ending.err}")
-    result: dict[str, Any] = json.loads(endings[0].out.splitlines()[-1])
-    return result
 
 
 def _tables(num_hosts: int, rate: float, measured: float, result: dict[str, Any]) -> list[Table]:
@@ -68,13 +56,13 @@ def _tables(num_hosts: int, rate: float, measured: float, result: dict[str, Any]
         ideal = 2 * (num_hosts - 1) / num_hosts * size * 8 / rate
         cells = [f"{seconds[kind] * 1e3:.1f}" for kind in _KINDS]
         gains = [f"{seconds[kind] / seconds['q8']:.2f}x" for kind in ("fp32", "bf16")]
-        rows.append([_nbytes(size), f"{ideal * 1e3:.1f}", *cells, *gains])
+        rows.append([format_size(size), f"{ideal * 1e3:.1f}", *cells, *gains])
     all_reduce = Table(
         f"All-reduce, {where}",
         ["fp32 tensor", "ring at full rate, ms", "fp32 ms", "bf16 ms", "q8 ms", "q8 over fp32", "q8 over bf16"],
         rows,
-        f"Bytes alone: 3.88x over fp32, 1.94x over bf16. Below {_nbytes(NATIVE_BELOW_NBYTES)} `all_reduce_q8` takes the"
-        " native collective unless told otherwise; here it never does.",
+        f"Bytes alone: 3.88x over fp32, 1.94x over bf16. Below {format_size(NATIVE_BELOW_NBYTES)} `all_reduce_q8` takes"
+        " the native collective unless told otherwise; here it never does.",
     )
     steps = result["steps"]
     rows = [[kind, f"{steps[kind]:.3f}", f"{steps['fp32'] / steps[kind]:.2f}x"] for kind in _KINDS]
@@ -83,24 +71,7 @@ def _tables(num_hosts: int, rate: float, measured: float, result: dict[str, Any]
     return [all_reduce, Table(f"Training step, {where}", ["gradients", "s", "speed"], rows, note)]
 
 
-def _nbytes(size: int) -> str:
-    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
-
-
 # --- what each rank does ---
-
-
-def _seconds(case: Callable[[], object], rounds: int) -> float:
-    """Median over rounds of the slowest rank's time; a first round is not counted."""
-    taken = []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        started = time.perf_counter()
-        case()
-        slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        taken.append(slowest.item())
-    return median(taken[1:])
 
 
 def _reduce_cases(x: Tensor) -> dict[str, Callable[[], object]]:
@@ -121,7 +92,7 @@ def _all_reduces(sizes: list[int], rounds: int) -> list[tuple[int, dict[str, flo
     for size in sizes:
         x = torch.randn(size // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
         repeat = max(1, min(rounds, (1 << 27) // size))
-        found.append((size, {kind: _seconds(case, repeat) for kind, case in _reduce_cases(x).items()}))
+        found.append((size, seconds_of_all(_reduce_cases(x), repeat)))
     return found
 
 
@@ -157,7 +128,8 @@ def _steps(hidden: int, rounds: int) -> tuple[dict[str, float], int]:
     from torch.nn.parallel import DistributedDataParallel
 
     ids = torch.randint(0, 2048, (1, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
-    found, num_parameters = {}, 0
+    found: dict[str, float] = {}
+    num_parameters = 0
     for kind in ("alone", *_KINDS):
         model = _model(hidden)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -175,21 +147,17 @@ def _steps(hidden: int, rounds: int) -> tuple[dict[str, float], int]:
             optimizer.step()
 
         step()  # after its first step DDP cuts its buckets anew
-        found[kind] = _seconds(step, min(rounds, 3))
+        found |= seconds_of_all({kind: step}, min(rounds, 3))
     return found, num_parameters
 
 
-def main(task: dict[str, Any]) -> None:
-    """What one rank measures; rank 0 prints it as JSON."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main() -> None:
+    """What one rank measures."""
+    task = join()
     all_reduce = _all_reduces(task["sizes"], task["rounds"])
     steps, num_parameters = _steps(task["hidden"], task["rounds"])
-    if dist.get_rank() == 0:
-        print(json.dumps({"all_reduce": all_reduce, "steps": steps, "num_parameters": num_parameters}), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may outlive the interpreter's
+    leave({"all_reduce": all_reduce, "steps": steps, "num_parameters": num_parameters})
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

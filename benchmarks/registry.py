@@ -26,6 +26,10 @@ class Options:
     """Size of the tensors of the kernel benchmarks."""
     rounds: int
     """Timed rounds; every case runs once in each."""
+    num_hosts: Sequence[int] = ()
+    """Hosts of the benchmarks over slow links; empty: their own choice."""
+    rates: Sequence[float] = ()
+    """Bits per second of their links; empty: their own choice."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
     python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
+    python -m benchmarks.run collectives --out benchmarks/results/collectives_NAME.md
+    python -m benchmarks.run collectives --hosts 4 --rates 1gbit --elements 1048576     # a part of it
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
@@ -28,6 +30,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.registry import BENCHMARKS, Options, processor
+from laconic.testing.netlab import bits_per_second_of
 
 _MODULES = (
     "kernels",
@@ -40,6 +43,7 @@ _MODULES = (
     "memory",
     "gradient_error",
     "network",
+    "collectives",
     "reduce",
     "planning",
 )
@@ -57,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="one part of the report for each")
     parser.add_argument("--elements", type=int, default=1 << 24, help="size of the tensors of the kernel benchmarks")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds; the median counts")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[], help="over slow links: how many hosts")
+    parser.add_argument("--rates", nargs="+", default=[], help="over slow links: their rates, as in 100mbit 2.5gbit")
     parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
     parser.add_argument("--out", type=Path, help="Markdown file to write as well")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
@@ -66,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         (threads,) = chosen.threads
         torch.set_num_threads(threads)
         elements, rounds = (_SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
-        for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds)):
+        rates = [bits_per_second_of(rate) for rate in chosen.rates]
+        for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds, chosen.hosts, rates)):
             print(table.render())
         return 0
 
@@ -74,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     parts = [f"# Benchmark: {chosen.name}\n\n`{command}`\n\n{date.today()}, {processor()}, torch {torch.__version__}\n"]
     for threads in chosen.threads:
         part = [chosen.name, "--elements", str(chosen.elements), "--rounds", str(chosen.rounds)]
+        part += ["--hosts", *map(str, chosen.hosts)] * bool(chosen.hosts)
+        part += ["--rates", *chosen.rates] * bool(chosen.rates)
         part += ["--smoke"] * chosen.smoke + ["--threads", str(threads), "--part"]
         result = subprocess.run(
             [sys.executable, "-m", "benchmarks.run", *part],

@@ -56,10 +56,11 @@ class Link:
         if bits_per_second is not None:
             check_rate(f"the rate of {self.name}", bits_per_second)
         for end in (self.near, self.far):
+            # What the link carries in 1 ms may pass at once after a pause: less costs rate when timers are late, more
+            # would let short messages through at no cost. What it carries in 50 ms may queue; a sender with more than
+            # that is told by losses.
             if bits_per_second is not None:
-                # What the link carries in 4 ms may pass at once (timers are no finer); what it carries in 50 ms may
-                # queue, and a sender with more than that is told by losses.
-                burst = max(64 * 1024, int(bits_per_second / 8 * 0.004))
+                burst = max(16 * 1024, int(bits_per_second / 8 * 0.001))
                 run_tool(
                     *("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.device, "root", "tbf"),
                     *("rate", f"{int(bits_per_second)}bit", "burst", f"{burst}b", "latency", "50ms"),

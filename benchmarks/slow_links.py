@@ -1,0 +1,96 @@
+"""What benchmarks over slow links share: starting the ranks of a lab, and timing what all of them do together."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.testing.netlab import Lab, finish
+
+__all__ = ["Timed", "format_size", "join", "leave", "run_ranks", "seconds_of_all", "time_all"]
+
+_LONGEST_SECONDS = 3600
+
+
+def run_ranks(lab: Lab, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Run `python -m module TASK` on every host of the lab and return what rank 0 printed last, as JSON.
+
+    Raises RuntimeError with its error output when a rank fails.
+    """
+    endings = finish(lab.start_ranks([sys.executable, "-m", module, json.dumps(task)]), _LONGEST_SECONDS)
+    for rank, ending in enumerate(endings):
+        if ending.code:
+            raise RuntimeError(f"rank {rank} ended with {ending.code}:\n{ending.err}")
+    result: dict[str, Any] = json.loads(endings[0].out.splitlines()[-1])
+    return result
+
+
+def format_size(nbytes: int) -> str:
+    """64 KB, 4 MB."""
+    return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
+
+
+# --- inside of a rank ---
+
+
+def join() -> dict[str, Any]:
+    """Become a rank with one thread; returns the task."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task: dict[str, Any] = json.loads(sys.argv[1])
+    return task
+
+
+def leave(result: Mapping[str, Any]) -> None:
+    """Rank 0 prints the result; then all end."""
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may outlive the interpreter's
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One case over all rounds that count."""
+
+    seconds: float
+    """Median of the slowest rank's time."""
+    interface_nbytes: float
+    """Median of what left this host, headers of all layers included."""
+
+
+def time_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 1) -> dict[str, Timed]:
+    """Time cases that all ranks run together, from a barrier to the end; they take turns, round after round."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    nbytes: dict[str, list[int]] = {name: [] for name in cases}
+    for round_number in range(-warm_ups, rounds):
+        for name, case in cases.items():
+            dist.barrier()
+            sent, started = _sent_nbytes(), time.perf_counter()
+            case()
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # when it is done, everybody has received everything
+            if round_number >= 0:
+                seconds[name].append(slowest.item())
+                nbytes[name].append(_sent_nbytes() - sent)
+    return {name: Timed(median(seconds[name]), median(nbytes[name])) for name in cases}
+
+
+def seconds_of_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 1) -> dict[str, float]:
+    """The seconds of `time_all`."""
+    return {name: timed.seconds for name, timed in time_all(cases, rounds, warm_ups).items()}
+
+
+def _sent_nbytes() -> int:
+    """Bytes that have left this host so far."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
