@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
-    from laconic.formats import BlockFormat, BlockTensor
+    from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode
     from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
 
@@ -24,6 +24,9 @@ __all__ = [
     "AdamW8bit",
     "BlockFormat",
     "BlockTensor",
+    "encode",
+    "decode",
+    "Expect",
     "__version__",
 ]
 
@@ -35,6 +38,9 @@ _HOME = {
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",
     "BlockTensor": "laconic.formats",
+    "encode": "laconic.formats",
+    "decode": "laconic.formats",
+    "Expect": "laconic.formats",
 }
 
 

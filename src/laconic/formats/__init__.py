@@ -1,8 +1,18 @@
-"""What a quantized tensor is: block-wise formats and the tensors stored in them."""
+"""What a tensor is in fewer bytes: block-wise formats with the tensors stored in them, and the lossless format."""
 
 from __future__ import annotations
 
 from laconic.formats.blockwise import BlockFormat, BlockTensor
 from laconic.formats.gradient import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats.lossless import Expect, decode, encode
 
-__all__ = ["BlockFormat", "BlockTensor", "QuantizedGradient", "quantized_gradient", "set_quantized_gradient"]
+__all__ = [
+    "BlockFormat",
+    "BlockTensor",
+    "Expect",
+    "QuantizedGradient",
+    "decode",
+    "encode",
+    "quantized_gradient",
+    "set_quantized_gradient",
+]

@@ -29,6 +29,9 @@ __all__ = [
     "accumulate_blockwise_",
     "square_sum_blockwise",
     "adamw8bit_",
+    "lossless_encode",
+    "lossless_decode_",
+    "lossless_decode_add_",
     "quantize_dynamic",
     "dequantize_dynamic",
     "kernels_in_use",
@@ -57,11 +60,14 @@ _FAMILIES = {
     "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
     "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
     "adamw": ("adamw8bit_",),
+    "lossless": ("lossless_encode", "lossless_decode_", "lossless_decode_add_"),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
         LIBRARY.impl(_op, getattr(reference, _op), "CompositeExplicitAutograd")
-        LIBRARY.impl(_op, getattr(native, _op) if _on_cpu == "c++" else _by_reference(_op), "CPU")
+        # A family without C++ kernels runs the reference.
+        _native = getattr(native, _op, getattr(reference, _op))
+        LIBRARY.impl(_op, _native if _on_cpu == "c++" else _by_reference(_op), "CPU")
         triton.implement(_op, _family)
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
@@ -71,6 +77,9 @@ _sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
 _accumulate_blockwise_ = torch.ops.laconic.accumulate_blockwise_.default
 _square_sum_blockwise = torch.ops.laconic.square_sum_blockwise.default
 _adamw8bit_ = torch.ops.laconic.adamw8bit_.default
+_lossless_encode = torch.ops.laconic.lossless_encode.default
+_lossless_decode_ = torch.ops.laconic.lossless_decode_.default
+_lossless_decode_add_ = torch.ops.laconic.lossless_decode_add_.default
 _dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
 
 # Whatever the device, it is the op without `after`; only a graph that orders its nodes sees a difference.
@@ -285,6 +294,48 @@ def adamw8bit_(
         step,
         maximize,
     )
+
+
+def lossless_encode(x: Tensor, *, code: str = "tiered", capacity_nbytes: int | None = None) -> Tensor:
+    """The bytes of `x`, losslessly shortened: one message (docs/formats.md, "Lossless float format").
+
+    Arguments:
+        x: any shape of up to 8 dimensions, any strides; one of DTYPE_NUMBERS of ops/lossless.py.
+        code: "tiered", "window" or "raw".
+        capacity_nbytes: None, or the size of the result, which then depends on nothing else.
+
+    Returns uint8 [capacity_nbytes], or [max_nbytes(numel, dtype)] where that is None. The message is at the front and
+    says how long it is: bytes 16 to 23, little-endian. With a capacity zeros follow, and a message that does not fit
+    holds a header only, with code 255; without one the bytes behind the message are undefined. The length stays on
+    the device: nothing waits for it.
+
+    Raises FormatError for an argument outside these.
+    """
+    return _lossless_encode(x, code, capacity_nbytes)
+
+
+def lossless_decode_(out: Tensor, message: Tensor) -> Tensor:
+    """Write the values of a message to `out`.
+
+    Arguments:
+        out: contiguous; the message's dtype and number of elements. Its shape need not be the message's.
+        message: contiguous uint8 [capacity] or longer, on the same device, any bytes.
+
+    Returns the status, a 0-d int32 tensor on the device: 0 if the message was sound, else one of
+    `laconic.ops.lossless.Status`; the values of `out` are then undefined. Nothing is read or written outside of the two
+    tensors whatever the bytes are.
+
+    Raises FormatError for tensors outside these, never for what the message says.
+    """
+    return _lossless_decode_(out, message)
+
+
+def lossless_decode_add_(total: Tensor, message: Tensor) -> Tensor:
+    """Add the values of a message to `total`, in fp32: total[i] = fp32(total[i] + fp32(value i)), in one pass.
+
+    Arguments and result as in `lossless_decode_`, but `total` is contiguous float32 whatever the message's dtype.
+    """
+    return _lossless_decode_add_(total, message)
 
 
 def kernels_in_use() -> dict[str, dict[str, str]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
+from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, MAX_DIMS, dtype_names, max_nbytes
 
 __all__ = [
     "DTYPES",
@@ -26,6 +27,9 @@ __all__ = [
     "check_adamw8bit",
     "check_dequantize_blockwise",
     "check_format",
+    "check_lossless_decode_",
+    "check_lossless_decode_add_",
+    "check_lossless_encode",
     "check_quantize_blockwise",
     "check_square_sum_blockwise",
     "check_sum_blockwise",
@@ -77,6 +81,11 @@ LIBRARY.define(
     " float weight_decay, int step, bool maximize) -> ()",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+LIBRARY.define(
+    "lossless_encode(Tensor x, str code, SymInt? capacity_nbytes) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
+)
+LIBRARY.define("lossless_decode_(Tensor(a!) out, Tensor message) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+LIBRARY.define("lossless_decode_add_(Tensor(a!) total, Tensor message) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
 for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
@@ -86,6 +95,9 @@ for _name in (
     "accumulate_blockwise_",
     "square_sum_blockwise",
     "adamw8bit_",
+    "lossless_encode",
+    "lossless_decode_",
+    "lossless_decode_add_",
 ):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
@@ -401,3 +413,61 @@ def _adamw8bit_fake(
         gradient_factor,
         step,
     )
+
+
+def check_lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> int:
+    """Check the arguments of lossless_encode; return how many bytes it returns. Raises FormatError."""
+    if x.layout != torch.strided:
+        raise FormatError(f"x.layout is {x.layout}, but it must be strided; encode its parts one by one")
+    if x.dtype not in LAYOUTS:
+        raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {dtype_names()}; view other types as uint8")
+    if code not in CODES:
+        raise FormatError(f"code is {code!r}, but it must be one of {', '.join(CODES)}")
+    if x.dim() > MAX_DIMS:
+        raise FormatError(f"x has {x.dim()} dimensions, but a message holds at most {MAX_DIMS}; flatten x first")
+    if capacity_nbytes is None:
+        return max_nbytes(x.numel(), x.dtype)
+    if capacity_nbytes < HEADER_NBYTES + 8 * x.dim():
+        raise FormatError(
+            f"capacity_nbytes is {capacity_nbytes}, but the header of a tensor of {x.dim()} dimensions takes"
+            f" {HEADER_NBYTES + 8 * x.dim()}; laconic.formats.lossless.max_nbytes is always enough"
+        )
+    return capacity_nbytes
+
+
+def check_lossless_decode_(out: Tensor, message: Tensor, field: str = "out") -> None:
+    """Check the arguments of lossless_decode_, not the message's bytes. Raises FormatError."""
+    if out.dtype not in LAYOUTS:
+        raise FormatError(f"{field}.dtype is {out.dtype}, but it must be one of {dtype_names()}")
+    if out.layout != torch.strided or not out.is_contiguous():
+        raise FormatError(f"{field} must be strided and contiguous, but its strides are not; decode into a new tensor")
+    if message.dtype != torch.uint8 or message.dim() != 1 or not message.is_contiguous():
+        raise FormatError(
+            f"message is {message.dtype} with {message.dim()} dimensions, but it must be a contiguous uint8 [nbytes]"
+        )
+    if message.device != out.device:
+        raise FormatError(f"message is on {message.device} and {field} on {out.device}, but both must be on one device")
+
+
+def check_lossless_decode_add_(total: Tensor, message: Tensor) -> None:
+    """Check the arguments of lossless_decode_add_, not the message's bytes. Raises FormatError."""
+    if total.dtype != torch.float32:
+        raise FormatError(f"total.dtype is {total.dtype}, but sums are float32; convert total first")
+    check_lossless_decode_(total, message, "total")
+
+
+@torch.library.register_fake("laconic::lossless_encode", lib=LIBRARY)
+def _lossless_encode_fake(x: Tensor, code: str, capacity_nbytes: int | None) -> Tensor:
+    return x.new_empty(check_lossless_encode(x, code, capacity_nbytes), dtype=torch.uint8)
+
+
+@torch.library.register_fake("laconic::lossless_decode_", lib=LIBRARY)
+def _lossless_decode_fake(out: Tensor, message: Tensor) -> Tensor:
+    check_lossless_decode_(out, message)
+    return out.new_empty((), dtype=torch.int32)
+
+
+@torch.library.register_fake("laconic::lossless_decode_add_", lib=LIBRARY)
+def _lossless_decode_add_fake(total: Tensor, message: Tensor) -> Tensor:
+    check_lossless_decode_add_(total, message)
+    return total.new_empty((), dtype=torch.int32)

@@ -7,6 +7,7 @@ C++ and Triton kernels return the same bits. docs/formats.md tells the same stor
 from laconic.ops.reference.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.reference.adamw import adamw8bit_, dequantize_dynamic, quantize_dynamic
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
+from laconic.ops.reference.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.reference.reduce import sum_blockwise, sum_requantize_blockwise
 
 __all__ = [
@@ -14,6 +15,9 @@ __all__ = [
     "adamw8bit_",
     "dequantize_blockwise",
     "dequantize_dynamic",
+    "lossless_decode_",
+    "lossless_decode_add_",
+    "lossless_encode",
     "quantize_blockwise",
     "quantize_dynamic",
     "seed_key",

@@ -32,6 +32,9 @@ def _family(name: str) -> ModuleType:
     if chosen.implementation == "reference":
         say_once("cuda", chosen.reason)
         return reference
+    if find_spec(f"laconic.ops.triton.{name}") is None:
+        say_once("cuda", f"there are no kernels for {name} yet")
+        return reference
     return import_module(f"laconic.ops.triton.{name}")
 
 

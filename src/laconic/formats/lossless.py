@@ -1,0 +1,204 @@
+"""Lossless messages: a tensor, bit for bit, in fewer bytes, with a header that says what it is and whether it is whole.
+
+The bytes are those of docs/formats.md, "Lossless float format"; the ops behind it are `laconic.ops.lossless_*`. Nothing
+here believes a message: every read is bounded by the bytes that are there, and every allocation by what the receiver
+expects or, without an expectation, by eight elements per byte of payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FormatError
+from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
+from laconic.ops.lossless import (
+    MAX_FRONT_NBYTES,
+    DamagedMessage,
+    Header,
+    Status,
+    front_checksum,
+    max_nbytes,
+    parse_header,
+)
+
+__all__ = [
+    "Expect",
+    "Header",
+    "decode",
+    "decode_add",
+    "decode_chunks",
+    "decode_into",
+    "encode",
+    "encode_chunks",
+    "max_nbytes",
+    "read_header",
+]
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What a receiver takes: anything else is refused before memory is allocated for it."""
+
+    dtype: torch.dtype
+    shape: torch.Size | tuple[int, ...]
+
+
+def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None) -> Tensor:
+    """Encode a tensor into one message.
+
+    Arguments:
+        x: up to 8 dimensions, any strides; bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, uint8 or int8.
+        code: "tiered" (fewest bits), "window" (fewest instructions, ZipCCL's 3-bit code), "raw", or "auto": tiered.
+            With every code blocks that would not get shorter are stored as they are, and so is the whole message.
+        capacity_nbytes: None for a message that is exactly as long as it needs to be. A number for one of that size
+            whatever the values are; then no sizes have to be exchanged and the host waits for nothing. A message that
+            does not fit has a header only; decoding it says so.
+
+    Returns uint8 [nbytes] or [capacity_nbytes] on x's device; equal values give equal bytes everywhere.
+
+    Raises FormatError for an argument outside these.
+    """
+    message = lossless_encode(x, code="tiered" if code == "auto" else code, capacity_nbytes=capacity_nbytes)
+    if capacity_nbytes is not None:
+        return message
+    nbytes = int(message[16:24].view(torch.int64))
+    # A slice would keep the longest message's memory alive.
+    return message[:nbytes].clone()
+
+
+def decode(buffer: Tensor, expect: Tensor | Expect | None = None) -> Tensor:
+    """Decode one message.
+
+    Arguments:
+        buffer: uint8 [nbytes], exactly one message with the zeros up to its capacity.
+        expect: a tensor or an `Expect` whose dtype and shape the message must have; nothing larger is ever allocated.
+            Without it at most 8 elements are, per byte of the buffer.
+
+    Returns the tensor that was encoded, contiguous, on the buffer's device: its dtype, shape and every bit.
+
+    Raises FormatError for bytes that are not one whole, undamaged message, or not the expected one.
+    """
+    header = read_header(buffer)
+    if expect is not None and (header.dtype, header.shape) != (expect.dtype, tuple(expect.shape)):
+        raise DamagedMessage(
+            Status.MISMATCH,
+            f"the message holds {header.dtype} {header.shape}, but {expect.dtype} {tuple(expect.shape)} is expected;"
+            " sender and receiver must mean the same tensor",
+        )
+    out = torch.empty(header.shape, dtype=header.dtype, device=buffer.device)
+    _raise_for(lossless_decode_(out, buffer))
+    return out
+
+
+def decode_into(buffer: Tensor, out: Tensor) -> None:
+    """Decode one message into `out`: the message's dtype and number of elements, contiguous, any shape.
+
+    Raises FormatError as `decode` does; `out` is then undefined.
+    """
+    _check_is_one_message(buffer, out.numel(), out.dtype)
+    _raise_for(lossless_decode_(out, buffer))
+
+
+def decode_add(buffer: Tensor, total: Tensor) -> None:
+    """Decode one message and add its values to `total` in fp32, in one pass: total[i] = fp32(total[i] + fp32(value i)).
+
+    `total` is contiguous float32 with the message's number of elements, any shape. Raises FormatError as `decode` does;
+    `total` is then undefined.
+    """
+    _check_is_one_message(buffer, total.numel(), None)
+    _raise_for(lossless_decode_add_(total, buffer))
+
+
+def read_header(buffer: Tensor) -> Header:
+    """What the message in uint8 [nbytes] says about itself, after checking all of it but the payload.
+
+    Raises FormatError, naming the field, unless the buffer is one whole message by its lengths, and header and block
+    lists have their checksum.
+    """
+    header = _parse(buffer)
+    front = buffer[: header.payload_offset].cpu()
+    if front_checksum(front) != header.header_sum:
+        raise DamagedMessage(Status.HEADER_SUM)
+    return header
+
+
+def encode_chunks(x: Tensor, chunk_numel: int, code: str = "auto") -> Iterator[Tensor]:
+    """Encode a tensor as messages of `chunk_numel` elements each, the last one of what is left, in order.
+
+    They are made one by one as they are asked for, so that one can be sent while the next is encoded. `x` counts as
+    flat; an empty one gives one empty message. Arguments else as in `encode`. Whatever carries the messages must keep
+    their order. Chunks of a multiple of 4096 elements cost no more bytes than one message but their headers of 72.
+
+    Raises FormatError for an argument outside these, at the first message.
+    """
+    if chunk_numel < 1:
+        raise FormatError(f"chunk_numel is {chunk_numel}, but it must be at least 1")
+    flat = x.reshape(-1)
+    for first in chunk_offsets(flat.numel(), chunk_numel):
+        yield encode(flat[first : first + chunk_numel], code)
+
+
+def decode_chunks(messages: Iterable[Tensor], out: Tensor) -> None:
+    """Decode the messages of `encode_chunks`, in order, into `out`: contiguous, as many elements, the same dtype.
+
+    Each message is decoded when it comes, so that the next may still be on its way. Raises FormatError for a damaged
+    message, and if the messages hold more or fewer elements than `out`; `out` is then undefined.
+    """
+    if not out.is_contiguous():
+        raise FormatError(f"out must be contiguous, but its strides are {out.stride()}; decode into a new tensor")
+    flat, done = out.view(-1), 0
+    for message in messages:
+        numel = _parse(message).numel
+        if done + numel > flat.numel():
+            raise DamagedMessage(
+                Status.MISMATCH,
+                f"the messages hold {done + numel} or more elements, but out has {flat.numel()}; were two mixed?",
+            )
+        decode_into(message, flat[done : done + numel])
+        done += numel
+    if done != flat.numel():
+        raise DamagedMessage(
+            Status.MISMATCH,
+            f"the messages hold {done} elements, but out has {flat.numel()}; are the last ones missing?",
+        )
+
+
+def chunk_offsets(numel: int, chunk_numel: int) -> range:
+    """Index of the first element of each chunk; an empty tensor has one chunk."""
+    return range(0, max(numel, 1), chunk_numel)
+
+
+def _check_is_one_message(buffer: Tensor, numel: int, dtype: torch.dtype | None) -> None:
+    """The header's own errors, which name fields; the op would give a number."""
+    header = _parse(buffer)
+    if header.numel != numel or dtype not in (None, header.dtype):
+        wanted = f"{numel} elements" + (f" of {dtype}" if dtype is not None else "")
+        raise DamagedMessage(
+            Status.MISMATCH,
+            f"the message holds {header.numel} elements of {header.dtype}, but it is decoded into {wanted};"
+            " sender and receiver must mean the same tensor",
+        )
+
+
+def _parse(buffer: Tensor) -> Header:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
+        raise FormatError(
+            f"the message is {buffer.dtype} with {buffer.dim()} dimensions, but it must be uint8 with one; view its"
+            " bytes as torch.uint8"
+        )
+    header = parse_header(bytes(buffer[:MAX_FRONT_NBYTES].tolist()), buffer.numel())
+    if header.capacity_nbytes != buffer.numel():
+        raise DamagedMessage(
+            Status.LENGTH,
+            f"capacity is {header.capacity_nbytes}, but the message has {buffer.numel()} bytes; pass just one message",
+        )
+    return header
+
+
+def _raise_for(status: Tensor) -> None:
+    if (number := int(status)) != Status.SOUND:
+        raise DamagedMessage(number)
