@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from laconic.cost import wire
 from laconic.cost.wire import World, candidates, decide, sent_nbytes
@@ -220,8 +221,6 @@ def test_a_line_is_found_again(alpha: float, beta: float, sizes: list[int]) -> N
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 24), st.floats(1e-6, 1.0)), min_size=1, max_size=6))
 def test_no_line_fits_noise_better_without_going_negative(points: list[tuple[int, float]]) -> None:
-    from scipy.optimize import nnls
-
     found = fit_line(points)
     assert found.alpha_seconds >= 0
     assert found.seconds_per_byte >= 0
@@ -241,7 +240,7 @@ def test_a_line_needs_a_point() -> None:
 
 
 def test_rates_survive_the_file_and_have_a_digest(tmp_path: Path) -> None:
-    found = rates(layout=(4, 1), cluster="abc", source="a test")
+    found = rates(layout=(4, 1), hosts=("a", "b"), source="a test")
     found.save(tmp_path / "deep" / "rates.json")
     again = WireRates.load(tmp_path / "deep" / "rates.json")
     assert again == found
@@ -290,6 +289,7 @@ def _change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("codecs.bfloat16.tiered.encode", None, "encode is None"),
         ("codecs.int64", {}, "codecs names 'int64'"),
         ("codecs.bfloat16.huffman", {}, "encode is None"),
+        ("hosts", "a", "hosts is 'a', but it must be a list of names"),
         ("layout", [1], r"layout is \[1\], but it must be nodes and ranks per node"),
     ],
 )

@@ -118,8 +118,8 @@ class WireRates:
     """Type of the device whose tensors were sent."""
     layout: tuple[int, int] = (0, 0)
     """Nodes and ranks per node that were measured."""
-    cluster: str = ""
-    """Name of the set of machines it was measured on; empty: of any."""
+    hosts: tuple[str, ...] = ()
+    """Names of the machines it was measured on."""
     source: str = ""
     """Who measured it, when and how."""
 
@@ -140,7 +140,7 @@ class WireRates:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return values | {"layout": list(self.layout)}
+        return values | {"layout": list(self.layout), "hosts": list(self.hosts)}
 
     @classmethod
     def from_dict(cls, data: Any) -> WireRates:
@@ -166,8 +166,11 @@ class WireRates:
         layout = data.get("layout", [0, 0])
         if not (isinstance(layout, list) and len(layout) == 2 and all(type(n) is int and n >= 0 for n in layout)):
             raise ConfigError(f"layout is {layout!r}, but it must be nodes and ranks per node; run laconic profile")
-        texts = {name: str(data.get(name, "")) for name in ("device", "cluster", "source")}
-        return cls(links, codecs, layout=(layout[0], layout[1]), **texts)
+        hosts = data.get("hosts", [])
+        if not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)):
+            raise ConfigError(f"hosts is {hosts!r}, but it must be a list of names; run laconic profile")
+        device, source = (str(data.get(name, default)) for name, default in (("device", "cpu"), ("source", "")))
+        return cls(links, codecs, device, (layout[0], layout[1]), tuple(hosts), source)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -209,9 +212,12 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     kept = [(nbytes, seconds) for nbytes, seconds in points if seconds > 0]
     if not kept:
         raise ValueError("points are empty or all 0 s, but a line needs one with a positive time")
-    weights = [1 / seconds**2 for _, seconds in kept]
-    one, x, xx = (math.fsum(w * n**p for w, (n, _) in zip(weights, kept, strict=True)) for p in (0, 1, 2))
-    t, xt = (math.fsum(w * n**p * s for w, (n, s) in zip(weights, kept, strict=True)) for p in (0, 1))
+    # No powers: libm's differ between machines, and ranks that fit the same points must get the same line.
+    one = math.fsum(1 / (s * s) for _, s in kept)
+    x = math.fsum(n / (s * s) for n, s in kept)
+    xx = math.fsum(n * n / (s * s) for n, s in kept)
+    t = math.fsum(1 / s for _, s in kept)
+    xt = math.fsum(n / s for n, s in kept)
     candidates = [(t / one, 0.0)]
     if xx > 0:
         candidates.append((0.0, xt / xx))
@@ -223,7 +229,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     def errors(line: tuple[float, float]) -> Sequence[float]:
         return [(line[0] + line[1] * n) / s - 1 for n, s in kept]
 
-    alpha, beta = min(allowed, key=lambda line: math.fsum(error**2 for error in errors(line)))
+    alpha, beta = min(allowed, key=lambda line: math.fsum(error * error for error in errors(line)))
     return Line(alpha, beta, max(map(abs, errors((alpha, beta)))))
 
 

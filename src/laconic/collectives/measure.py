@@ -1,0 +1,170 @@
+"""Timing of links and codecs on all ranks of a group at once.
+
+Every number is agreed on: ranks time the same thing at the same moment, tell each other, and all keep the slowest
+rank's. So all of them end with the same numbers, which is what lets them choose alike without asking again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import native
+from laconic.cost.wire import MIN_CODED_NBYTES, World, sent_nbytes
+from laconic.cost.wire_rates import CODES, OPERATIONS, CodecRates, Line, LinkRates, fit_line
+from laconic.formats import lossless
+
+__all__ = ["Exchange", "Ranks", "brief_codec", "brief_link", "codec_rates", "host_name", "world_of"]
+
+Exchange = Callable[[Sequence[int]], list[list[int]]]
+"""All-gather of whole numbers: what every rank of a group passed, in rank order."""
+
+_SHORT_NBYTES, _LONG_NBYTES = 1 << 16, 1 << 20
+_LONG_SECONDS = 0.05
+"""The long message of the brief measurement is left out where the short one takes longer than this."""
+
+_BRIEF_CODEC_NBYTES = 1 << 20
+_BRIEF_OVERLAP = 0.5
+_BRIEF_EXTRA = Line(5e-4, 0.0)
+"""What the brief measurement does not measure is assumed, on the careful side."""
+
+
+class Ranks:
+    """The ranks of a group, as far as measuring needs them."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.world = group.size()
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """What every rank passed, in rank order; equal lengths."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        gathered = torch.empty(self.world, len(values), dtype=torch.int64, device=self.device)
+        native.all_gather(gathered, mine, self.group).wait()
+        found: list[list[int]] = gathered.tolist()
+        return found
+
+    def texts(self, text: str) -> list[str]:
+        """The text that every rank passed, in rank order."""
+        content = text.encode()
+        longest = max(length for (length,) in self.exchange([len(content)]))
+        if longest == 0:
+            return [""] * self.world
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
+        gathered = torch.empty(self.world, longest, dtype=torch.uint8, device=self.device)
+        native.all_gather(gathered, mine.to(self.device), self.group).wait()
+        return [row.cpu().numpy().tobytes().rstrip(b"\0").decode() for row in gathered]
+
+    def seconds(self, case: Callable[[], object], repeats: int) -> list[float]:
+        """The slowest rank's seconds of each repeat; a first one is not counted. The same numbers on every rank."""
+        found = []
+        for _ in range(repeats + 1):
+            self.exchange([0])
+            started = time.perf_counter()
+            case()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            taken = time.perf_counter() - started
+            found.append(max(nanoseconds for (nanoseconds,) in self.exchange([round(taken * 1e9)])) * 1e-9)
+        return found[1:]
+
+
+def host_name() -> str:
+    """Name of this machine; network namespaces of one machine count as different ones."""
+    try:
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}".strip()
+
+
+def world_of(hosts: Sequence[str]) -> World:
+    """The group as machines, from the host of each rank. Where nodes differ in their number of ranks, or ranks of a
+    node do not follow each other, it counts as one rank per node: two levels are not possible there."""
+    nodes = list(dict.fromkeys(hosts))
+    per_node = len(hosts) // len(nodes)
+    regular = list(hosts) == [node for node in nodes for _ in range(per_node)]
+    return World(len(hosts), per_node if regular else 1)
+
+
+def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int], repeats: int) -> dict[str, CodecRates]:
+    """Lines of both codes on Gaussian data of these sizes, timed while all ranks code."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    ratios = {}
+    for nbytes in sizes:
+        x = gaussian(nbytes // dtype.itemsize, dtype, ranks.device)
+        out, total = torch.empty_like(x), torch.zeros(x.numel(), device=x.device)
+        for code in CODES:
+            message = lossless.encode(x, code)
+            longest = max(length for (length,) in ranks.exchange([lossless.read_header(message).nbytes]))
+            ratios[code] = x.nbytes / longest
+            cases: dict[str, Callable[[], object]] = {
+                "encode": partial(lossless.encode, x, code),
+                "decode": partial(lossless.decode_into, message, out),
+                "decode_add": partial(lossless.decode_add, message, total),
+            }
+            for name, case in cases.items():
+                points.setdefault((code, name), []).append((x.nbytes, median(ranks.seconds(case, repeats))))
+
+    def rates(code: str) -> CodecRates:
+        encode, decode, add = (fit_line(points[code, name]) for name in ("encode", "decode", "decode_add"))
+        return CodecRates(encode, decode, add, ratios[code])
+
+    return {code: rates(code) for code in CODES}
+
+
+def gaussian(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normally distributed values, [numel]; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=generator)
+    # fp8 tensors in training are scaled to their range, the others look like weights.
+    return (values if dtype.itemsize == 1 else values * 0.02).to(dtype).to(device)
+
+
+def brief_codec(ranks: Ranks, dtype: torch.dtype) -> dict[str, CodecRates]:
+    """`codec_rates` in a few hundredths of a second: two sizes, the larger one only if coding is fast."""
+    sizes = [MIN_CODED_NBYTES]
+    x = gaussian(MIN_CODED_NBYTES // dtype.itemsize, dtype, ranks.device)
+    seconds = max(ranks.seconds(partial(lossless.encode, x, "tiered"), 1))
+    if seconds * _BRIEF_CODEC_NBYTES / MIN_CODED_NBYTES < _LONG_SECONDS:
+        sizes.append(_BRIEF_CODEC_NBYTES)
+    return codec_rates(ranks, dtype, sizes, repeats=2)
+
+
+def brief_link(ranks: Ranks) -> LinkRates:
+    """A group's link in less than half a second: rounds of a few bytes and two sizes of one all-to-all.
+
+    The best of the repeats counts: on a link that seems faster than it is, messages are left raw, which loses nothing.
+    """
+    world = ranks.world
+    round_seconds = min(ranks.seconds(partial(ranks.exchange, [0]), 4))
+    points = []
+    for nbytes in (_SHORT_NBYTES, _LONG_NBYTES):
+        sent = torch.zeros(world, -(-nbytes // (world - 1)), dtype=torch.uint8, device=ranks.device)
+        taken = min(ranks.seconds(partial(_all_to_all, torch.empty_like(sent), sent, ranks.group), 3))
+        points.append((sent_nbytes("all_to_all", sent.nbytes, world), taken))
+        if taken > _LONG_SECONDS:
+            break
+    line = fit_line([(0, round_seconds), *points])
+    # An all-reduce has two phases; a send has one peer.
+    factors = {"all_reduce": 2.0, "send": 1 / (world - 1)}
+    lines = {
+        name: Line(line.alpha_seconds * factors.get(name, 1.0), line.seconds_per_byte, line.error)
+        for name in OPERATIONS
+    }
+    extra = {name: _BRIEF_EXTRA for name in OPERATIONS}
+    return LinkRates(world, lines, round_seconds, _BRIEF_OVERLAP, extra)
+
+
+def _all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    native.all_to_all(received, sent, group).wait()
