@@ -101,15 +101,17 @@ def test_a_cut_link_carries_nothing_until_it_is_joined(make_lab: MakeLab) -> Non
 
 
 def test_programs_are_stopped_continued_and_killed_with_their_children(make_lab: MakeLab) -> None:
-    program = make_lab(1).start(0, ["sh", "-c", "sleep 600 & echo $!; wait"])
+    lab = make_lab(2)
+    program, other = (lab.start(host, ["sh", "-c", "sleep 600 & echo $!; wait"]) for host in range(2))
     program.wait_for("\n")
     child = int(program.out)
     program.signal(signal.SIGSTOP)
     _wait(lambda: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     program.signal(signal.SIGCONT)
     assert program.code is None
-    program.signal(signal.SIGKILL)
+    lab.signal(0, signal.SIGKILL)
     assert program.wait(10).code == -signal.SIGKILL
+    assert other.code is None
     _wait(lambda: not is_alive(child))
 
 

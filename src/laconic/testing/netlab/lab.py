@@ -201,6 +201,13 @@ class Lab:
             programs.append(self.start(host, command, changed, cwd=cwd, name=f"rank {rank}", on_line=on_line))
         return programs
 
+    def signal(self, host: int, number: signal.Signals) -> None:
+        """Send a signal to every program on a host that still runs, and to their children."""
+        namespace = self._host(host)
+        for program in self._programs:
+            if program.namespace == namespace:
+                program.signal(number)
+
     # --- building ---
 
     @property

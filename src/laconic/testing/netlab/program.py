@@ -44,6 +44,7 @@ class Program:
         cwd: Path | None = None,
         on_line: OnLine | None = None,
     ) -> None:
+        self.namespace = namespace
         self.name = name
         self._popen = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *command],

@@ -1,0 +1,47 @@
+"""The benchmarks over slow links run where network namespaces can be made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laconic.testing.netlab import why_not
+from tests.distributed.processes import ROOT
+
+ROWS = {
+    "network": ["32 KB", "256 KB", "fp32", "bf16", "q8"],
+    "collectives": [
+        f"{case} | 64 KB"
+        for case in (
+            "all_gather, weights",
+            "all_to_all, weights",
+            "reduce_scatter, weights",
+            "all_reduce, weights",
+        )
+    ],
+    "zip_training": ["gloo", "raw", "tiered", "auto"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_benchmark_over_slow_links_writes_its_tables(name: str, tmp_path: Path) -> None:
+    report = tmp_path / f"{name}.md"
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", name, "--smoke", "--out", str(report)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    text = report.read_text()
+    for row in ROWS[name]:
+        assert f"\n| {row} | " in text
+    if name == "zip_training":
+        assert text.count("the same bits in 2 steps") >= 4  # raw, tiered: whatever travels, a step is the same
