@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/isa.h"
+#include "kernels/lossless_message.h"
 #include "kernels/parallel.h"
 
 namespace nb = nanobind;
@@ -165,6 +166,35 @@ void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, ui
       [&](int64_t first, int64_t last) { kernels.update(task, first, last); });
 }
 
+uint64_t lossless_encode(size_t isa, int64_t num_threads, uintptr_t words, int type, int code,
+                         uint64_t numel, const std::vector<uint64_t>& shape, uintptr_t message,
+                         uint64_t message_nbytes, bool has_capacity) {
+  const laconic::LosslessEncode task{static_cast<laconic::LosslessType>(type),
+                                     static_cast<laconic::LosslessCode>(code),
+                                     pointer<const uint8_t>(words),
+                                     numel,
+                                     static_cast<int>(shape.size()),
+                                     shape.data(),
+                                     pointer<uint8_t>(message),
+                                     message_nbytes,
+                                     has_capacity};
+  return laconic::encode_message(*laconic::supported_isas().at(isa).lossless, num_threads, task);
+}
+
+// `out` has the type, or with `adds` it is the float32 total.
+int lossless_decode(size_t isa, int64_t num_threads, uintptr_t message, uint64_t message_nbytes,
+                    uint64_t numel, bool adds, int type, uintptr_t out) {
+  const laconic::LosslessDecode task{pointer<const uint8_t>(message),
+                                     message_nbytes,
+                                     numel,
+                                     adds,
+                                     pointer<float>(out),
+                                     static_cast<laconic::LosslessType>(type),
+                                     pointer<uint8_t>(out)};
+  return static_cast<int>(
+      laconic::decode_message(*laconic::supported_isas().at(isa).lossless, num_threads, task));
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -182,5 +212,7 @@ NB_MODULE(_kernels, m) {
   m.def("dequantize_blockwise", &dequantize_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_blockwise", &sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("accumulate_blockwise", &accumulate_blockwise, nb::call_guard<nb::gil_scoped_release>());
+  m.def("lossless_encode", &lossless_encode, nb::call_guard<nb::gil_scoped_release>());
+  m.def("lossless_decode", &lossless_decode, nb::call_guard<nb::gil_scoped_release>());
   m.def("square_sum_blockwise", &square_sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -5,15 +5,22 @@ namespace laconic {
 const std::vector<Isa>& supported_isas() {
   static const std::vector<Isa> isas = [] {
     std::vector<Isa> found = {
-        {"portable", &kBlockwisePortable, &kAccumulatePortable, &kReducePortable, &kAdamWPortable}};
+        {"portable", &kBlockwisePortable, &kAccumulatePortable, &kReducePortable, &kAdamWPortable,
+         &kLosslessPortable}};
 #ifdef LACONIC_X86
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq");
-    if (avx2) found.push_back({"avx2", &kBlockwiseAvx2, &kAccumulateAvx2, &kReduceAvx2, &kAdamWAvx2});
-    if (avx512) found.push_back({"avx512", &kBlockwiseAvx512, &kAccumulateAvx512, &kReduceAvx512, &kAdamWAvx512});
+    if (avx2) {
+      found.push_back({"avx2", &kBlockwiseAvx2, &kAccumulateAvx2, &kReduceAvx2, &kAdamWAvx2,
+                       &kLosslessPortable});
+    }
+    if (avx512) {
+      found.push_back({"avx512", &kBlockwiseAvx512, &kAccumulateAvx512, &kReduceAvx512,
+                       &kAdamWAvx512, &kLosslessPortable});
+    }
 #endif
     return found;
   }();

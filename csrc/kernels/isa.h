@@ -7,6 +7,7 @@
 #include "accumulate.h"
 #include "adamw.h"
 #include "blockwise.h"
+#include "lossless.h"
 #include "reduce.h"
 
 namespace laconic {
@@ -17,6 +18,7 @@ struct Isa {
   const AccumulateKernels* accumulate;
   const ReduceKernels* reduce;
   const AdamWKernels* adamw;
+  const LosslessKernels* lossless;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

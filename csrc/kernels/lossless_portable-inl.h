@@ -1,0 +1,259 @@
+// The vocabulary of lossless-inl.h in plain C++, with the documentation; the others inherit it and
+// replace what they do faster. Element counts are those of one block unless said otherwise; arrays
+// in scratch memory have kSlack bytes behind them, everything else is read and written exactly.
+#pragma once
+
+#include <cstring>
+
+#include "lossless-inl.h"
+
+namespace laconic {
+namespace {
+
+struct LosslessPortable {
+  template <class T>
+  static T load(const uint8_t* at) {
+    T value;
+    std::memcpy(&value, at, sizeof(T));
+    return value;
+  }
+  template <class T>
+  static void store(uint8_t* at, T value) {
+    std::memcpy(at, &value, sizeof(T));
+  }
+  template <int kSize>
+  using Unsigned = std::conditional_t<kSize == 1, uint8_t,
+                                      std::conditional_t<kSize == 2, uint16_t, uint32_t>>;
+
+  // The sums of words, of any number of bytes; `bits_set` is their bitwise or.
+  static WordSums sums(const uint8_t* bytes, uint64_t nbytes, uint32_t& bits_set) {
+    WordSums sums;
+    uint32_t set = 0;
+    const uint64_t num_words = nbytes / 4;
+    for (uint64_t j = 0; j < num_words; ++j) {
+      const uint32_t word = load<uint32_t>(bytes + 4 * j);
+      set |= word;
+      sums.sum += word;
+      sums.weighted += (j + 1) * word;
+    }
+    if (nbytes % 4) {
+      uint32_t word = 0;
+      std::memcpy(&word, bytes + 4 * num_words, nbytes % 4);
+      set |= word;
+      sums.sum += word;
+      sums.weighted += (num_words + 1) * word;
+    }
+    bits_set = set;
+    return sums;
+  }
+
+  // How many of n exponents there are of each, `removed` fewer of `removed_exponent`. Where
+  // exponents are wide, 255 counts only in the total. `exponents` is scratch memory.
+  static Histogram histogram(const uint8_t* exponents, int n, int removed_exponent, int removed,
+                             bool wide) {
+    uint16_t counts[Histogram::kRoom + 256] = {};
+    for (int i = 0; i < n; ++i) ++counts[Histogram::kRoom + exponents[i]];
+    counts[Histogram::kRoom + removed_exponent] -= static_cast<uint16_t>(removed);
+    Histogram histogram;
+    histogram.total = n - removed;
+    histogram.largest = wide ? 254 : 255;
+    while (histogram.largest > 0 && !counts[Histogram::kRoom + histogram.largest]) --histogram.largest;
+    for (int i = 0; i < kExponents; ++i) {
+      const int exponent = histogram.largest - (kExponents - 1) + i;
+      if (exponent >= 0) {
+        histogram.counts[Histogram::kRoom + i] = counts[Histogram::kRoom + exponent];
+      }
+    }
+    return histogram;
+  }
+
+  template <int kSize>
+  static int count_nonzero(const uint8_t* words, int n) {
+    int count = 0;
+    for (int i = 0; i < n; ++i) count += load<Unsigned<kSize>>(words + i * kSize) != 0;
+    return count;
+  }
+
+  // Sets bit i of the mask where word i is not 0, copies those words to scratch memory and returns
+  // their number.
+  template <int kSize>
+  static int compact(const uint8_t* words, int n, uint8_t* mask, uint8_t* nonzero) {
+    int count = 0;
+    std::memset(mask, 0, plane_nbytes(n));
+    for (int i = 0; i < n; ++i) {
+      const auto word = load<Unsigned<kSize>>(words + i * kSize);
+      store(nonzero + count * kSize, word);
+      count += word != 0;
+      mask[i / 8] = static_cast<uint8_t>(mask[i / 8] | (word != 0) << i % 8);
+    }
+    return count;
+  }
+
+  // The reverse; `nonzero` is scratch memory.
+  template <int kSize>
+  static void spread(const uint8_t* mask, const uint8_t* nonzero, int n, uint8_t* words) {
+    int count = 0;
+    for (int i = 0; i < n; ++i) {
+      const int present = mask[i / 8] >> i % 8 & 1;
+      const auto word = load<Unsigned<kSize>>(nonzero + count * kSize);
+      store(words + i * kSize, static_cast<Unsigned<kSize>>(present ? word : 0));
+      count += present;
+    }
+  }
+
+  // Words -> exponents (scratch memory), byte planes (null: left out), and bit planes one behind
+  // the other.
+  static void split(BFloat16Word, const uint8_t* words, int n, uint8_t* exponents,
+                    uint8_t* const (&bytes)[3], uint8_t*) {
+    for (int i = 0; i < n; ++i) {
+      const auto word = load<uint16_t>(words + 2 * i);
+      exponents[i] = static_cast<uint8_t>(word >> 7);
+      bytes[0][i] = static_cast<uint8_t>((word >> 8 & 0x80) | (word & 0x7F));
+    }
+  }
+  static void split(Float32Word, const uint8_t* words, int n, uint8_t* exponents,
+                    uint8_t* const (&bytes)[3], uint8_t*) {
+    for (int i = 0; i < n; ++i) {
+      const auto word = load<uint32_t>(words + 4 * i);
+      exponents[i] = static_cast<uint8_t>(word >> 23);
+      if (bytes[0]) bytes[0][i] = static_cast<uint8_t>(word);
+      if (bytes[1]) bytes[1][i] = static_cast<uint8_t>(word >> 8);
+      bytes[2][i] = static_cast<uint8_t>((word >> 24 & 0x80) | (word >> 16 & 0x7F));
+    }
+  }
+  static void split(Float16Word, const uint8_t* words, int n, uint8_t* exponents,
+                    uint8_t* const (&bytes)[3], uint8_t* bits) {
+    const int stride = plane_nbytes(n);
+    std::memset(bits, 0, 3 * stride);
+    for (int i = 0; i < n; ++i) {
+      const auto word = load<uint16_t>(words + 2 * i);
+      exponents[i] = static_cast<uint8_t>(word >> 10 & 31);
+      bytes[0][i] = static_cast<uint8_t>(word);
+      set_bit(bits, i, word >> 8 & 1);
+      set_bit(bits + stride, i, word >> 9 & 1);
+      set_bit(bits + 2 * stride, i, word >> 15);
+    }
+  }
+  template <int kShift, int kMask, int kFlipped, int... kBits>
+  static void split(ByteWord<kShift, kMask, kFlipped, kBits...>, const uint8_t* words, int n,
+                    uint8_t* exponents, uint8_t* const (&)[3], uint8_t* bits) {
+    const int stride = plane_nbytes(n);
+    std::memset(bits, 0, sizeof...(kBits) * stride);
+    for (int i = 0; i < n; ++i) {
+      const uint8_t word = words[i];
+      exponents[i] = static_cast<uint8_t>((word >> kShift & kMask) ^ kFlipped);
+      uint8_t* plane = bits;
+      ((set_bit(plane, i, word >> kBits & 1), plane += stride), ...);
+    }
+  }
+  static void set_bit(uint8_t* plane, int i, int bit) {
+    plane[i / 8] = static_cast<uint8_t>(plane[i / 8] | bit << i % 8);
+  }
+  static int bit_of(const uint8_t* plane, int i) { return plane[i / 8] >> i % 8 & 1; }
+
+  // The reverse: exponents (scratch memory) and planes -> words. Byte planes left out are null.
+  static void join(BFloat16Word, const uint8_t* exponents, int n, const uint8_t* const (&bytes)[3],
+                   const uint8_t*, uint8_t* words) {
+    for (int i = 0; i < n; ++i) {
+      const int rest = bytes[0][i];
+      store(words + 2 * i,
+            static_cast<uint16_t>((rest & 0x80) << 8 | exponents[i] << 7 | (rest & 0x7F)));
+    }
+  }
+  static void join(Float32Word, const uint8_t* exponents, int n, const uint8_t* const (&bytes)[3],
+                   const uint8_t*, uint8_t* words) {
+    for (int i = 0; i < n; ++i) {
+      const uint32_t rest = bytes[2][i], exponent = exponents[i];
+      uint32_t word = (rest & 0x80) << 24 | exponent << 23 | (rest & 0x7F) << 16;
+      if (bytes[1]) word |= uint32_t{bytes[1][i]} << 8;
+      if (bytes[0]) word |= bytes[0][i];
+      store(words + 4 * i, word);
+    }
+  }
+  static void join(Float16Word, const uint8_t* exponents, int n, const uint8_t* const (&bytes)[3],
+                   const uint8_t* bits, uint8_t* words) {
+    const int stride = plane_nbytes(n);
+    for (int i = 0; i < n; ++i) {
+      const int high = bit_of(bits, i) | bit_of(bits + stride, i) << 1 | exponents[i] << 2 |
+                       bit_of(bits + 2 * stride, i) << 7;
+      store(words + 2 * i, static_cast<uint16_t>(high << 8 | bytes[0][i]));
+    }
+  }
+  template <int kShift, int kMask, int kFlipped, int... kBits>
+  static void join(ByteWord<kShift, kMask, kFlipped, kBits...>, const uint8_t* exponents, int n,
+                   const uint8_t* const (&)[3], const uint8_t* bits, uint8_t* words) {
+    const int stride = plane_nbytes(n);
+    for (int i = 0; i < n; ++i) {
+      int word = (exponents[i] ^ kFlipped) << kShift;
+      const uint8_t* plane = bits;
+      ((word |= bit_of(plane, i) << kBits, plane += stride), ...);
+      words[i] = static_cast<uint8_t>(word);
+    }
+  }
+
+  // Codes of n exponents as bit planes, one behind the other; exponents that the tier passes on go
+  // to `passed` in order. Both exponent arrays are scratch memory. Returns how many it passes on.
+  static int encode_tier(const Tier& tier, const uint8_t* exponents, int n, uint8_t* planes,
+                         uint8_t* passed) {
+    const int stride = plane_nbytes(n), last = (1 << tier.width) - 1;
+    std::memset(planes, 0, tier.width * stride);
+    int num_passed = 0;
+    for (int i = 0; i < n; ++i) {
+      int code = static_cast<uint8_t>(exponents[i] - tier.start);
+      if (code >= tier.below) code -= tier.inner;
+      // A word of the inner window never comes here, so code is not negative.
+      if (code > last) code = last;
+      passed[num_passed] = exponents[i];
+      num_passed += code == last;
+      for (int b = 0; b < tier.width; ++b) set_bit(planes + b * stride, i, code >> b & 1);
+    }
+    return num_passed;
+  }
+
+  // The reverse.
+  static void decode_tier(const Tier& tier, const uint8_t* planes, int n, const uint8_t* passed,
+                          uint8_t* exponents) {
+    const int stride = plane_nbytes(n), last = (1 << tier.width) - 1;
+    int num_passed = 0;
+    for (int i = 0; i < n; ++i) {
+      int code = 0;
+      for (int b = 0; b < tier.width; ++b) code |= bit_of(planes + b * stride, i) << b;
+      if (code == last) {
+        exponents[i] = passed[num_passed++];
+      } else {
+        exponents[i] =
+            static_cast<uint8_t>(tier.start + code + (code >= tier.below ? tier.inner : 0));
+      }
+    }
+  }
+
+  // At how many of n places all of the bit planes, one behind the other, are set. Unused bits are 0.
+  static int count_ones(int num_planes, const uint8_t* planes, int n) {
+    const int stride = plane_nbytes(n);
+    int count = 0, i = 0;
+    for (; i < stride; i += 8) {
+      const int left = std::min(stride - i, 8);
+      uint64_t all = ~uint64_t{0};
+      for (int p = 0; p < num_planes; ++p) {
+        uint64_t bits = 0;
+        std::memcpy(&bits, planes + p * stride + i, left);
+        all &= bits;
+      }
+      count += __builtin_popcountll(all);
+    }
+    return count;
+  }
+
+  static void add(BFloat16Word, const uint8_t* words, int64_t n, float* total) {
+    for (int64_t i = 0; i < n; ++i) total[i] += widen(BFloat16{load<uint16_t>(words + 2 * i)});
+  }
+  static void add(Float16Word, const uint8_t* words, int64_t n, float* total) {
+    for (int64_t i = 0; i < n; ++i) total[i] += widen(Float16{load<uint16_t>(words + 2 * i)});
+  }
+  static void add(Float32Word, const uint8_t* words, int64_t n, float* total) {
+    for (int64_t i = 0; i < n; ++i) total[i] += load<float>(words + 4 * i);
+  }
+};
+
+}  // namespace
+}  // namespace laconic

@@ -1,0 +1,7 @@
+#include "lossless_portable-inl.h"
+
+namespace laconic {
+
+const LosslessKernels kLosslessPortable = Lossless<LosslessPortable>::kKernels;
+
+}  // namespace laconic
