@@ -4,9 +4,8 @@ namespace laconic {
 
 const std::vector<Isa>& supported_isas() {
   static const std::vector<Isa> isas = [] {
-    std::vector<Isa> found = {
-        {"portable", &kBlockwisePortable, &kAccumulatePortable, &kReducePortable, &kAdamWPortable,
-         &kLosslessPortable}};
+    std::vector<Isa> found = {{"portable", &kBlockwisePortable, &kAccumulatePortable,
+                               &kReducePortable, &kAdamWPortable, &kLosslessPortable}};
 #ifdef LACONIC_X86
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");

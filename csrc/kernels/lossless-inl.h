@@ -117,7 +117,8 @@ struct Histogram {
 
 class Chooser {
  public:
-  explicit Chooser(const Histogram& histogram) : total_(histogram.total), largest_(histogram.largest) {
+  explicit Chooser(const Histogram& histogram)
+      : total_(histogram.total), largest_(histogram.largest) {
     int sum = 0;
     for (int i = 0; i < kPlaces; ++i) {
       before_[i] = sum;
@@ -291,7 +292,8 @@ bool decode_words(const LosslessBlock& block, const uint8_t* payload, int n, uin
   // 1. Find the sections.
   Tiers tiers;
   constexpr int kLeavable = W::kSize == 4 ? 3 * kByteLeftOut : 0;
-  if (block.kind & ~(kCodeMask | kZerosLeftOut | kLeavable) || !read_tiers(block, tiers)) return false;
+  if (block.kind & ~(kCodeMask | kZerosLeftOut | kLeavable) || !read_tiers(block, tiers))
+    return false;
   Sections sections(payload, block.length);
   const uint8_t* mask = nullptr;
   int m = n;

@@ -23,9 +23,9 @@ constexpr int kLosslessTypes = 7;
 enum class LosslessCode : int { kRaw = 0, kWindow = 1, kTiered = 2 };
 
 constexpr int lossless_itemsize(LosslessType type) {
-  return type == LosslessType::kFloat32                                         ? 4
+  return type == LosslessType::kFloat32                                      ? 4
          : type == LosslessType::kBFloat16 || type == LosslessType::kFloat16 ? 2
-                                                                                : 1;
+                                                                             : 1;
 }
 
 // Of bytes read as little-endian u32 words: the sum of w_j and the sum of (j + 1) w_j, modulo 2^64.
@@ -52,10 +52,11 @@ constexpr int kLosslessPayloadBound = kLosslessBlock * 3 + kLosslessBlock + kLos
 struct LosslessKernels {
   // Writes the payload, at most kLosslessPayloadBound bytes of it even on the way, and sets `sums`
   // to those of the block's words.
-  LosslessBlock (*encode)(LosslessType, LosslessCode, const uint8_t* words, int n,
-                          uint8_t* payload, WordSums& sums);
-  // Writes n words and sets `sums` to theirs. Reads block.length bytes of the payload, whatever they
-  // are, and nothing else. False: they are not what an encoder writes; some words may be written.
+  LosslessBlock (*encode)(LosslessType, LosslessCode, const uint8_t* words, int n, uint8_t* payload,
+                          WordSums& sums);
+  // Writes n words and sets `sums` to theirs. Reads block.length bytes of the payload, whatever
+  // they are, and nothing else. False: they are not what an encoder writes; some words may be
+  // written.
   bool (*decode)(LosslessType, const LosslessBlock&, const uint8_t* payload, int n, uint8_t* words,
                  WordSums& sums);
   // total[i] += fp32(word i).

@@ -15,7 +15,7 @@ constexpr uint64_t kHeaderNbytes = 64, kEntryNbytes = 5;
 constexpr char kMagic[4] = {'L', 'C', 'N', 'Z'};
 constexpr uint8_t kVersion = 1, kTooLong = 255;
 constexpr int kMaxDims = 8;
-constexpr int kChunk = 16;                      // blocks that a thread takes at a time
+constexpr int kChunk = 16;                        // blocks that a thread takes at a time
 constexpr uint64_t kElementsPerThread = 1 << 16;  // waking a thread takes about as long
 
 struct Header {
@@ -25,7 +25,9 @@ struct Header {
 };
 static_assert(sizeof(Header) == kHeaderNbytes);
 
-uint64_t num_blocks_of(uint64_t numel) { return numel / kLosslessBlock + (numel % kLosslessBlock != 0); }
+uint64_t num_blocks_of(uint64_t numel) {
+  return numel / kLosslessBlock + (numel % kLosslessBlock != 0);
+}
 
 int64_t useful_threads(uint64_t numel, int64_t num_threads) {
   return std::max<int64_t>(1, std::min<int64_t>(numel / kElementsPerThread, num_threads));
@@ -78,9 +80,10 @@ struct Blocks {
 
 // Encodes all blocks one behind the other from `begin` on, and their entries. Returns where they
 // end; beyond `limit` means that they did not fit, and what was written is of no use.
-uint64_t encode_blocks(const LosslessKernels& kernels, int64_t num_threads, const LosslessEncode& task,
-                       const Blocks& blocks, const Directory<uint8_t>& directory, uint64_t begin,
-                       uint64_t limit, SharedSums& shared) {
+uint64_t encode_blocks(const LosslessKernels& kernels, int64_t num_threads,
+                       const LosslessEncode& task, const Blocks& blocks,
+                       const Directory<uint8_t>& directory, uint64_t begin, uint64_t limit,
+                       SharedSums& shared) {
   const auto encode_one = [&](uint64_t b, uint8_t* payload, WordSums& sums) {
     const uint8_t* const words = task.words + blocks.offset_nbytes(b);
     WordSums own;
@@ -123,7 +126,8 @@ uint64_t encode_blocks(const LosslessKernels& kernels, int64_t num_threads, cons
       for (uint64_t chunk; (chunk = next_chunk.fetch_add(1)) < num_chunks;) {
         uint64_t nbytes = 0;
         const uint64_t stop = std::min(blocks.count(), (chunk + 1) * kChunk);
-        for (uint64_t b = chunk * kChunk; b < stop; ++b) nbytes += encode_one(b, own + nbytes, sums);
+        for (uint64_t b = chunk * kChunk; b < stop; ++b)
+          nbytes += encode_one(b, own + nbytes, sums);
         for (int spins = 0; turn.load(std::memory_order_acquire) != chunk; ++spins) {
           if (spins >= 1000) std::this_thread::yield();
         }
@@ -162,7 +166,8 @@ uint64_t front_sum(const LosslessKernels& kernels, const uint8_t* message, uint6
 
 // --- decode ---
 
-LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode& task, Header& header) {
+LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode& task,
+                           Header& header) {
   using Wide = unsigned __int128;
   if (task.message_nbytes < kHeaderNbytes) return LosslessStatus::kTruncated;
   std::memcpy(&header, task.message, kHeaderNbytes);
@@ -184,8 +189,7 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
   } else if (is_coded) {
     // No block has more than 8 elements per byte of payload.
     const Wide lists = Wide{num_blocks_of(header.numel)} * kEntryNbytes;
-    if (header.nbytes < front + lists ||
-        header.numel > 8 * (header.nbytes - front - lists)) {
+    if (header.nbytes < front + lists || header.numel > 8 * (header.nbytes - front - lists)) {
       return LosslessStatus::kLength;
     }
   } else if (header.nbytes != front) {
@@ -202,9 +206,11 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
     is_large |= product > ~uint64_t{0};
     if (is_large) product = 1;
   }
-  if (is_empty ? header.numel != 0 : is_large || product != header.numel) return LosslessStatus::kField;
+  if (is_empty ? header.numel != 0 : is_large || product != header.numel)
+    return LosslessStatus::kField;
   if (is_coded) front += num_blocks_of(header.numel) * kEntryNbytes;
-  if (front_sum(kernels, task.message, front) != header.header_sum) return LosslessStatus::kHeaderSum;
+  if (front_sum(kernels, task.message, front) != header.header_sum)
+    return LosslessStatus::kHeaderSum;
   if (header.code == kTooLong) return LosslessStatus::kTooLong;
   if (header.numel != task.numel) return LosslessStatus::kMismatch;
   if (!task.adds && header.type != static_cast<uint8_t>(task.type)) {
@@ -214,8 +220,9 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
 }
 
 // Checks every entry and the sum of the lengths; sets where each chunk of blocks begins.
-bool read_directory(LosslessType type, const Blocks& blocks, const Directory<const uint8_t>& directory,
-                    uint64_t payload_nbytes, std::vector<uint64_t>& starts) {
+bool read_directory(LosslessType type, const Blocks& blocks,
+                    const Directory<const uint8_t>& directory, uint64_t payload_nbytes,
+                    std::vector<uint64_t>& starts) {
   const int kinds = kCodeMask | kZerosLeftOut | (blocks.itemsize == 4 ? 3 * kByteLeftOut : 0);
   (void)type;
   uint64_t start = 0;
@@ -224,8 +231,9 @@ bool read_directory(LosslessType type, const Blocks& blocks, const Directory<con
     const LosslessBlock block = directory.get(b);
     start += block.length;
     Tiers tiers;
-    if (block.kind == 0 ? block.base || block.nest || block.length != blocks.size(b) * blocks.itemsize
-                        : block.kind & ~kinds || !read_tiers(block, tiers)) {
+    if (block.kind == 0
+            ? block.base || block.nest || block.length != blocks.size(b) * blocks.itemsize
+            : block.kind & ~kinds || !read_tiers(block, tiers)) {
       return false;
     }
   }
@@ -234,7 +242,8 @@ bool read_directory(LosslessType type, const Blocks& blocks, const Directory<con
 
 }  // namespace
 
-uint64_t encode_message(const LosslessKernels& kernels, int64_t num_threads, const LosslessEncode& task) {
+uint64_t encode_message(const LosslessKernels& kernels, int64_t num_threads,
+                        const LosslessEncode& task) {
   const Blocks blocks{task.numel, static_cast<uint64_t>(lossless_itemsize(task.type))};
   const uint64_t original_nbytes = task.numel * blocks.itemsize;
   const uint64_t shape_end = kHeaderNbytes + 8 * task.num_dims;
@@ -245,7 +254,12 @@ uint64_t encode_message(const LosslessKernels& kernels, int64_t num_threads, con
                    static_cast<uint8_t>(task.code),
                    static_cast<uint8_t>(task.num_dims),
                    task.numel,
-                   0, 0, 0, 0, 0, 0};
+                   0,
+                   0,
+                   0,
+                   0,
+                   0,
+                   0};
 
   // 1. Coded, if that is shorter than the original and fits.
   uint64_t front = shape_end + kEntryNbytes * blocks.count();
@@ -255,7 +269,8 @@ uint64_t encode_message(const LosslessKernels& kernels, int64_t num_threads, con
   if (task.code != LosslessCode::kRaw && task.numel && front < limit) {
     SharedSums shared;
     const Directory<uint8_t> directory{task.message + shape_end, blocks.count()};
-    header.nbytes = encode_blocks(kernels, num_threads, task, blocks, directory, front, limit, shared);
+    header.nbytes =
+        encode_blocks(kernels, num_threads, task, blocks, directory, front, limit, shared);
     sums = shared.get();
     is_coded = header.nbytes <= limit;
   } else {
@@ -298,7 +313,8 @@ LosslessStatus decode_message(const LosslessKernels& kernels, int64_t num_thread
   const uint8_t* const payload = lists + (is_raw ? 0 : kEntryNbytes * blocks.count());
   const Directory<const uint8_t> directory{lists, blocks.count()};
   std::vector<uint64_t> starts;
-  if (!is_raw && !read_directory(type, blocks, directory, task.message + header.nbytes - payload, starts)) {
+  if (!is_raw &&
+      !read_directory(type, blocks, directory, task.message + header.nbytes - payload, starts)) {
     return LosslessStatus::kDirectory;
   }
 
@@ -328,11 +344,10 @@ LosslessStatus decode_message(const LosslessKernels& kernels, int64_t num_thread
       }
       const LosslessBlock block = directory.get(b);
       WordSums own;
-      const bool is_ours =
-          task.adds ? kernels.decode_add(type, block, next, blocks.size(b),
-                                         task.total + b * kLosslessBlock, own)
-                    : kernels.decode(type, block, next, blocks.size(b),
-                                     task.words + blocks.offset_nbytes(b), own);
+      const bool is_ours = task.adds ? kernels.decode_add(type, block, next, blocks.size(b),
+                                                          task.total + b * kLosslessBlock, own)
+                                     : kernels.decode(type, block, next, blocks.size(b),
+                                                      task.words + blocks.offset_nbytes(b), own);
       if (!is_ours) return is_sound.store(false);
       sums.add(own, blocks.first_word(b));
       next += block.length;
@@ -343,7 +358,8 @@ LosslessStatus decode_message(const LosslessKernels& kernels, int64_t num_thread
 
   // 3. What surrounds them.
   const WordSums sums = shared.get();
-  if (sums.sum != header.sum || sums.weighted != header.weighted_sum) return LosslessStatus::kChecksum;
+  if (sums.sum != header.sum || sums.weighted != header.weighted_sum)
+    return LosslessStatus::kChecksum;
   uint8_t trailing = 0;
   for (uint64_t i = header.nbytes; i < header.capacity; ++i) trailing |= task.message[i];
   return trailing ? LosslessStatus::kTrailing : LosslessStatus::kSound;

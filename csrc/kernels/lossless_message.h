@@ -44,8 +44,8 @@ uint64_t encode_message(const LosslessKernels&, int64_t num_threads, const Lossl
 struct LosslessDecode {
   const uint8_t* message;  // any bytes
   uint64_t message_nbytes;
-  uint64_t numel;      // what the result has room for; any other number is a mismatch
-  bool adds;           // the values to `total`, whatever their type
+  uint64_t numel;  // what the result has room for; any other number is a mismatch
+  bool adds;       // the values to `total`, whatever their type
   float* total;
   LosslessType type;  // of `words`, where they are written otherwise; any other is a mismatch
   uint8_t* words;

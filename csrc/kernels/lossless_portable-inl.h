@@ -22,8 +22,8 @@ struct LosslessPortable {
     std::memcpy(at, &value, sizeof(T));
   }
   template <int kSize>
-  using Unsigned = std::conditional_t<kSize == 1, uint8_t,
-                                      std::conditional_t<kSize == 2, uint16_t, uint32_t>>;
+  using Unsigned =
+      std::conditional_t<kSize == 1, uint8_t, std::conditional_t<kSize == 2, uint16_t, uint32_t>>;
 
   // The sums of words, of any number of bytes; `bits_set` is their bitwise or.
   static WordSums sums(const uint8_t* bytes, uint64_t nbytes, uint32_t& bits_set) {
@@ -57,7 +57,8 @@ struct LosslessPortable {
     Histogram histogram;
     histogram.total = n - removed;
     histogram.largest = wide ? 254 : 255;
-    while (histogram.largest > 0 && !counts[Histogram::kRoom + histogram.largest]) --histogram.largest;
+    while (histogram.largest > 0 && !counts[Histogram::kRoom + histogram.largest])
+      --histogram.largest;
     for (int i = 0; i < kExponents; ++i) {
       const int exponent = histogram.largest - (kExponents - 1) + i;
       if (exponent >= 0) {
@@ -227,7 +228,8 @@ struct LosslessPortable {
     }
   }
 
-  // At how many of n places all of the bit planes, one behind the other, are set. Unused bits are 0.
+  // At how many of n places all of the bit planes, one behind the other, are set. Unused bits are
+  // 0.
   static int count_ones(int num_planes, const uint8_t* planes, int n) {
     const int stride = plane_nbytes(n);
     int count = 0, i = 0;

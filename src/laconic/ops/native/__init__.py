@@ -8,6 +8,7 @@ from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_bloc
 from laconic.ops.native.adamw import adamw8bit_
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
+from laconic.ops.native.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "accumulate_blockwise_",
     "adamw8bit_",
     "dequantize_blockwise",
+    "lossless_decode_",
+    "lossless_decode_add_",
+    "lossless_encode",
     "quantize_blockwise",
     "square_sum_blockwise",
     "sum_blockwise",
