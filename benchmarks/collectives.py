@@ -12,6 +12,7 @@ reductions carry of the second; goals are stated for the first, so the reduction
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _SMOKE = 1 << 12
 # A case runs again until it has taken about this long.
 _SECONDS_PER_CASE = 0.5
 _KINDS = ("gloo", "raw", "tiered", "auto")
+# Two nodes of two hosts, without a limit inside: the same on one level and on two.
+_NODE_KINDS = ("gloo", "raw", "tiered", "raw, two levels", "tiered, two levels")
+_NODE_SIZES = (1 << 20, 1 << 24)
 _CASES = (
     ("all_gather", "weights"),
     ("all_to_all", "weights"),
@@ -59,6 +63,12 @@ def collectives(options: Options) -> list[Table]:
                 task = {"sizes": sizes, "rounds": options.rounds, "rate": rate}
                 result = run_ranks(lab, "benchmarks.collectives", task)
             tables.append(_table(num_hosts, rate, measured, result["rows"]))
+            if num_hosts == 4:
+                with Lab(num_hosts, rate, num_nodes=2) as lab:
+                    measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)), sender=2)
+                    task |= {"sizes": [size for size in sizes if size in _NODE_SIZES], "nodes": 2}
+                    result = run_ranks(lab, "benchmarks.collectives", task)
+                tables.append(_node_table(rate, measured, result["rows"]))
     return tables
 
 
@@ -74,7 +84,7 @@ def _table(num_hosts: int, rate: float, measured: float, found: list[dict[str, A
                 f"{ideal * 1e3:.1f}",
                 *(f"{seconds[kind] * 1e3:.1f}" for kind in _KINDS),
                 *(f"{seconds[other] / seconds['tiered']:.2f}x" for other in ("gloo", "raw")),
-                f"{seconds['gloo'] / seconds['auto']:.2f}x",
+                *(f"{seconds[other] / seconds['auto']:.2f}x" for other in ("gloo", "raw")),
                 row["chosen"],
                 f"{row['ratio']:.3f}x",
                 f"{seconds['raw'] / seconds['tiered'] / row['ratio']:.0%}",
@@ -85,11 +95,27 @@ def _table(num_hosts: int, rate: float, measured: float, found: list[dict[str, A
         f"{num_hosts} hosts, {rate / 1e6:g} Mbit/s each way (one TCP connection gets {measured / 1e6:.0f})",
         [
             *("operation, data", "tensor", "raw bytes at that rate, ms", "gloo ms", "raw ms", "tiered ms", "auto ms"),
-            *("gloo / tiered", "raw / tiered", "gloo / auto", "auto took"),
+            *("gloo / tiered", "raw / tiered", "gloo / auto", "raw / auto", "auto took"),
             *("ratio of bytes", "of that ratio", "interface / audit"),
         ],
         rows,
         _NOTE,
+    )
+
+
+def _node_table(rate: float, measured: float, found: list[dict[str, Any]]) -> Table:
+    rows = []
+    for row in found:
+        seconds = [row["seconds"][kind] for kind in _NODE_KINDS]
+        cells = [f"{taken * 1e3:.1f}" for taken in seconds] + [f"{taken / seconds[-1]:.2f}x" for taken in seconds[:-1]]
+        rows.append([f"{row['operation']}, {row['data']}", format_size(row["nbytes"]), *cells])
+    return Table(
+        f"2 nodes of 2 hosts, {rate / 1e6:g} Mbit/s each way between them ({measured / 1e6:.0f}), no limit inside",
+        [
+            *("operation, data", "tensor", *(f"{kind}, ms" for kind in _NODE_KINDS)),
+            *(f"{kind} / tiered, two levels" for kind in _NODE_KINDS[:-1]),
+        ],
+        rows,
     )
 
 
@@ -124,26 +150,38 @@ def _values(data: str, numel: int) -> Tensor:
     return (0.02 * x).bfloat16()
 
 
-def _cases(operation: str, data: str, nbytes: int) -> dict[str, Callable[[], object]]:
+def _ways(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arguments of our collectives, by kind."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from laconic.collectives import Lossless, Raw, TwoLevel
+
+    codecs: dict[str, Any] = {"raw": Raw(), "tiered": Lossless("tiered")}
+    if "nodes" not in task:
+        return {kind: {"codec": codec} for kind, codec in (codecs | {"auto": "auto"}).items()}
+    shape = task["nodes"], dist.get_world_size() // task["nodes"]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cluster", "node"))
+    levels = TwoLevel(node=mesh["node"].get_group(), cluster=mesh["cluster"].get_group())
+    return {kind: {"codec": codec} for kind, codec in codecs.items()} | {
+        f"{kind}, two levels": {"codec": codec, "group": levels} for kind, codec in codecs.items()
+    }
+
+
+def _cases(operation: str, data: str, nbytes: int, ways: dict[str, dict[str, Any]]) -> dict[str, Callable[[], object]]:
     """What is timed, by kind. A reduction in place would grow and grow, so each takes the same input again."""
     from laconic import collectives
-    from laconic.collectives import Lossless, Raw
 
     world = dist.get_world_size()
     numel = nbytes // 2 // world * world
-    codecs: dict[str, Any] = {"raw": Raw(), "tiered": Lossless("tiered"), "auto": "auto"}
+    ours = getattr(collectives, operation)
     if operation == "all_reduce":
         x = _values(data, numel)
         out = torch.empty_like(x)
 
-        def reduce(kind: str) -> None:
-            out.copy_(x)
-            if kind == "gloo":
-                dist.all_reduce(out)
-            else:
-                collectives.all_reduce(out, codec=codecs[kind])
+        def reduce(function: Callable[..., object], arguments: dict[str, Any]) -> Callable[[], object]:
+            return lambda: function(out.copy_(x), **arguments)
 
-        return {kind: lambda kind=kind: reduce(kind) for kind in _KINDS}
+        return {"gloo": reduce(dist.all_reduce, {})} | {kind: reduce(ours, way) for kind, way in ways.items()}
     x = _values(data, numel // world if operation == "all_gather" else numel)
     out = torch.empty(numel // world if operation == "reduce_scatter" else numel, dtype=x.dtype)
     # torch 2.13 renamed two of them.
@@ -152,14 +190,12 @@ def _cases(operation: str, data: str, nbytes: int) -> dict[str, Callable[[], obj
         "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
         "all_to_all": dist.all_to_all_single,
     }[operation]
-    ours = getattr(collectives, operation)
-    cases: dict[str, Callable[[], object]] = {"gloo": lambda: native(out, x)}
-    for kind, codec in codecs.items():
-        cases[kind] = lambda codec=codec: ours(out, x, codec=codec)
-    return cases
+    return {"gloo": partial(native, out, x)} | {kind: partial(ours, out, x, **way) for kind, way in ways.items()}
 
 
-def _row(operation: str, data: str, nbytes: int, task: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    operation: str, data: str, nbytes: int, task: dict[str, Any], ways: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     from laconic.collectives import audit
 
     counted: dict[str, audit.Snapshot] = {}
@@ -172,7 +208,7 @@ def _row(operation: str, data: str, nbytes: int, task: dict[str, Any]) -> dict[s
 
         return run
 
-    cases = {kind: audited(kind, case) for kind, case in _cases(operation, data, nbytes).items()}
+    cases = {kind: audited(kind, case) for kind, case in _cases(operation, data, nbytes, ways).items()}
     estimate = _sent_nbytes(operation, nbytes, dist.get_world_size()) * 8 / task["rate"]
     rounds = max(1, min(task["rounds"], int(_SECONDS_PER_CASE / estimate)))
     timed = time_all(cases, rounds, warm_ups=1 if estimate < _SECONDS_PER_CASE else 0)
@@ -183,14 +219,15 @@ def _row(operation: str, data: str, nbytes: int, task: dict[str, Any]) -> dict[s
         "seconds": {kind: timed[kind].seconds for kind in timed},
         "ratio": counted["tiered"].ratio,
         "interface": timed["tiered"].interface_nbytes / counted["tiered"].sent_nbytes,
-        "chosen": "+".join(sorted({entry.codec for entry in counted["auto"].entries})),
+        "chosen": "+".join(sorted({entry.codec for entry in counted["auto"].entries})) if "auto" in counted else "",
     }
 
 
 def main() -> None:
     """What one rank measures."""
     task = join()
-    rows = [_row(*case, size, task) for case in _CASES for size in task["sizes"] if _is_timed(*case, size)]
+    ways = _ways(task)
+    rows = [_row(*case, size, task, ways) for case in _CASES for size in task["sizes"] if _is_timed(*case, size)]
     leave({"rows": rows})
 
 
