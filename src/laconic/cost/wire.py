@@ -3,10 +3,11 @@
 A coded collective is encode, wire, decode. In one piece these follow each other; cut into chunks, coding one chunk
 hides behind the wire of another (papers: ZipCCL 4, and the pipelining rule of 4.1):
 
-    seconds(K) = (c + x) + (K - 1) * (max(c, x) + (1 - overlap) * min(c, x))
+    seconds(K) = alpha + (c + x) + (K - 1) * (max(c, x) + (1 - overlap) * min(c, x) + chunk)
 
-c is the coding of a chunk (encode and decode: one thread or stream does both), x its sizes and its bytes on the wire.
-The first term is the fill, the second the slowest stage, as far as coding and wire do not share a core.
+c is the coding of a chunk (encode and decode: one thread or stream does both), x its bytes on the wire, `chunk` what a
+chunk costs besides. The first terms are latency and fill, the last is the slowest stage, as far as coding and wire do
+not share a core.
 
 Everything here is arithmetic on numbers that all ranks have, in the same order, without libm: equal inputs give equal
 choices on every machine.
@@ -249,14 +250,16 @@ def _flat_seconds(
     sent = sent_nbytes(operation, nbytes, world)
     if codec is None:
         return link.line(operation).seconds(sent)
-    coding, wire = 0.0, 0.0
+    alpha, coding, wire = 0.0, 0.0, 0.0
     for phase in _phases(operation, nbytes, world):
         decode = codec.decode_add if phase.sums else codec.decode
         coding += codec.encode.seconds(phase.encoded / num_chunks) + decode.seconds(phase.decoded / num_chunks)
-        wire += link.round_seconds + link.line(phase.travels).seconds(phase.sent / num_chunks / ratio)
-    slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire)
+        line = link.line(phase.travels)
+        alpha += line.alpha_seconds
+        wire += line.seconds_per_byte * phase.sent / num_chunks / ratio
+    slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + link.chunk_seconds
     extra = link.extra.get(operation)
-    return coding + wire + (num_chunks - 1) * slot + (0.0 if extra is None else extra.seconds(sent))
+    return alpha + coding + wire + (num_chunks - 1) * slot + (0.0 if extra is None else extra.seconds(sent))
 
 
 class _Phase(NamedTuple):

@@ -65,8 +65,9 @@ class LinkRates:
     world: int
     operations: Mapping[str, Line]
     """Raw operations. `all_to_all` and `all_gather` are also how coded messages travel."""
-    round_seconds: float
-    """A round of a few bytes between all ranks, by which sizes are exchanged."""
+    chunk_seconds: float
+    """What each further chunk of a message costs besides its bytes: calls, latency that is not hidden, and where
+    lengths have to be told, telling them."""
     overlap: float
     """Share of the shorter one that is hidden when coding and the wire go on at once: 0 where they use the same
     core, 1 where neither notices the other."""
@@ -88,7 +89,7 @@ class LinkRates:
             }
 
         operations, extra = scaled(self.operations), scaled(self.extra)
-        return LinkRates(world, operations, self.round_seconds * scale, self.overlap, extra)
+        return LinkRates(world, operations, self.chunk_seconds * scale, self.overlap, extra)
 
     def line(self, operation: str) -> Line:
         """The operation's line; that of all_to_all for one that was not measured."""
@@ -274,8 +275,8 @@ def _link(data: Any, where: str) -> LinkRates:
     world = data.get("world")
     if type(world) is not int or world < 2:
         raise ConfigError(f"{where}.world is {world!r}, but it must be a whole number from 2 on; run laconic profile")
-    round_seconds, overlap = _number(data, "round_seconds", where), _number(data, "overlap", where, most=1.0)
-    return LinkRates(world, tables["operations"], round_seconds, overlap, tables["extra"])
+    chunk_seconds, overlap = _number(data, "chunk_seconds", where), _number(data, "overlap", where, most=1.0)
+    return LinkRates(world, tables["operations"], chunk_seconds, overlap, tables["extra"])
 
 
 def _codec(data: Any, where: str) -> CodecRates:

@@ -1,0 +1,65 @@
+"""`laconic explain`: why a message travels as it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from laconic.cost.sizes import parse_nbytes
+from laconic.cost.wire import World
+from laconic.cost.wire_rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
+from laconic.cost.wire_table import explain_one, explain_sweep, rates_text
+from laconic.errors import ConfigError
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic explain` with `args`."""
+    options = _parser().parse_args(args)
+    path = options.record or default_path()
+    if options.record is None and not path.exists():
+        raise ConfigError(f"{path} does not exist; measure this cluster with laconic profile, or give --record FILE")
+    rates = WireRates.load(path)
+    print(f"rates of {path}")
+    if options.rates:
+        print("\n" + rates_text(rates))
+        return 0
+    world = _world(options, rates)
+    for operation in [options.operation] if options.operation else ["all_gather", "reduce_scatter", "all_reduce"]:
+        if options.nbytes is None:
+            print("\n" + explain_sweep(operation, options.dtype, world, rates))
+        else:
+            print("\n" + explain_one(operation, parse_nbytes(options.nbytes), options.dtype, world, rates))
+    return 0
+
+
+def _world(options: argparse.Namespace, rates: WireRates) -> World:
+    nodes, per_node = rates.layout
+    per_node = options.ranks_per_node or max(1, per_node)
+    num_ranks = options.world or max(2, nodes * per_node)
+    if num_ranks < 1 or per_node < 1 or (per_node <= num_ranks and num_ranks % per_node):
+        raise ConfigError(
+            f"world is {num_ranks} with {per_node} ranks per node, but both must be positive and the first a multiple"
+            " of the second; give --world and --ranks-per-node"
+        )
+    return World(num_ranks, min(per_node, num_ranks))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laconic explain",
+        description="Print what the cost model predicts for a collective, raw and with each code, which way is chosen "
+        "and why. Without --nbytes, for sizes from 4 KB to 1 GB. Arithmetic on what laconic profile measured; ratios "
+        "are those of Gaussian data, which a run corrects by what it observes.",
+    )
+    add = parser.add_argument
+    add("--operation", choices=OPERATIONS, help="default: the three that data-parallel training uses")
+    add("--nbytes", metavar="SIZE", help="of one rank's input, for example 4MB: the shard of an all-gather, the whole "
+        "of what is reduced or exchanged")  # fmt: skip
+    add("--dtype", default="bfloat16", choices=list(ITEM_NBYTES), help="default: %(default)s")
+    add("--world", type=int, metavar="N", help="ranks (default: as measured)")
+    add("--ranks-per-node", type=int, metavar="L", help="default: as measured")
+    add("--record", metavar="FILE", help=f"written by laconic profile (default: {default_path()})")
+    add("--rates", action="store_true", help="print what was measured instead")
+    return parser

@@ -1,0 +1,123 @@
+"""Rates and choices as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from laconic.cost.sizes import format_nbytes
+from laconic.cost.wire import RAW, Candidate, Choice, World, candidates, decide
+from laconic.cost.wire_rates import CODES, ITEM_NBYTES, Line, WireRates
+from laconic.errors import ConfigError
+
+__all__ = ["SWEEP_NBYTES", "explain_one", "explain_sweep", "format_seconds", "rates_text"]
+
+SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
+"""Sizes of `explain_sweep`: 4 KiB to 1 GiB."""
+
+
+def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: WireRates) -> str:
+    """Every way that was compared for one message, best first, and the choice.
+
+    nbytes: of the input of one rank, see `decide`. Raises ConfigError for an operation or dtype that is none.
+    """
+    numel = _numel(nbytes, dtype)
+    levels = (1, 2)
+    choice = decide(operation, numel, dtype, world, rates, levels=levels)
+    rows = [
+        [c.codec, str(c.num_chunks), str(c.levels), format_seconds(c.seconds), f"{choice.raw_seconds / c.seconds:.2f}x"]
+        for c in sorted(candidates(operation, numel, dtype, world, rates, levels=levels), key=_seconds)
+    ]
+    title = f"{operation} of {format_nbytes(nbytes)} per rank, {dtype}, {_world_text(world)}"
+    table = _columns(["codec", "chunks", "levels", "predicted", "over raw"], rows)
+    return f"{title}\n\n{table}\n\nchoice: {_choice_text(choice)}"
+
+
+def explain_sweep(operation: str, dtype: str, world: World, rates: WireRates) -> str:
+    """For each size the best prediction with each codec, and the choice.
+
+    Raises ConfigError for an operation or dtype that is none.
+    """
+    rows = []
+    for nbytes in SWEEP_NBYTES:
+        numel = _numel(nbytes, dtype)
+        choice = decide(operation, numel, dtype, world, rates, levels=(1, 2))
+        found = list(candidates(operation, numel, dtype, world, rates, levels=(1, 2)))
+        best = [min((c.seconds for c in found if c.codec == codec), default=None) for codec in (RAW, *CODES)]
+        cells = ["-" if seconds is None else format_seconds(seconds) for seconds in best]
+        rows.append([format_nbytes(nbytes), *cells, _choice_text(choice)])
+    title = f"{operation}, {dtype}, {_world_text(world)}; sizes are those of one rank's input"
+    return f"{title}\n\n{_columns(['size', RAW, *CODES, 'choice'], rows, left=(4,))}"
+
+
+def rates_text(rates: WireRates) -> str:
+    """What was measured: a table of links and one of codecs."""
+    parts = [rates.source] if rates.source else []
+    for kind, link in rates.links.items():
+        rows = [
+            [
+                name,
+                format_seconds(line.alpha_seconds),
+                _gigabytes(line),
+                f"{line.error:.0%}",
+                format_seconds(link.extra[name].alpha_seconds) if name in link.extra else "-",
+            ]
+            for name, line in link.operations.items()
+        ]
+        header = ["raw operation", "alpha", "GB/s", "worst fit", "when coded"]
+        title = f"links, {kind}: {link.world} ranks; coding and wire overlap by {link.overlap:.0%}"
+        parts.append(f"{title}\n\n{_columns(header, rows)}")
+    rows = [
+        [dtype, code, f"{codec.ratio:.3f}", *map(_gigabytes, (codec.encode, codec.decode, codec.decode_add))]
+        for dtype, codes in rates.codecs.items()
+        for code, codec in codes.items()
+    ]
+    if rows:
+        header = ["dtype", "code", "ratio", "encode GB/s", "decode GB/s", "decode and add GB/s"]
+        parts.append(f"codecs, on Gaussian data, one thread or GPU\n\n{_columns(header, rows, left=(0, 1))}")
+    return "\n\n".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """With three digits: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _numel(nbytes: int, dtype: str) -> int:
+    if dtype not in ITEM_NBYTES:
+        raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(ITEM_NBYTES)}; others are never coded")
+    return nbytes // ITEM_NBYTES[dtype]
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _gigabytes(line: Line) -> str:
+    """Per second, for large messages."""
+    return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"
+
+
+def _world_text(world: World) -> str:
+    return f"{world.num_ranks} ranks on {world.num_nodes} node{'s' * (world.num_nodes > 1)}"
+
+
+def _choice_text(choice: Choice) -> str:
+    way = choice.codec
+    if choice.codec != RAW:
+        way += f", {choice.num_chunks} chunk{'s' * (choice.num_chunks > 1)}"
+    if choice.levels == 2:
+        way += ", two levels"
+    gain = f" ({choice.raw_seconds / choice.predicted_seconds:.2f}x)" if choice.codec != RAW else ""
+    return f"{way}{gain}: {choice.reason}"
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
+    lines = ["  ".join(formats).format(*row).rstrip() for row in table]
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)

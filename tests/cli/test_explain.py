@@ -1,0 +1,69 @@
+"""`laconic explain`: tables of candidates, sweeps, and refusals in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laconic.cli.main import main
+from tests.collectives.simulated import made_up_rates
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> str:
+    made_up_rates().save(tmp_path / "rates.json")
+    return str(tmp_path / "rates.json")
+
+
+def test_one_message_shows_every_candidate_best_first_and_the_choice(
+    record: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--record", record, "--operation", "all_gather", "--nbytes", "4MB", "--world", "4"]
+    assert main(["explain", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "all_gather of 4.00 MB per rank, bfloat16, 4 ranks on 4 nodes"
+    rows = [line.split() for line in lines[6 : lines.index("", 6)]]
+    assert {tuple(row[:3]) for row in rows} >= {("raw", "1", "1"), ("tiered", "8", "1"), ("window", "1", "1")}
+    gains = [float(row[-1].rstrip("x")) for row in rows]
+    assert gains == sorted(gains, reverse=True)
+    best = rows[0]
+    assert lines[-1] == f"choice: {best[0]}, {best[1]} chunks ({gains[0]:.2f}x): coding is predicted to pay"
+
+
+def test_a_sweep_shows_where_coding_begins_to_pay(record: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--record", record, "--operation", "reduce_scatter"]) == 0
+    out = capsys.readouterr().out
+    assert "raw: message is too small" in out
+    assert "coding is predicted to pay" in out
+    assert out.count(" 4.10 KB ") == 1
+
+
+def test_without_an_operation_three_are_shown(record: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--record", record, "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in ("all_gather,", "reduce_scatter,", "all_reduce,") if f"\n{name} float32" in out] == [
+        "all_gather,",
+        "reduce_scatter,",
+        "all_reduce,",
+    ]
+
+
+def test_the_rates_themselves_can_be_printed(record: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--record", record, "--rates"]) == 0
+    out = capsys.readouterr().out
+    assert "links, across: 4 ranks; coding and wire overlap by 50%" in out
+    assert "8.000" in out  # GB/s of the codec
+
+
+def test_without_rates_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LACONIC_WIRE_RATES", str(tmp_path / "none.json"))
+    assert main(["explain"]) == 2
+    assert "none.json does not exist; measure this cluster with laconic profile" in capsys.readouterr().err
+
+
+def test_a_world_that_is_none_is_refused(record: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--record", record, "--world", "6", "--ranks-per-node", "4"]) == 2
+    assert "world is 6 with 4 ranks per node" in capsys.readouterr().err
