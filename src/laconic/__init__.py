@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
-    from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode
+    from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
 
@@ -27,6 +27,7 @@ __all__ = [
     "encode",
     "decode",
     "Expect",
+    "load_zipped",
     "__version__",
 ]
 
@@ -41,6 +42,7 @@ _HOME = {
     "encode": "laconic.formats",
     "decode": "laconic.formats",
     "Expect": "laconic.formats",
+    "load_zipped": "laconic.formats",
 }
 
 

@@ -23,6 +23,9 @@ COMMANDS = {
     "plan": "predict bytes per rank, and choose what to keep under a budget",
     "explain": "say how a message travels, raw or coded, and why",
     "export": "write a run's model as a Hugging Face directory",
+    "zip": "shrink safetensors files and checkpoint directories losslessly",
+    "unzip": "restore what zip wrote, byte for byte",
+    "verify": "compare every checksum of what zip wrote",
     "doctor": "show versions, kernels and devices, and test them",
 }
 """Name of each subcommand and what it does; `laconic.cli.<name>.run(args)` carries it out."""

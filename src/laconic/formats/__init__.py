@@ -5,6 +5,7 @@ from __future__ import annotations
 from laconic.formats.blockwise import BlockFormat, BlockTensor
 from laconic.formats.gradient import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.lossless import Expect, decode, encode
+from laconic.formats.zipped import load_zipped
 
 __all__ = [
     "BlockFormat",
@@ -13,6 +14,7 @@ __all__ = [
     "QuantizedGradient",
     "decode",
     "encode",
+    "load_zipped",
     "quantized_gradient",
     "set_quantized_gradient",
 ]

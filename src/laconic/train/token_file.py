@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import DataError
-from laconic.train.durable import fsync_directory, fsync_file, sha256_of
+from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.train.tokenize import TokenArray, Tokenizer
 
 __all__ = ["TokenFile", "TokenFileWriter"]

@@ -1,0 +1,30 @@
+"""A progress bar in bytes, where someone watches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+__all__ = ["progress_bar"]
+
+
+@contextlib.contextmanager
+def progress_bar(total_nbytes: Callable[[], int], what: str) -> Iterator[Callable[[int], None] | None]:
+    """A function to call with numbers of bytes that are done; None when stderr is no terminal or tqdm is missing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(
+        total=total_nbytes(), desc=what, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, file=sys.stderr
+    ) as bar:
+
+        def advance(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        yield advance

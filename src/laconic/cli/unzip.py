@@ -1,0 +1,38 @@
+"""`laconic unzip`: what `laconic zip` wrote, restored byte for byte."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from laconic.cli.progress import progress_bar
+from laconic.cli.verify import note_unlisted
+from laconic.cli.zip import add_jobs
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic unzip` with `args`."""
+    parser = argparse.ArgumentParser(
+        prog="laconic unzip", description="Restore a file or directory that `laconic zip` wrote, byte for byte."
+    )
+    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
+    parser.add_argument("--out", metavar="PATH", type=Path, help="what to write (default: FILE|DIR without .laconic)")
+    parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
+    add_jobs(parser)
+    options = parser.parse_args(args)
+    import torch
+
+    from laconic.formats.archive import tensors_nbytes, unzip
+
+    torch.set_num_threads(1)  # the jobs are the threads
+    started = time.perf_counter()
+    with progress_bar(lambda: tensors_nbytes(options.path), "unzip") as progress:
+        made = unzip(options.path, options.out, base=options.base, num_threads=options.jobs, progress=progress)
+    seconds = time.perf_counter() - started
+    note_unlisted(made.unlisted)
+    print(f"wrote {made.path}: {made.original_nbytes:,} bytes, {made.num_tensors} tensors, {seconds:.1f} s")
+    return 0

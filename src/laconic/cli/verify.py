@@ -1,0 +1,53 @@
+"""`laconic verify`: every checksum of what `laconic zip` wrote."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from laconic.cli.progress import progress_bar
+from laconic.cli.zip import add_jobs
+
+__all__ = ["note_unlisted", "run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic verify` with `args`."""
+    parser = argparse.ArgumentParser(
+        prog="laconic verify",
+        description="Decode all that `laconic zip` wrote and compare every checksum. Exit code 2 when anything is damaged.",
+    )
+    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
+    parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
+    add_jobs(parser)
+    options = parser.parse_args(args)
+    import torch
+
+    from laconic.formats.archive import tensors_nbytes, verify
+
+    torch.set_num_threads(1)  # the jobs are the threads
+    started = time.perf_counter()
+    with progress_bar(lambda: tensors_nbytes(options.path), "verify") as progress:
+        seen = verify(options.path, base=options.base, num_threads=options.jobs, progress=progress)
+    seconds = time.perf_counter() - started
+    note_unlisted(seen.unlisted)
+    if seen.unchecked is not None:
+        print(
+            f"laconic: note: the differences are sound; give --base {seen.unchecked} to verify the tensors too",
+            file=sys.stderr,
+        )
+    print(
+        f"{seen.path} is sound: {seen.num_tensors} tensors, {seen.num_other_files} other files, {seen.original_nbytes:,} "
+        f"bytes in {seen.zipped_nbytes:,}, {seconds:.1f} s"
+    )
+    return 0
+
+
+def note_unlisted(names: Sequence[str]) -> None:
+    """Say that a zipped directory holds files that are no part of it."""
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        print(f"laconic: note: left alone, because the manifest does not list them: {shown}", file=sys.stderr)

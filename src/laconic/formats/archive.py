@@ -1,0 +1,336 @@
+"""Files and whole checkpoint directories, zipped, unzipped and verified: what `laconic zip` does.
+
+A zipped directory has the files of the original, each safetensors file as a container (`model.safetensors.laconic`), every
+other one as it is, and a manifest, `laconic-zip.json`, with sizes and checksums of all of them and of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import CheckpointError, FormatError
+from laconic.formats.chunk import Code
+from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
+from laconic.formats.durable import fsync_file, new_directory, new_file
+from laconic.formats.mapped import SafetensorsFile, TensorSource
+from laconic.formats.safetensors_header import unique_names
+from laconic.formats.zipped import is_zipped, open_tensors
+
+__all__ = ["MANIFEST", "Summary", "tensors_nbytes", "unzip", "verify", "zip_path"]
+
+MANIFEST = "laconic-zip.json"
+_VERSION = 1
+_MANIFEST_LIMIT_NBYTES = 100_000_000
+_SAFETENSORS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was zipped, unzipped or verified."""
+
+    path: Path
+    """What was written, or verified."""
+    original_nbytes: int
+    zipped_nbytes: int
+    num_tensors: int
+    num_other_files: int = 0
+    unchecked: str | None = None
+    """The base that was not at hand, so that only the differences to it were verified."""
+    unlisted: tuple[str, ...] = ()
+    """Files of the directory that its manifest does not list; they are no part of it."""
+
+
+def tensors_nbytes(path: Path) -> int:
+    """Bytes of tensors in a file or directory, zipped or not: what progress counts up to."""
+    if path.is_dir():
+        files = [p for p in path.rglob("*") if p.name.endswith((_SAFETENSORS, _SAFETENSORS + SUFFIX))]
+    else:
+        files = [path]
+    return sum(ContainerFile(p).data_nbytes if is_zipped(p) else len(SafetensorsFile(p).data) for p in files)
+
+
+def zip_path(
+    path: Path,
+    out: Path | None = None,
+    *,
+    base: Path | None = None,
+    code: Code = "auto",
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> Summary:
+    """Shrink the safetensors file or directory `path` into `out` (default: `path` with .laconic), losslessly.
+
+    With `base`, a checkpoint zipped or plain, tensors are stored as the difference to its tensors of the same name.
+    Links to files are followed, as in the cache of the Hugging Face hub. `out` appears whole or not at all.
+
+    Raises FormatError when a file is not what its name says, CheckpointError when something cannot be read or written,
+    or `out` exists.
+    """
+    out = path.with_name(path.name + SUFFIX) if out is None else out
+    source = None if base is None else open_tensors(base)
+    if not path.is_dir():
+        return _zip_file(path, out, source, code, num_threads, progress)
+    files = dict(_walk(path))
+    if MANIFEST in files:
+        raise FormatError(f"{path} is zipped already: it has a {MANIFEST}")
+    zipped_before = next((name for name in files if name.endswith(_SAFETENSORS + SUFFIX)), None)
+    if zipped_before is not None:
+        raise FormatError(f"{path} holds {zipped_before}, which is zipped already; unzip it or move it away")
+    if _is_inside(out, path):
+        raise CheckpointError(f"{out} is inside of {path}, which is being zipped; choose another --out")
+    records: dict[str, dict[str, Any]] = {}
+    original_nbytes = zipped_nbytes = num_tensors = 0
+    with new_directory(out) as temporary:
+        for name, file in files.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(_SAFETENSORS):
+                made = _zip_file(file, temporary / (name + SUFFIX), source, code, num_threads, progress)
+                zipped = ContainerFile(made.path)
+                records[name + SUFFIX] = {"nbytes": made.zipped_nbytes, "digest": zipped.digest}
+                original_nbytes += made.original_nbytes
+                zipped_nbytes += made.zipped_nbytes
+                num_tensors += made.num_tensors
+            else:
+                nbytes, digest = _copy(file, temporary / name)
+                records[name] = {"nbytes": nbytes, "sha256": digest}
+                original_nbytes += nbytes
+                zipped_nbytes += nbytes
+        manifest = {"format": "laconic zip", "version": _VERSION, "files": records}
+        text = json.dumps(manifest | {"sha256": _manifest_sha256(manifest)}, indent=1) + "\n"
+        with open(temporary / MANIFEST, "w", encoding="ascii") as manifest_file:
+            manifest_file.write(text)
+            fsync_file(manifest_file)
+    num_other = sum("sha256" in record for record in records.values())
+    return Summary(out, original_nbytes, zipped_nbytes + len(text), num_tensors, num_other)
+
+
+def unzip(
+    path: Path,
+    out: Path | None = None,
+    *,
+    base: Path | None = None,
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> Summary:
+    """Restore what `zip_path` wrote, byte for byte, to `out` (default: `path` without .laconic).
+
+    `base` is the checkpoint it was zipped against, if it was. Every checksum is compared; `out` appears whole or not at
+    all. Raises FormatError when anything is damaged or another base is given, CheckpointError when something cannot be
+    read or written, or `out` exists.
+    """
+    if out is None:
+        if not is_zipped(path):
+            raise FormatError(f"{path} does not end with {SUFFIX}, so say where to unzip it with --out")
+        out = path.with_name(path.name.removesuffix(SUFFIX))
+    source = None if base is None else open_tensors(base)
+    if not path.is_dir():
+        return _unzip_file(ContainerFile(path, source), out, num_threads, progress)
+    records, unlisted = _read_manifest(path)
+    if _is_inside(out, path):
+        raise CheckpointError(f"{out} is inside of {path}, which is being unzipped; choose another --out")
+    original_nbytes = zipped_nbytes = num_tensors = 0
+    with new_directory(out) as temporary:
+        for name, record in records.items():
+            target = temporary / (name.removesuffix(SUFFIX) if "digest" in record else name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if "digest" in record:
+                made = _unzip_file(_listed_container(path / name, record, source), target, num_threads, progress)
+                original_nbytes += made.original_nbytes
+                num_tensors += made.num_tensors
+            else:
+                found = _copy(path / name, target)
+                _compare(path / name, record, *found)
+                original_nbytes += found[0]
+            zipped_nbytes += record["nbytes"]
+    num_other = sum("sha256" in record for record in records.values())
+    return Summary(out, original_nbytes, zipped_nbytes, num_tensors, num_other, unlisted=unlisted)
+
+
+def verify(
+    path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None
+) -> Summary:
+    """Decode everything that `zip_path` wrote and compare every checksum, without writing anything.
+
+    Without the base of a checkpoint that needs one, the stored differences are verified instead. Raises as `unzip`.
+    """
+    source = None if base is None else open_tensors(base)
+    if not path.is_dir():
+        return _verify_file(ContainerFile(path, source), num_threads, progress)
+    records, unlisted = _read_manifest(path)
+    original_nbytes = zipped_nbytes = num_tensors = num_other = 0
+    unchecked = None
+    for name, record in records.items():
+        if "digest" in record:
+            seen = _verify_file(_listed_container(path / name, record, source), num_threads, progress)
+            original_nbytes += seen.original_nbytes
+            num_tensors += seen.num_tensors
+            unchecked = unchecked or seen.unchecked
+        else:
+            _compare(path / name, record, *_hash(path / name))
+            original_nbytes += record["nbytes"]
+            num_other += 1
+        zipped_nbytes += record["nbytes"]
+    return Summary(path, original_nbytes, zipped_nbytes, num_tensors, num_other, unchecked, unlisted)
+
+
+def _zip_file(
+    path: Path, out: Path, base: TensorSource | None, code: Code, num_threads: int, progress: Progress | None
+) -> Summary:
+    if is_zipped(path):
+        raise FormatError(f"{path} is zipped already")
+    plain = SafetensorsFile(path)
+    before = _version(path)
+    tensors = (plain.read(name, 0, entry.nbytes) for name, entry in plain.entries.items())
+    with new_file(out) as file:
+        nbytes, _ = write_container(
+            file,
+            plain.header,
+            tensors,
+            code=code,
+            base=base,
+            num_threads=num_threads,
+            progress=progress,
+            name=str(path),
+        )
+        if _version(path) != before:
+            raise CheckpointError(f"{path} changed while it was being zipped; try again")
+    return Summary(out, len(plain.content), nbytes, len(plain.entries))
+
+
+def _unzip_file(zipped: ContainerFile, out: Path, num_threads: int, progress: Progress | None) -> Summary:
+    with new_file(out) as file:
+        file.write(len(zipped.header).to_bytes(8, "little") + zipped.header)
+        for chunk in zipped.chunks(num_threads):
+            file.write(memoryview(chunk.numpy()))
+            if progress is not None:
+                progress(len(chunk))
+    return Summary(out, zipped.original_nbytes, zipped.nbytes, len(zipped.entries))
+
+
+def _verify_file(zipped: ContainerFile, num_threads: int, progress: Progress | None) -> Summary:
+    unknown_base = zipped.base is None
+    for chunk in zipped.chunks(num_threads, unknown_base=unknown_base):
+        if progress is not None:
+            progress(len(chunk))
+    unchecked = zipped.base_name if unknown_base and zipped.needs_base else None
+    return Summary(zipped.path, zipped.original_nbytes, zipped.nbytes, len(zipped.entries), unchecked=unchecked)
+
+
+def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
+    """(relative name with slashes, path) of every file, in order. Raises CheckpointError at what is no file."""
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.is_dir():
+                if path.is_symlink():
+                    raise CheckpointError(f"{path} is a link to a directory; only links to files are followed")
+                yield from ((f"{path.name}/{name}", file) for name, file in _walk(path))
+            elif path.is_file():
+                yield path.name, path
+            else:
+                raise CheckpointError(f"{path} is neither a file nor a directory")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+
+
+def _is_inside(path: Path, directory: Path) -> bool:
+    return path.absolute().resolve().is_relative_to(directory.resolve())
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _copy(source: Path, target: Path) -> tuple[int, str]:
+    """Copy a file durably; its size and SHA-256."""
+    digest = hashlib.sha256()
+    nbytes = 0
+    try:
+        reading = open(source, "rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {source}: {error.strerror}") from error
+    with reading, open(target, "xb") as writing:
+        while piece := reading.read(1 << 20):
+            digest.update(piece)
+            nbytes += len(piece)
+            writing.write(piece)
+        fsync_file(writing)
+    return nbytes, digest.hexdigest()
+
+
+def _hash(path: Path) -> tuple[int, str]:
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _listed_container(path: Path, record: Mapping[str, Any], base: TensorSource | None) -> ContainerFile:
+    """The container that a manifest lists."""
+    zipped = ContainerFile(path, base)
+    if (zipped.nbytes, zipped.digest) != (record["nbytes"], record["digest"]):
+        raise FormatError(
+            f"{path}: is another file than the one listed in {MANIFEST}: {zipped.nbytes:,} bytes with digest "
+            f"{zipped.digest[:16]}... instead of {record['nbytes']:,} with {record['digest'][:16]}..."
+        )
+    return zipped
+
+
+def _compare(path: Path, record: Mapping[str, Any], nbytes: int, sha256: str) -> None:
+    if nbytes != record["nbytes"]:
+        raise FormatError(f"{path}: damaged: it has {nbytes:,} bytes, but {record['nbytes']:,} are listed in {MANIFEST}")
+    if sha256 != record["sha256"]:
+        raise FormatError(
+            f"{path}: damaged: it has SHA-256 {sha256[:16]}..., but {record['sha256'][:16]}... is listed in {MANIFEST}"
+        )
+
+
+def _read_manifest(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """What is listed, and the names of files that are not. Names are checked to stay inside of the directory."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise FormatError(f"{directory} has no {MANIFEST}, so it is not a directory that `laconic zip` wrote")
+    try:
+        if path.stat().st_size > _MANIFEST_LIMIT_NBYTES:
+            raise ValueError
+        manifest = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_names)
+        expected = manifest.pop("sha256")
+        found = _manifest_sha256(manifest)
+        version, records = manifest["version"], manifest["files"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise FormatError(f"{path}: is not a complete manifest of `laconic zip`") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if found != expected:
+        raise FormatError(f"{path}: damaged: its SHA-256 is not the one written in it")
+    if version != _VERSION:
+        raise FormatError(f"{path}: has format version {version}, but this laconic reads version {_VERSION}")
+    if not isinstance(records, dict):
+        raise FormatError(f"{path}: files must be a table")
+    for name, record in records.items():
+        _check_name(name, path)
+        kind = "digest" if name.endswith(_SAFETENSORS + SUFFIX) else "sha256"
+        fields = {"nbytes": int, kind: str}
+        if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != fields:
+            raise FormatError(f"{path}: the record of {name!r} must have nbytes and {kind}")
+    listed = {*records, MANIFEST}
+    return records, tuple(name for name, _ in _walk(directory) if name not in listed)
+
+
+def _check_name(name: str, manifest: Path) -> None:
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name or name == MANIFEST:
+        raise FormatError(f"{manifest}: lists {name!r}, which is not the name of a file inside of its directory")
+
+
+def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+

@@ -1,0 +1,106 @@
+"""A chunk of a tensor's bytes as one message of the lossless format, and back.
+
+A chunk travels in its own dtype where that has an exponent code. Otherwise it travels as uint8 in *planes*: first the first
+byte of every element, then the second, and so on, so that bytes of one meaning stand together (the high bytes of
+integers, or of a difference, are mostly zeros). Which of the two it is shows in the dtype of the message.
+
+The difference of two versions of a tensor is their exclusive or. Where nothing changed there is no message at all.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FormatError
+from laconic.formats.checksum import checksum_of
+from laconic.formats.lossless import Expect, decode_into, encode, read_header
+from laconic.formats.safetensors_header import Element
+
+__all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
+
+Code = Literal["auto", "tiered", "window", "raw"]
+_SAMPLE_NBYTES = 1 << 16
+
+
+def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """The message, uint8 [any], of `data`, uint8 [n], minus `base`; and the two numbers of the checksum of `data`.
+
+    The message is None when `data` equals `base`.
+    """
+    if data.data_ptr() % 16:
+        data = data.clone()  # an older safetensors file need not align its data
+    if base is not None:
+        changed = difference(data, base)
+        sums = checksum_of(data)
+        if not changed.any():
+            return None, *sums
+        layout = _best_layout(changed, element, code)[1]
+        return encode(_laid_out(changed, element, layout), code), *sums
+    message = encode(_laid_out(data, element, element.coded), code)
+    if element.coded == torch.uint8 and element.itemsize > 1:
+        return message, *checksum_of(data)
+    header = read_header(message)
+    return message, header.sum, header.weighted_sum
+
+
+def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) -> bool:
+    """Whether `data`, uint8 [n], minus `base` takes fewer bytes than `data`, judged by the first 64 KiB."""
+    data, base = data[:_SAMPLE_NBYTES].clone(), base[:_SAMPLE_NBYTES].clone()
+    changed = difference(data, base)
+    if not changed.any():
+        return True
+    return _best_layout(changed, element, code)[0] < len(encode(_laid_out(data, element, element.coded), code))
+
+
+def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> tuple[int, int] | None:
+    """Write what `message` holds to `out`, uint8 [n]. Returns the numbers of its checksum where the message says them.
+
+    Nothing larger than `out` is allocated. Raises FormatError, beginning with `where`, when the message is damaged or not
+    one of n bytes of such elements.
+    """
+    header = read_header(message)
+    expected = (len(out) // header.dtype.itemsize,)
+    if header.dtype not in (element.coded, torch.uint8) or tuple(header.shape) != expected:
+        raise FormatError(
+            f"{where}: a message holds {header.dtype} of shape {list(header.shape)}, but {element.coded} of "
+            f"{len(out):,} bytes belongs there"
+        )
+    if header.nbytes != len(message):
+        raise FormatError(f"{where}: a message has {header.nbytes:,} bytes, but the index gives it {len(message):,}")
+    if header.dtype == element.coded and not (element.coded == torch.uint8 and element.itemsize > 1):
+        decode_into(message, out.view(element.coded))
+        return header.sum, header.weighted_sum
+    planes = torch.empty_like(out)
+    decode_into(message, planes)
+    out.view(-1, element.itemsize).copy_(planes.view(element.itemsize, -1).t())
+    return None
+
+
+def difference(one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+    """Exclusive or of two uint8 tensors of one length, written to `out` if given."""
+    result = torch.empty_like(one) if out is None else out
+    num_wide = len(one) // 8 * 8
+    if all(tensor.data_ptr() % 8 == 0 for tensor in (one, other, result)):
+        wide = (tensor[:num_wide].view(torch.int64) for tensor in (one, other))
+        torch.bitwise_xor(*wide, out=result[:num_wide].view(torch.int64))
+    else:
+        num_wide = 0
+    torch.bitwise_xor(one[num_wide:], other[num_wide:], out=result[num_wide:])
+    return result
+
+
+def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, torch.dtype]:
+    """In how many bytes and as what the beginning of a difference is shortest."""
+    sample = changed[:_SAMPLE_NBYTES]
+    layouts = [element.coded] + [torch.uint8] * (element.itemsize > 1 and element.coded != torch.uint8)
+    sizes = [len(encode(_laid_out(sample, element, layout), code)) for layout in layouts]
+    return min(zip(sizes, layouts, strict=True), key=lambda pair: pair[0])
+
+
+def _laid_out(data: Tensor, element: Element, layout: torch.dtype) -> Tensor:
+    if layout == torch.uint8 and element.itemsize > 1:
+        return data.view(-1, element.itemsize).t().reshape(-1)
+    return data.view(layout)

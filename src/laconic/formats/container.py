@@ -1,0 +1,368 @@
+"""Zipped safetensors files: the container (docs/zip.md), read and written.
+
+A container is a header, the messages of the tensors in the order of the original file, and a tail: the original's own
+safetensors header and an index, under a SHA-256. Where each message is follows from the lengths before it, so that none can
+overlap another or leave a hole; every other byte of the file is a zero, and that is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import FormatError
+from laconic.formats.checksum import Checksum, checksum_of
+from laconic.formats.chunk import Code, decode_chunk, difference, difference_pays, encode_chunk
+from laconic.formats.mapped import TensorSource, map_file
+from laconic.formats.pipeline import in_order
+from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, Entry, parse_header, unique_names
+
+__all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
+
+SUFFIX = ".laconic"
+"""What the name of a zipped file ends with."""
+CHUNK_NBYTES = 1 << 23
+"""Bytes of a tensor that make one message."""
+
+_MAGIC = b"LCNZFILE"
+_VERSION = 1
+_HEAD = struct.Struct("<8sIIQII")  # magic, version, chunk_nbytes, tail_offset, header_nbytes, index_nbytes
+_HEAD_NBYTES = 64  # the rest is the SHA-256 of _HEAD and the tail
+_ALIGNMENT = 64
+_MAX_ELEMENTS_PER_BYTE = 8  # no code of the lossless format spends less than a bit on an element
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes of tensors that were dealt with since the last call."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the index says of one tensor."""
+
+    checksum: str
+    """Of the original bytes."""
+    base_checksum: str | None
+    """Of the base's tensor of the same name, when the difference to it is stored."""
+    messages: tuple[tuple[int, int], ...]
+    """(offset, nbytes) in the file of each chunk; 0 bytes where a chunk equals the base's."""
+
+
+class ContainerFile:
+    """A zipped safetensors file. All that the tail claims is checked here, a message when it is read.
+
+    `base` is where tensors come from that are stored as a difference; it can be set later. Raises FormatError when the
+    file is not a container or is damaged, CheckpointError when it cannot be read.
+    """
+
+    def __init__(self, path: Path, base: TensorSource | None = None) -> None:
+        self.path = path
+        self.base = base
+        self.content = map_file(path)
+        if len(self.content) < _HEAD_NBYTES or self._bytes(0, 8) != _MAGIC:
+            raise FormatError(f"{path}: not a file that `laconic zip` wrote (no {_MAGIC.decode()} at its beginning)")
+        head = self._bytes(0, _HEAD.size)
+        _, version, self.chunk_nbytes, self._tail, header_nbytes, index_nbytes = _HEAD.unpack(head)
+        if version != _VERSION:
+            raise FormatError(f"{path}: has format version {version}, but this laconic reads version {_VERSION}")
+        end = self._tail + header_nbytes + index_nbytes
+        if self._tail < _HEAD_NBYTES or header_nbytes > HEADER_LIMIT_NBYTES or end != len(self.content):
+            raise FormatError(
+                f"{path}: damaged or cut off: it has {len(self.content):,} bytes, but {end:,} are written in it"
+            )
+        tail = self._bytes(self._tail, end)
+        self.digest = self._bytes(_HEAD.size, _HEAD_NBYTES).hex()
+        """SHA-256 of all but the messages, whose checksums are in them."""
+        if hashlib.sha256(head + tail).hexdigest() != self.digest:
+            raise FormatError(f"{path}: damaged: the SHA-256 of its header and index is not the one written in it")
+        if self.chunk_nbytes < _ALIGNMENT or self.chunk_nbytes % _ALIGNMENT:
+            raise FormatError(f"{path}: chunk_nbytes is {self.chunk_nbytes}, but must be a multiple of {_ALIGNMENT}")
+        self.header = tail[:header_nbytes]
+        """The safetensors header of the original, without its length."""
+        self._read_index(tail[header_nbytes:])
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.content)
+
+    @property
+    def original_nbytes(self) -> int:
+        """Size of the file it was made from."""
+        return 8 + len(self.header) + self.data_nbytes
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether any tensor is stored as the difference to one of a base."""
+        return any(stored.base_checksum is not None for stored in self.stored.values())
+
+    def checksum(self, name: str) -> str:
+        return self.stored[name].checksum
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, dtype=torch.uint8)
+        for number in range(start // self.chunk_nbytes, -(-stop // self.chunk_nbytes)):
+            begin, chunk = number * self.chunk_nbytes, self.chunk(name, number)[0]
+            first, last = max(start, begin), min(stop, begin + len(chunk))
+            out[first - start : last - start] = chunk[first - begin : last - begin]
+        return out
+
+    def tensor(self, name: str, num_threads: int = 1) -> Tensor:
+        """All bytes of a tensor, uint8 [nbytes], their checksum compared with the index."""
+        out = torch.empty(self.entries[name].nbytes, dtype=torch.uint8)
+        numbers = range(len(self.stored[name].messages))
+        calls = (partial(self.chunk, name, number, self._part(out, number)) for number in numbers)
+        total = Checksum()
+        for chunk, sums in in_order(num_threads, calls):
+            total.add(*sums, len(chunk))
+        self._compare(name, total)
+        return out
+
+    def chunks(self, num_threads: int, unknown_base: bool = False) -> Iterator[Tensor]:
+        """The bytes of all tensors, chunk by chunk, in the order of the original; every checksum is compared.
+
+        With `unknown_base`, for a file that was made with a base which is not there, differences are decoded and
+        checked as such, and an empty tensor stands for their chunks.
+        """
+        pairs = [(name, number) for name in self.entries for number in range(len(self.stored[name].messages))]
+        left_out = {name for name, stored in self.stored.items() if unknown_base and stored.base_checksum is not None}
+        calls = (partial(self.chunk, name, number, only_difference=name in left_out) for name, number in pairs)
+        total = Checksum()
+        for (name, number), (chunk, sums) in zip(pairs, in_order(num_threads, calls), strict=True):
+            if name in left_out:
+                yield chunk[:0]
+                continue
+            total.add(*sums, len(chunk))
+            if number + 1 == len(self.stored[name].messages):
+                self._compare(name, total)
+                total = Checksum()
+            yield chunk
+
+    def chunk(
+        self, name: str, number: int, out: Tensor | None = None, only_difference: bool = False
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Chunk `number` of a tensor, uint8 [at most chunk_nbytes], in `out` if given; and its checksum."""
+        entry, stored = self.entries[name], self.stored[name]
+        where = f"{self.path}: tensor {name!r}"
+        offset, nbytes = stored.messages[number]
+        start = number * self.chunk_nbytes
+        if out is None:
+            out = torch.empty(min(self.chunk_nbytes, entry.nbytes - start), dtype=torch.uint8)
+        padding = self.content[offset + nbytes : offset + _padded(nbytes)]
+        if padding.any():
+            raise FormatError(f"{where}: damaged: bytes between its messages are not zeros")
+        sums = None
+        if nbytes:
+            try:
+                sums = decode_chunk(self.content[offset : offset + nbytes], entry.element, out, where)
+            except FormatError as error:
+                raise FormatError(f"{where}: damaged, in chunk {number}: {error}") from error
+        else:
+            out.zero_()
+        if stored.base_checksum is not None and not only_difference:
+            base = self._base_of(name, stored)
+            difference(out, base.read(name, start, start + len(out)), out)
+            sums = None
+        return out, checksum_of(out) if sums is None else sums
+
+    def _base_of(self, name: str, stored: Stored) -> TensorSource:
+        where = f"{self.path}: tensor {name!r} is stored as the difference to {self.base_name!r}"
+        if self.base is None:
+            raise FormatError(f"{where}, which is needed to read it; give it as the base")
+        mine = self.entries[name]
+        theirs = self.base.entries.get(name)
+        if theirs is None or (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
+            raise FormatError(f"{where}, but the base given, {self.base.name}, has no such tensor")
+        found = self.base.checksum(name)
+        if found != stored.base_checksum:
+            raise FormatError(
+                f"{where} with checksum {stored.base_checksum}, but that of the base given, {self.base.name}, has "
+                f"{found}; give the one it was zipped with"
+            )
+        return self.base
+
+    def _compare(self, name: str, total: Checksum) -> None:
+        if str(total) != self.stored[name].checksum:
+            raise FormatError(
+                f"{self.path}: tensor {name!r}: damaged: it has checksum {total}, but {self.stored[name].checksum} is "
+                "written in the index"
+            )
+
+    def _part(self, out: Tensor, number: int) -> Tensor:
+        return out[number * self.chunk_nbytes : (number + 1) * self.chunk_nbytes]
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        return self.content[start:stop].numpy().tobytes()
+
+    def _read_index(self, text: bytes) -> None:
+        where = str(self.path)
+        try:
+            index = json.loads(text.decode("utf-8"), object_pairs_hook=unique_names)
+            base_name, records, self.data_nbytes = index["base"], index["tensors"], index["data_nbytes"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise FormatError(f"{where}: its index is not one of `laconic zip`") from None
+        if not isinstance(records, list) or not _is_size(self.data_nbytes) or not isinstance(base_name, str | None):
+            raise FormatError(f"{where}: its index must have base, data_nbytes and a list of tensors")
+        self.base_name: str | None = base_name
+        entries, self.metadata = parse_header(self.header, self.data_nbytes, where)
+        if [record.get("name") if isinstance(record, dict) else None for record in records] != [e.name for e in entries]:
+            raise FormatError(f"{where}: its index does not list the tensors of its safetensors header in their order")
+        self.entries: dict[str, Entry] = {entry.name: entry for entry in entries}
+        self.stored: dict[str, Stored] = {}
+        offset = _HEAD_NBYTES
+        for entry, record in zip(entries, records, strict=True):
+            self.stored[entry.name], offset = self._stored(entry, record, offset)
+        if offset != self._tail:
+            raise FormatError(f"{where}: its messages end at byte {offset:,}, but its index begins at {self._tail:,}")
+
+    def _stored(self, entry: Entry, record: dict[str, Any], offset: int) -> tuple[Stored, int]:
+        """What `record` says of `entry` whose messages begin at `offset`, and where they end."""
+        where = f"{self.path}: tensor {entry.name!r}"
+        checksum, base, sizes = record.get("checksum"), record.get("base_checksum"), record.get("messages")
+        if set(record) - {"base_checksum"} != {"name", "checksum", "messages"}:
+            raise FormatError(f"{where}: its record must have name, checksum and messages")
+        if not isinstance(checksum, str) or not (base is None or isinstance(base, str)):
+            raise FormatError(f"{where}: checksums must be strings")
+        num_chunks = -(-entry.nbytes // self.chunk_nbytes)
+        if not isinstance(sizes, list) or not all(map(_is_size, sizes)) or len(sizes) != num_chunks:
+            raise FormatError(f"{where}: must have the sizes of {num_chunks} messages")
+        messages = []
+        for number, nbytes in enumerate(sizes):
+            chunk_nbytes = min(self.chunk_nbytes, entry.nbytes - number * self.chunk_nbytes)
+            num_elements = chunk_nbytes // entry.element.itemsize
+            if num_elements > _MAX_ELEMENTS_PER_BYTE * nbytes and not (nbytes == 0 and base is not None):
+                raise FormatError(
+                    f"{where}: {num_elements:,} elements cannot be in a message of {nbytes:,} bytes; they take at least "
+                    "one bit each"
+                )
+            messages.append((offset, nbytes))
+            offset += _padded(nbytes)
+            if offset > self._tail:
+                raise FormatError(f"{where}: message {number} ends at byte {offset:,}, behind the beginning of the index")
+        return Stored(checksum, base, tuple(messages)), offset
+
+
+def write_container(
+    file: IO[bytes],
+    header: bytes,
+    tensors: Iterable[Tensor],
+    *,
+    code: Code = "auto",
+    base: TensorSource | None = None,
+    num_threads: int = 1,
+    progress: Progress | None = None,
+    name: str = "",
+) -> tuple[int, str]:
+    """Write a container to the empty `file`; returns its size in bytes and its digest.
+
+    `header` is the safetensors header (without its length), `tensors` the bytes of its tensors, uint8, in the order of
+    the data; each is asked for when its turn comes. `num_threads` chunks are encoded at a time. With `base`, tensors
+    that it has too, in the same dtype and shape, are stored as the difference where that is shorter. `name` begins
+    messages of errors.
+    """
+    entries = _described(header, name)
+    file.write(bytes(_HEAD_NBYTES))
+    offset = _HEAD_NBYTES
+    records: list[dict[str, Any]] = []
+    total = Checksum()
+    for entry, theirs, number, (message, *sums) in _encoded(entries, tensors, code, base, num_threads):
+        if number == 0:
+            total = Checksum()
+            record: dict[str, Any] = {"name": entry.name, "checksum": "", "messages": []}
+            if theirs is not None:
+                record["base_checksum"] = theirs.checksum(entry.name)
+            records.append(record)
+        nbytes = 0
+        chunk_nbytes = min(CHUNK_NBYTES, entry.nbytes - number * CHUNK_NBYTES)
+        if message is not None:
+            nbytes = len(message)
+            file.write(memoryview(message.numpy()))
+            file.write(bytes(_padded(nbytes) - nbytes))
+            offset += _padded(nbytes)
+        if chunk_nbytes:
+            total.add(*sums, chunk_nbytes)
+            records[-1]["messages"].append(nbytes)
+        records[-1]["checksum"] = str(total)
+        if progress is not None:
+            progress(chunk_nbytes)
+    index = json.dumps(
+        {
+            "base": None if base is None else base.name,
+            "data_nbytes": sum(entry.nbytes for entry in entries),
+            "tensors": records,
+        },
+        separators=(",", ":"),
+    ).encode()
+    head = _HEAD.pack(_MAGIC, _VERSION, CHUNK_NBYTES, offset, len(header), len(index))
+    digest = hashlib.sha256(head + header + index)
+    file.write(header + index)
+    file.seek(0)
+    file.write(head + digest.digest())
+    return offset + len(header) + len(index), digest.hexdigest()
+
+
+def _described(header: bytes, where: str) -> list[Entry]:
+    """The entries of `header`, which describes its data completely."""
+    fields = json.loads(header)
+    ends = [entry["data_offsets"][1] for key, entry in fields.items() if key != "__metadata__"]
+    return parse_header(header, max(ends, default=0), where)[0]
+
+
+_Encoded = tuple[Tensor | None, int, int]
+
+
+def _encoded(
+    entries: Sequence[Entry], tensors: Iterable[Tensor], code: Code, base: TensorSource | None, num_threads: int
+) -> Iterator[tuple[Entry, TensorSource | None, int, _Encoded]]:
+    """(entry, its base, number of the chunk, what encode_chunk returns), in order; an empty tensor has one chunk."""
+    places: deque[tuple[Entry, TensorSource | None, int]] = deque()
+
+    def calls() -> Iterator[Callable[[], _Encoded]]:
+        for entry, data in zip(entries, tensors, strict=True):
+            if len(data) != entry.nbytes:
+                raise FormatError(f"tensor {entry.name!r} has {len(data):,} bytes, but its header says {entry.nbytes:,}")
+            theirs = base if base is not None and _pays(base, entry, data, code) else None
+            for start in range(0, max(entry.nbytes, 1), CHUNK_NBYTES):
+                places.append((entry, theirs, start // CHUNK_NBYTES))
+                yield partial(_encoded_chunk, entry, data[start : start + CHUNK_NBYTES], code, theirs, start)
+
+    for result in in_order(num_threads, calls()):
+        yield *places.popleft(), result
+
+
+def _encoded_chunk(
+    entry: Entry, data: Tensor, code: Code, base: TensorSource | None, start: int
+) -> tuple[Tensor | None, int, int]:
+    if not len(data):
+        return None, 0, 0
+    theirs = None if base is None else base.read(entry.name, start, start + len(data))
+    return encode_chunk(data, entry.element, code, theirs)
+
+
+def _pays(base: TensorSource, entry: Entry, data: Tensor, code: Code) -> bool:
+    """Whether to store the difference to the tensor of `base`, if there is one of this kind."""
+    theirs = base.entries.get(entry.name)
+    if theirs is None or (theirs.dtype, theirs.shape) != (entry.dtype, entry.shape) or not entry.nbytes:
+        return False
+    return difference_pays(data, base.read(entry.name, 0, min(CHUNK_NBYTES, entry.nbytes)), entry.element, code)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63

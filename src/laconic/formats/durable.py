@@ -1,0 +1,106 @@
+"""Files that are whole or not there, that survive a crash, and the checksums that tell whether they did."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from laconic.errors import CheckpointError
+
+__all__ = ["fsync_directory", "fsync_file", "new_directory", "new_file", "sha256_of"]
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
+
+
+def fsync_file(file: IO[Any]) -> None:
+    """Wait until what was written to `file` is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def fsync_directory(directory: Path) -> None:
+    """Wait until the names in `directory` (new files, renames) are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> bytes:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that gets the name `path` when the block ends, complete and on the disk.
+
+    When the block raises there is no such file, and one that came to be there meanwhile is not overwritten. Raises
+    CheckpointError when `path` exists or cannot be written.
+    """
+    temporary = _temporary(path)
+    with _refusal(path):
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                fsync_file(file)
+            _rename_new(temporary, path)
+            fsync_directory(path.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill that gets the name `path` when the block ends; its files are to be fsynced by whoever writes.
+
+    An empty directory may be at `path`. Raises CheckpointError when anything else is, or when it cannot be written.
+    """
+    temporary = _temporary(path)
+    with _refusal(path, empty_directory=True):
+        try:
+            temporary.mkdir()
+            yield temporary
+            for directory, _, _ in os.walk(temporary):
+                fsync_directory(Path(directory))
+            os.rename(temporary, path)  # refuses what is not an empty directory
+            fsync_directory(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
+@contextlib.contextmanager
+def _refusal(path: Path, empty_directory: bool = False) -> Iterator[None]:
+    """Turns failures of the system into an error that names `path`; begins with a look whether it is free."""
+    try:
+        if os.path.lexists(path) and not (empty_directory and path.is_dir() and not any(path.iterdir())):
+            raise CheckpointError(f"{path} exists already; it is not overwritten, so remove it or choose another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    """Give a file its name unless something else has it."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(temporary, path)

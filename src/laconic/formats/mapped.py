@@ -1,0 +1,127 @@
+"""Files seen as tensors of bytes, without reading them first; and plain safetensors files on top of that."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laconic.errors import CheckpointError, FormatError
+from laconic.formats.checksum import Checksum
+from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, Entry, element, parse_header
+
+__all__ = ["SafetensorsFile", "TensorSource", "TensorsInMemory", "map_file"]
+
+_PIECE_NBYTES = 1 << 23
+
+
+class TensorSource(Protocol):
+    """Tensors by name, as bytes: a plain file, a zipped one, or several."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Name -> what is there."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes `start` to `stop` of a tensor, uint8 [stop - start]; read-only."""
+
+    def checksum(self, name: str) -> str:
+        """Checksum of all bytes of a tensor."""
+
+
+def map_file(path: Path) -> Tensor:
+    """The bytes of a regular file, uint8 [size], fetched from the disk as they are touched. They must not be written.
+
+    Raises CheckpointError when it is not there, not a regular file, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for its writer
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a file")
+            if status.st_size == 0:
+                return torch.empty(0, dtype=torch.uint8)
+            mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+class SafetensorsFile:
+    """A plain safetensors file, its header checked.
+
+    Raises FormatError when it is not one, CheckpointError when it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = map_file(path)
+        if len(self.content) < 8:
+            raise FormatError(f"{path}: has {len(self.content)} bytes, too few for a safetensors file")
+        (header_nbytes,) = struct.unpack("<Q", self.content[:8].numpy().tobytes())
+        if header_nbytes > min(HEADER_LIMIT_NBYTES, len(self.content) - 8):
+            raise FormatError(
+                f"{path}: not a whole safetensors file: the length of its header reads {header_nbytes:,}, but the file "
+                f"has {len(self.content):,} bytes"
+            )
+        self.header = self.content[8 : 8 + header_nbytes].numpy().tobytes()
+        """Without its length."""
+        self.data = self.content[8 + header_nbytes :]
+        entries, self.metadata = parse_header(self.header, len(self.data), str(path))
+        self.entries: dict[str, Entry] = {entry.name: entry for entry in entries}
+        self._checksums: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        begin = self.entries[name].start
+        return self.data[begin + start : begin + stop]
+
+    def checksum(self, name: str) -> str:
+        if name not in self._checksums:
+            total, nbytes = Checksum(), self.entries[name].nbytes
+            for start in range(0, nbytes, _PIECE_NBYTES):
+                total.add_bytes(self.read(name, start, min(start + _PIECE_NBYTES, nbytes)))
+            self._checksums[name] = str(total)
+        return self._checksums[name]
+
+
+class TensorsInMemory:
+    """Tensors of a mapping as a source, for instance a state dict."""
+
+    name = "the tensors given"
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.entries = {
+            name: Entry(name, element(tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+            for name, tensor in tensors.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        tensor = self._tensors[name].detach().cpu().contiguous().view(-1)
+        return tensor.view(torch.uint8)[start:stop]
+
+    def checksum(self, name: str) -> str:
+        total = Checksum()
+        total.add_bytes(self.read(name, 0, self.entries[name].nbytes))
+        return str(total)

@@ -1,0 +1,172 @@
+"""Zipped checkpoints read as they lie: `load_zipped`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from laconic.errors import CheckpointError, FormatError
+from laconic.formats.container import SUFFIX, ContainerFile
+from laconic.formats.mapped import SafetensorsFile, TensorSource, TensorsInMemory
+from laconic.formats.safetensors_header import Entry, unique_names
+
+__all__ = ["TensorFiles", "ZippedTensors", "is_zipped", "load_zipped", "open_tensors"]
+
+_INDEX = "model.safetensors.index.json"
+_INDEX_LIMIT_NBYTES = 100_000_000
+
+
+def load_zipped(
+    path: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | Mapping[str, Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> ZippedTensors:
+    """The tensors of a file or directory that `laconic zip` wrote, without unzipping it.
+
+    The files are mapped into memory; a tensor is read and decoded, its checksums compared, each time it is asked for.
+    Directories may hold several shards, and plain safetensors files among them. A checkpoint that was zipped with
+    `--delta BASE` needs that base, zipped or plain, or its tensors.
+
+    >>> weights = laconic.load_zipped("model.laconic")
+    >>> weights["model.embed_tokens.weight"]
+    >>> model.load_state_dict(weights.state_dict())
+
+    Raises FormatError when a file is damaged or another base is given, CheckpointError when one cannot be read.
+    """
+    source = None if base is None else TensorsInMemory(base) if isinstance(base, Mapping) else open_tensors(Path(base))
+    return ZippedTensors(open_tensors(Path(path), source), torch.device(device))
+
+
+class ZippedTensors(Mapping[str, Tensor]):
+    """Name -> tensor; each access makes a new one. Made by `load_zipped`."""
+
+    def __init__(self, files: TensorFiles, device: torch.device) -> None:
+        self._files = files
+        self.device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        data = self._files.tensor(name)
+        entry = self._files.entries[name]
+        dtype = entry.element.torch_dtype
+        if dtype is None:
+            raise FormatError(f"tensor {name!r} has dtype {entry.dtype}, which torch cannot hold; unzip the file instead")
+        return data.view(dtype).view(entry.shape).to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files.entries)
+
+    def __len__(self) -> int:
+        return len(self._files.entries)
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a tensor, without decoding it."""
+        return torch.Size(self._files.entries[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Dtype of a tensor, without decoding it; None for one that torch cannot hold."""
+        return self._files.entries[name].element.torch_dtype
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What __metadata__ of the safetensors files says."""
+        return self._files.metadata
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors, decoded."""
+        return {name: self[name] for name in self}
+
+
+class TensorFiles:
+    """The tensors of one or several files, plain or zipped, as one source."""
+
+    def __init__(self, name: str, files: Mapping[str, SafetensorsFile | ContainerFile]) -> None:
+        self.name = name
+        self._home = files
+        self.entries: dict[str, Entry] = {tensor: file.entries[tensor] for tensor, file in files.items()}
+
+    @property
+    def files(self) -> list[SafetensorsFile | ContainerFile]:
+        """Each file once."""
+        return list({id(file): file for file in self._home.values()}.values())
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the files say in __metadata__."""
+        return {key: value for file in self.files for key, value in file.metadata.items()}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._home[name].read(name, start, stop)
+
+    def checksum(self, name: str) -> str:
+        return self._home[name].checksum(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """All bytes of a tensor, uint8 [nbytes], in memory of its own."""
+        file = self._home[name]
+        if isinstance(file, ContainerFile):
+            return file.tensor(name)
+        return file.read(name, 0, file.entries[name].nbytes).clone()
+
+
+def is_zipped(path: Path) -> bool:
+    """Whether a file has the name of a zipped one."""
+    return path.name.endswith(SUFFIX)
+
+
+def open_tensors(path: Path, base: TensorSource | None = None) -> TensorFiles:
+    """The tensors of a safetensors file, a zipped one, or a directory of such files.
+
+    In a directory, model.safetensors.index.json says which tensor is in which file, where there is one; otherwise a
+    tensor must not be in two files. Raises as `load_zipped` does.
+    """
+    if not path.is_dir():
+        file = _open_file(path, base)
+        return TensorFiles(str(path), dict.fromkeys(file.entries, file))
+    index = path / _INDEX
+    if index.is_file():
+        return TensorFiles(str(path), _by_index(path, index, base))
+    found = [p for p in sorted(path.iterdir()) if p.name.endswith((".safetensors", ".safetensors" + SUFFIX))]
+    if not found:
+        raise CheckpointError(f"{path} holds neither safetensors files nor zipped ones")
+    home: dict[str, SafetensorsFile | ContainerFile] = {}
+    for file in (_open_file(p, base) for p in found):
+        for name in file.entries:
+            if name in home:
+                raise FormatError(f"{path}: tensor {name!r} is both in {home[name].path.name} and in {file.path.name}")
+            home[name] = file
+    return TensorFiles(str(path), home)
+
+
+def _open_file(path: Path, base: TensorSource | None) -> SafetensorsFile | ContainerFile:
+    return ContainerFile(path, base) if is_zipped(path) else SafetensorsFile(path)
+
+
+def _by_index(directory: Path, index: Path, base: TensorSource | None) -> dict[str, SafetensorsFile | ContainerFile]:
+    """Tensor -> file, as a Hugging Face index says."""
+    try:
+        if index.stat().st_size > _INDEX_LIMIT_NBYTES:
+            raise ValueError
+        weight_map = json.loads(index.read_text("utf-8"), object_pairs_hook=unique_names)["weight_map"]
+        shards = dict.fromkeys(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise FormatError(f"{index}: is not an index of safetensors files") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {index}: {error.strerror}") from error
+    opened: dict[str, SafetensorsFile | ContainerFile] = {}
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+            raise FormatError(f"{index}: names the shard {shard!r}, which is not the name of a file beside it")
+        zipped = directory / (shard + SUFFIX)
+        opened[shard] = _open_file(zipped if zipped.exists() else directory / shard, base)
+    home = {}
+    for tensor, shard in weight_map.items():
+        if tensor not in opened[shard].entries:
+            raise FormatError(f"{index}: says that tensor {tensor!r} is in {shard}, but it is not")
+        home[tensor] = opened[shard]
+    return home
