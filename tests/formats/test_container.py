@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -36,14 +37,14 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
     any_bytes = torch.randint(0, 256, (3000,), generator=generator, dtype=torch.uint8)
     return {
         "weight": normal.bfloat16().view(50, 100),
-        "half": normal.half()[:4097],
-        "master": normal[:1025],
+        "half": normal.half()[:4097].clone(),
+        "master": normal[:1025].clone(),
         "fp8": normal.to(torch.float8_e4m3fn),
-        "fp8 wide": normal.to(torch.float8_e5m2)[:7],
-        "codes": any_bytes.view(torch.int8),
+        "fp8 wide": normal.to(torch.float8_e5m2)[:7].clone(),
+        "codes": any_bytes.view(torch.int8).clone(),
         "bytes": any_bytes,
-        "any bf16": any_bytes.view(torch.bfloat16),
-        "scales": any_bytes[:300].view(torch.float8_e8m0fnu),
+        "any bf16": any_bytes.view(torch.bfloat16).clone(),
+        "scales": any_bytes[:300].view(torch.float8_e8m0fnu).clone(),
         "mask": any_bytes > 100,
         "ids": torch.arange(2000),
         "short ints": torch.arange(-500, 500, dtype=torch.int16),
@@ -253,7 +254,11 @@ def test_every_flipped_bit_is_found(small: Path, tmp_path: Path) -> None:
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
-        refused(small, bytes(damaged), tmp_path / "back")
+        small.write_bytes(damaged)
+        with pytest.raises(FormatError, match=small.name):
+            verify(small)
+        if position % 16 == 0:
+            refused(small, bytes(damaged), tmp_path / "back")
 
 
 def test_exchanged_messages_are_found(tmp_path: Path) -> None:
@@ -272,7 +277,7 @@ def test_exchanged_messages_are_found(tmp_path: Path) -> None:
 def with_index(content: bytes, change: Callable[[dict[str, Any]], Any], **fields: int) -> bytes:
     """A container whose index says something else, under a SHA-256 that fits."""
     head = container._HEAD
-    magic, version, chunk_nbytes, tail, header_nbytes, index_nbytes = head.unpack(content[: head.size])
+    magic, version, chunk_nbytes, tail, header_nbytes, _ = head.unpack(content[: head.size])
     header, index = content[tail : tail + header_nbytes], json.loads(content[tail + header_nbytes :])
     changed = change(index)
     text = json.dumps(index if changed is None else changed).encode() if not isinstance(changed, bytes) else changed
@@ -283,7 +288,8 @@ def with_index(content: bytes, change: Callable[[dict[str, Any]], Any], **fields
 
 
 def first(index: dict[str, Any]) -> dict[str, Any]:
-    record: dict[str, Any] = index["tensors"][0]
+    """The record of tensor a."""
+    record: dict[str, Any] = next(record for record in index["tensors"] if record["name"] == "a")
     return record
 
 
@@ -298,7 +304,7 @@ def first(index: dict[str, Any]) -> dict[str, Any]:
         (lambda i: first(i).update(messages=[]), "must have the sizes of 1 messages"),
         (lambda i: first(i).update(messages=[-1]), "must have the sizes of 1 messages"),
         (lambda i: first(i).update(messages=[1.5]), "must have the sizes of 1 messages"),
-        (lambda i: first(i).update(messages=[2**62]), "behind the beginning of the index"),
+        (lambda i: first(i).update(messages=[2**62]), "behind the beginning of the tail"),
         (lambda i: first(i).update(messages=[2**70]), "must have the sizes"),
         (lambda i: first(i).update(messages=[0]), "200 elements cannot be in a message of 0 bytes"),
         (lambda i: first(i).update(messages=[24]), "cannot be in a message of 24 bytes"),
@@ -326,8 +332,6 @@ def test_a_lying_index_is_refused(
     def changed(index: dict[str, Any]) -> Any:
         result = change(index)
         return result if isinstance(result, bytes | list) else None
-
-    import re
 
     assert re.search(message, refused(small, with_index(small.read_bytes(), changed), tmp_path / "back"))
 
@@ -367,7 +371,7 @@ def test_a_few_bytes_cannot_ask_for_much_memory(tmp_path: Path) -> None:
     zipped = zip_path(path).path
     content = zipped.read_bytes()
     head = container._HEAD
-    magic, version, chunk_nbytes, tail, header_nbytes, _ = head.unpack(content[: head.size])
+    magic, version, _, tail, *_ = head.unpack(content[: head.size])
     size = 1 << 40
     header = json.dumps({"a": entry(0, size)}).encode()
     for sizes in ([8], [0], [0] * (size >> 31)):
@@ -424,7 +428,7 @@ def test_an_unchanged_tensor_costs_nothing(plain: Path, tmp_path: Path) -> None:
     made = zip_path(plain, base=plain)
     stored = ContainerFile(made.path).stored
     assert all(set(s.messages) <= {(64, 0)} for s in stored.values())
-    assert made.zipped_nbytes < 4000
+    assert made.zipped_nbytes < 250 * len(tensors())
     assert unzip(made.path, tmp_path / "back", base=plain).path.read_bytes() == plain.read_bytes()
 
 
@@ -445,7 +449,9 @@ def test_another_base_is_refused_and_both_are_named(pair: tuple[Path, Path], tmp
     changed["weight"].view(torch.int16)[7, 7] ^= 1
     save_file(changed, other)
     for base in (other, zip_path(other).path):
-        with pytest.raises(FormatError, match=f"'weight' is stored as the difference to '{plain}' .*given, {base}, has"):
+        with pytest.raises(
+            FormatError, match=f"'weight' is stored as the difference to '{plain}' .*given, {base}, has"
+        ):
             unzip(zipped, tmp_path / "back", base=base)
         with pytest.raises(FormatError, match="give the one it was zipped with"):
             verify(zipped, base=base)
@@ -454,7 +460,7 @@ def test_another_base_is_refused_and_both_are_named(pair: tuple[Path, Path], tmp
     with pytest.raises(FormatError, match="which is needed to read it"):
         laconic.load_zipped(zipped)["weight"]
     save_file({"weight": torch.ones(3)}, other)
-    with pytest.raises(FormatError, match="has no such tensor"):
+    with pytest.raises(FormatError, match=r"has no such tensor"):
         unzip(zipped, tmp_path / "back", base=other)
     assert not (tmp_path / "back").exists()
 
@@ -547,9 +553,9 @@ def test_what_is_no_file_is_refused(folder: Path, tmp_path: Path) -> None:
         zip_path(folder)
     (folder / "gone").unlink()
     os.mkfifo(folder / "pipe.safetensors")
-    with pytest.raises(CheckpointError, match="pipe.safetensors is neither a file nor a directory"):
+    with pytest.raises(CheckpointError, match=r"pipe\.safetensors is neither a file nor a directory"):
         zip_path(folder)
-    with pytest.raises(CheckpointError, match="pipe.safetensors is not a file"):
+    with pytest.raises(CheckpointError, match=r"pipe\.safetensors is not a file"):
         zip_path(folder / "pipe.safetensors")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
@@ -573,7 +579,7 @@ def test_a_difference_to_a_directory_comes_back(folder: Path, tmp_path: Path) ->
 def test_damage_to_a_directory_is_found(folder: Path, tmp_path: Path) -> None:
     path = zip_path(folder).path
     for name, content in contents(path).items():
-        damages = [content[:-1], content + b"x"] if content else [b"x"]
+        damages = [content[:-2], content + b"x"] if content else [b"x"]
         if content:
             middle = len(content) // 2
             damages.append(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
@@ -592,7 +598,7 @@ def test_damage_to_a_directory_is_found(folder: Path, tmp_path: Path) -> None:
     one.rename(tmp_path / "moved")
     two.rename(one)
     (tmp_path / "moved").rename(two)
-    with pytest.raises(FormatError, match="is another file than the one listed in laconic-zip.json"):
+    with pytest.raises(FormatError, match=r"is another file than the one listed in laconic-zip\.json"):
         verify(path)
 
 
@@ -605,7 +611,9 @@ def test_files_that_came_later_are_told(folder: Path, tmp_path: Path) -> None:
     assert contents(back.path) == contents(folder)
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "a//b", "", ".", "a\\..\\b", "a\0b", MANIFEST])
+@pytest.mark.parametrize(
+    "name", ["../evil", "/etc/evil", "a/../../evil", "a//b", "", ".", "a\\..\\b", "a\0b", MANIFEST]
+)
 def test_names_that_lead_elsewhere_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
     path = zip_path(folder).path
     manifest = json.loads((path / MANIFEST).read_text())
@@ -655,7 +663,7 @@ def test_what_is_zipped_is_not_zipped_again(folder: Path, plain: Path) -> None:
     (path / MANIFEST).unlink()
     with pytest.raises(FormatError, match=r"holds model-00001-of-00002.safetensors.laconic, which is zipped already"):
         zip_path(path)
-    with pytest.raises(FormatError, match="has no laconic-zip.json"):
+    with pytest.raises(FormatError, match=r"has no laconic-zip\.json"):
         unzip(path)
 
 
@@ -674,12 +682,14 @@ def test_an_index_of_shards_is_checked(folder: Path) -> None:
         with pytest.raises(FormatError, match=message):
             laconic.load_zipped(path)
     index.write_text(json.dumps(good | {"weight_map": {"weight": "model-00003.safetensors"}}))
-    with pytest.raises(CheckpointError, match="cannot read .*model-00003.safetensors"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*model-00003\.safetensors"):
         laconic.load_zipped(path)
     index.unlink()
     assert same(laconic.load_zipped(path)["weight"], tensors()["weight"])
     (path / "more.safetensors").write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
-    with pytest.raises(FormatError, match=r"is both in model-00001-of-00002.safetensors.laconic and in more.safetensors"):
+    with pytest.raises(
+        FormatError, match=r"is both in model-00001-of-00002.safetensors.laconic and in more.safetensors"
+    ):
         laconic.load_zipped(path)
 
 
@@ -721,7 +731,7 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(plain: Path, monkeypat
                 raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
             monkeypatch.setattr(os, "link", link)
-        with pytest.raises(CheckpointError, match="cannot write .*out: File exists"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*out: File exists"):
             zip_path(plain, out, progress=late)
         assert out.read_text() == "mine"
         out.unlink()
@@ -754,9 +764,9 @@ def test_a_failed_write_leaves_nothing(
 
 def test_a_place_that_cannot_be_written_is_named(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write .*file/out: "):
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/out: "):
         zip_path(plain, tmp_path / "file" / "out")
-    with pytest.raises(CheckpointError, match="cannot read .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*nowhere"):
         zip_path(tmp_path / "nowhere")
 
 

@@ -18,7 +18,7 @@ def run(args: Sequence[str]) -> int:
     """Run `laconic verify` with `args`."""
     parser = argparse.ArgumentParser(
         prog="laconic verify",
-        description="Decode all that `laconic zip` wrote and compare every checksum. Exit code 2 when anything is damaged.",
+        description="Decode all that `laconic zip` wrote and compare every checksum; exit code 2 when one differs.",
     )
     parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
     parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
@@ -40,8 +40,8 @@ def run(args: Sequence[str]) -> int:
             file=sys.stderr,
         )
     print(
-        f"{seen.path} is sound: {seen.num_tensors} tensors, {seen.num_other_files} other files, {seen.original_nbytes:,} "
-        f"bytes in {seen.zipped_nbytes:,}, {seconds:.1f} s"
+        f"{seen.path} is sound: {seen.num_tensors} tensors, {seen.num_other_files} other files, "
+        f"{seen.original_nbytes:,} bytes in {seen.zipped_nbytes:,}, {seconds:.1f} s"
     )
     return 0
 

@@ -17,8 +17,8 @@ def run(args: Sequence[str]) -> int:
     """Run `laconic zip` with `args`."""
     parser = argparse.ArgumentParser(
         prog="laconic zip",
-        description="Shrink a safetensors file, or a directory with such files, losslessly: bfloat16 weights by about a "
-        "third. `laconic unzip` restores every byte; laconic.load_zipped loads the tensors as they lie.",
+        description="Shrink a safetensors file, or a directory with such files, losslessly: bfloat16 weights by about "
+        "a third. `laconic unzip` restores every byte; laconic.load_zipped loads the tensors as they lie.",
     )
     parser.add_argument("path", metavar="FILE|DIR", type=Path, help="a .safetensors file, or a directory")
     parser.add_argument("--out", metavar="PATH", type=Path, help="what to write (default: FILE|DIR with .laconic)")

@@ -1,7 +1,7 @@
 """Files and whole checkpoint directories, zipped, unzipped and verified: what `laconic zip` does.
 
-A zipped directory has the files of the original, each safetensors file as a container (`model.safetensors.laconic`), every
-other one as it is, and a manifest, `laconic-zip.json`, with sizes and checksums of all of them and of itself.
+A zipped directory has the files of the original, each safetensors file as a container (`model.safetensors.laconic`),
+every other one as it is, and a manifest, `laconic-zip.json`, with sizes and checksums of all of them and of itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from laconic.errors import CheckpointError, FormatError
 from laconic.formats.chunk import Code
 from laconic.formats.container import SUFFIX, ContainerFile, Progress, write_container
 from laconic.formats.durable import fsync_file, new_directory, new_file
-from laconic.formats.mapped import SafetensorsFile, TensorSource
+from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
 from laconic.formats.safetensors_header import unique_names
 from laconic.formats.zipped import is_zipped, open_tensors
 
@@ -26,6 +26,7 @@ __all__ = ["MANIFEST", "Summary", "tensors_nbytes", "unzip", "verify", "zip_path
 
 MANIFEST = "laconic-zip.json"
 _VERSION = 1
+_PIECE_NBYTES = 1 << 20
 _MANIFEST_LIMIT_NBYTES = 100_000_000
 _SAFETENSORS = ".safetensors"
 
@@ -152,9 +153,7 @@ def unzip(
     return Summary(out, original_nbytes, zipped_nbytes, num_tensors, num_other, unlisted=unlisted)
 
 
-def verify(
-    path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None
-) -> Summary:
+def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None) -> Summary:
     """Decode everything that `zip_path` wrote and compare every checksum, without writing anything.
 
     Without the base of a checkpoint that needs one, the stored differences are verified instead. Raises as `unzip`.
@@ -207,7 +206,7 @@ def _unzip_file(zipped: ContainerFile, out: Path, num_threads: int, progress: Pr
     with new_file(out) as file:
         file.write(len(zipped.header).to_bytes(8, "little") + zipped.header)
         for chunk in zipped.chunks(num_threads):
-            file.write(memoryview(chunk.numpy()))
+            file.write(chunk.numpy().data)
             if progress is not None:
                 progress(len(chunk))
     return Summary(out, zipped.original_nbytes, zipped.nbytes, len(zipped.entries))
@@ -249,19 +248,15 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 def _copy(source: Path, target: Path) -> tuple[int, str]:
     """Copy a file durably; its size and SHA-256."""
+    content = map_file(source)
     digest = hashlib.sha256()
-    nbytes = 0
-    try:
-        reading = open(source, "rb")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {source}: {error.strerror}") from error
-    with reading, open(target, "xb") as writing:
-        while piece := reading.read(1 << 20):
+    with open(target, "xb") as writing:
+        for start in range(0, len(content), _PIECE_NBYTES):
+            piece = content[start : start + _PIECE_NBYTES].numpy().data
             digest.update(piece)
-            nbytes += len(piece)
             writing.write(piece)
         fsync_file(writing)
-    return nbytes, digest.hexdigest()
+    return len(content), digest.hexdigest()
 
 
 def _hash(path: Path) -> tuple[int, str]:
@@ -285,7 +280,9 @@ def _listed_container(path: Path, record: Mapping[str, Any], base: TensorSource 
 
 def _compare(path: Path, record: Mapping[str, Any], nbytes: int, sha256: str) -> None:
     if nbytes != record["nbytes"]:
-        raise FormatError(f"{path}: damaged: it has {nbytes:,} bytes, but {record['nbytes']:,} are listed in {MANIFEST}")
+        raise FormatError(
+            f"{path}: damaged: it has {nbytes:,} bytes, but {record['nbytes']:,} are listed in {MANIFEST}"
+        )
     if sha256 != record["sha256"]:
         raise FormatError(
             f"{path}: damaged: it has SHA-256 {sha256[:16]}..., but {record['sha256'][:16]}... is listed in {MANIFEST}"
@@ -332,5 +329,3 @@ def _check_name(name: str, manifest: Path) -> None:
 
 def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-

@@ -1,7 +1,7 @@
 """A chunk of a tensor's bytes as one message of the lossless format, and back.
 
-A chunk travels in its own dtype where that has an exponent code. Otherwise it travels as uint8 in *planes*: first the first
-byte of every element, then the second, and so on, so that bytes of one meaning stand together (the high bytes of
+A chunk travels in its own dtype where that has an exponent code. Otherwise it travels as uint8 in *planes*: first the
+first byte of every element, then the second, and so on, so that bytes of one meaning stand together (the high bytes of
 integers, or of a difference, are mostly zeros). Which of the two it is shows in the dtype of the message.
 
 The difference of two versions of a tensor is their exclusive or. Where nothing changed there is no message at all.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.formats.checksum import checksum_of
-from laconic.formats.lossless import Expect, decode_into, encode, read_header
+from laconic.formats.lossless import decode_into, encode, read_header
 from laconic.formats.safetensors_header import Element
 
 __all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
@@ -47,8 +47,7 @@ def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None
 
 
 def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) -> bool:
-    """Whether `data`, uint8 [n], minus `base` takes fewer bytes than `data`, judged by the first 64 KiB."""
-    data, base = data[:_SAMPLE_NBYTES].clone(), base[:_SAMPLE_NBYTES].clone()
+    """Whether `data`, uint8 [n], minus `base` takes fewer bytes than `data`."""
     changed = difference(data, base)
     if not changed.any():
         return True
@@ -58,8 +57,8 @@ def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) ->
 def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> tuple[int, int] | None:
     """Write what `message` holds to `out`, uint8 [n]. Returns the numbers of its checksum where the message says them.
 
-    Nothing larger than `out` is allocated. Raises FormatError, beginning with `where`, when the message is damaged or not
-    one of n bytes of such elements.
+    Nothing larger than `out` is allocated. Raises FormatError, beginning with `where`, when the message is damaged or
+    not one of n bytes of such elements.
     """
     header = read_header(message)
     expected = (len(out) // header.dtype.itemsize,)

@@ -1,8 +1,8 @@
 """Zipped safetensors files: the container (docs/zip.md), read and written.
 
 A container is a header, the messages of the tensors in the order of the original file, and a tail: the original's own
-safetensors header and an index, under a SHA-256. Where each message is follows from the lengths before it, so that none can
-overlap another or leave a hole; every other byte of the file is a zero, and that is checked.
+safetensors header and an index, under a SHA-256. Where each message is follows from the lengths before it, so that none
+can overlap another or leave a hole; every other byte of the file is a zero, and that is checked.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _HEAD = struct.Struct("<8sIIQII")  # magic, version, chunk_nbytes, tail_offset, 
 _HEAD_NBYTES = 64  # the rest is the SHA-256 of _HEAD and the tail
 _ALIGNMENT = 64
 _MAX_ELEMENTS_PER_BYTE = 8  # no code of the lossless format spends less than a bit on an element
+_PIECE_NBYTES, _NUM_PIECES = 1 << 12, 16  # of a tensor, to see whether its difference to another is shorter
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of tensors that were dealt with since the last call."""
@@ -218,7 +219,9 @@ class ContainerFile:
             raise FormatError(f"{where}: its index must have base, data_nbytes and a list of tensors")
         self.base_name: str | None = base_name
         entries, self.metadata = parse_header(self.header, self.data_nbytes, where)
-        if [record.get("name") if isinstance(record, dict) else None for record in records] != [e.name for e in entries]:
+        if [record.get("name") if isinstance(record, dict) else None for record in records] != [
+            e.name for e in entries
+        ]:
             raise FormatError(f"{where}: its index does not list the tensors of its safetensors header in their order")
         self.entries: dict[str, Entry] = {entry.name: entry for entry in entries}
         self.stored: dict[str, Stored] = {}
@@ -245,13 +248,15 @@ class ContainerFile:
             num_elements = chunk_nbytes // entry.element.itemsize
             if num_elements > _MAX_ELEMENTS_PER_BYTE * nbytes and not (nbytes == 0 and base is not None):
                 raise FormatError(
-                    f"{where}: {num_elements:,} elements cannot be in a message of {nbytes:,} bytes; they take at least "
-                    "one bit each"
+                    f"{where}: {num_elements:,} elements cannot be in a message of {nbytes:,} bytes; each takes at "
+                    "least one bit"
                 )
             messages.append((offset, nbytes))
             offset += _padded(nbytes)
             if offset > self._tail:
-                raise FormatError(f"{where}: message {number} ends at byte {offset:,}, behind the beginning of the index")
+                raise FormatError(
+                    f"{where}: message {number} ends at byte {offset:,}, behind the beginning of the tail"
+                )
         return Stored(checksum, base, tuple(messages)), offset
 
 
@@ -278,7 +283,7 @@ def write_container(
     offset = _HEAD_NBYTES
     records: list[dict[str, Any]] = []
     total = Checksum()
-    for entry, theirs, number, (message, *sums) in _encoded(entries, tensors, code, base, num_threads):
+    for entry, theirs, number, (message, sum_, weighted_sum) in _encoded(entries, tensors, code, base, num_threads):
         if number == 0:
             total = Checksum()
             record: dict[str, Any] = {"name": entry.name, "checksum": "", "messages": []}
@@ -289,11 +294,11 @@ def write_container(
         chunk_nbytes = min(CHUNK_NBYTES, entry.nbytes - number * CHUNK_NBYTES)
         if message is not None:
             nbytes = len(message)
-            file.write(memoryview(message.numpy()))
+            file.write(message.numpy().data)
             file.write(bytes(_padded(nbytes) - nbytes))
             offset += _padded(nbytes)
         if chunk_nbytes:
-            total.add(*sums, chunk_nbytes)
+            total.add(sum_, weighted_sum, chunk_nbytes)
             records[-1]["messages"].append(nbytes)
         records[-1]["checksum"] = str(total)
         if progress is not None:
@@ -333,7 +338,9 @@ def _encoded(
     def calls() -> Iterator[Callable[[], _Encoded]]:
         for entry, data in zip(entries, tensors, strict=True):
             if len(data) != entry.nbytes:
-                raise FormatError(f"tensor {entry.name!r} has {len(data):,} bytes, but its header says {entry.nbytes:,}")
+                raise FormatError(
+                    f"tensor {entry.name!r} has {len(data):,} bytes, but its header says {entry.nbytes:,}"
+                )
             theirs = base if base is not None and _pays(base, entry, data, code) else None
             for start in range(0, max(entry.nbytes, 1), CHUNK_NBYTES):
                 places.append((entry, theirs, start // CHUNK_NBYTES))
@@ -357,7 +364,10 @@ def _pays(base: TensorSource, entry: Entry, data: Tensor, code: Code) -> bool:
     theirs = base.entries.get(entry.name)
     if theirs is None or (theirs.dtype, theirs.shape) != (entry.dtype, entry.shape) or not entry.nbytes:
         return False
-    return difference_pays(data, base.read(entry.name, 0, min(CHUNK_NBYTES, entry.nbytes)), entry.element, code)
+    starts = range(0, entry.nbytes, max(_PIECE_NBYTES, entry.nbytes // _NUM_PIECES // _PIECE_NBYTES * _PIECE_NBYTES))
+    mine = torch.cat([data[start : start + _PIECE_NBYTES] for start in starts])
+    others = [base.read(entry.name, start, min(start + _PIECE_NBYTES, entry.nbytes)) for start in starts]
+    return difference_pays(mine, torch.cat(others), entry.element, code)
 
 
 def _padded(nbytes: int) -> int:

@@ -1,8 +1,8 @@
 """The header of a safetensors file: which tensors there are, where, and of what kind; every claim of it checked.
 
-The layout is that of the safetensors project: a u64 with the length of the header, the header (a JSON object), the data.
-Each entry has a dtype, a shape and the range of its bytes in the data; the ranges fill the data without holes. The
-parser is ours because a file has to come back byte for byte: header, order and all.
+The layout is that of the safetensors project: a u64 with the length of the header, the header (a JSON object), the
+data. Each entry has a dtype, a shape and the range of its bytes in the data; the ranges fill the data without holes.
+The parser is ours because a file has to come back byte for byte: header, order and all.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _position(entry: Entry) -> tuple[int, int]:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for `json.loads`, which would keep the last of two with one name. Raises ValueError."""
+    """The object of these pairs, for `json.loads`, which would keep the last of two equal names. Raises ValueError."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.container import SUFFIX, ContainerFile
-from laconic.formats.mapped import SafetensorsFile, TensorSource, TensorsInMemory
+from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSource
 from laconic.formats.safetensors_header import Entry, unique_names
 
 __all__ = ["TensorFiles", "ZippedTensors", "is_zipped", "load_zipped", "open_tensors"]
@@ -55,7 +55,9 @@ class ZippedTensors(Mapping[str, Tensor]):
         entry = self._files.entries[name]
         dtype = entry.element.torch_dtype
         if dtype is None:
-            raise FormatError(f"tensor {name!r} has dtype {entry.dtype}, which torch cannot hold; unzip the file instead")
+            raise FormatError(
+                f"tensor {name!r} has dtype {entry.dtype}, which torch cannot hold; unzip the file instead"
+            )
         return data.view(dtype).view(entry.shape).to(self.device)
 
     def __iter__(self) -> Iterator[str]:

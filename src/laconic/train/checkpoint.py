@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
 from laconic.errors import CheckpointError
-from laconic.formats.shards import local_part
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
+from laconic.formats.shards import local_part
 from laconic.train.pipeline import Parts
 from laconic.train.run_dir import latest_name
 from laconic.train.world import World
