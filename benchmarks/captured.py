@@ -1,0 +1,109 @@
+"""Tensors of a training in progress: what the lossless format meets on a wire and in a file."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from laconic.train.config import ModelConfig
+from laconic.train.model import build_model
+
+__all__ = ["Captured", "capture"]
+
+_LENGTH = 128
+_BATCH = 16
+
+Captured = dict[str, list[Tensor]]
+"""Tensors by kind, in the dtype in which they travel or are stored."""
+
+
+def capture(family: str, steps: int, hidden_size: int = 128, num_layers: int = 4) -> Captured:
+    """Train a small model on the bytes of the Python standard library and take one more step under observation.
+
+    Arguments:
+        family: a model_type of transformers; one with experts adds what is dispatched to them.
+        steps: optimizer steps before it.
+
+    Parameters are fp32 and computed with in bf16, as the trainer does it. Kinds: weights, gradients and AdamW's moments
+    in fp32 (as they are stored) and bf16 (as they are sent), the layers' outputs and the gradients of these in bf16
+    (what pipeline stages send), and the tokens given to each expert.
+    """
+    tokens = _text()
+    extra = {"num_local_experts": 8} if family == "mixtral" else {}
+    config = ModelConfig(
+        family=family,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        extra=extra,
+    )
+    model = build_model(config, 257, _LENGTH, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    found: Captured = {}
+    for step in range(steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        with ExitStack() as hooks:
+            if step == steps:
+                _observe(model, found, hooks)
+            batch = _batch(tokens, step)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    stored = {
+        "weights": [p.detach() for p in parameters],
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "Adam's first moment": [optimizer.state[p]["exp_avg"] for p in parameters],
+        "Adam's second moment": [optimizer.state[p]["exp_avg_sq"] for p in parameters],
+    }
+    for kind, tensors in stored.items():
+        found[f"{kind}, bf16"] = [tensor.bfloat16() for tensor in tensors]
+        found[f"{kind}, fp32"] = [tensor.clone() for tensor in tensors]
+    return found
+
+
+def _observe(model: nn.Module, found: Captured, hooks: ExitStack) -> None:
+    """Note the outputs of the layers, the gradients of these, and the inputs of experts."""
+
+    def note(kind: str) -> Callable[[Tensor], None]:
+        return lambda tensor: found.setdefault(kind, []).append(tensor.detach().bfloat16().clone())
+
+    def of_layer(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        tensor = output if isinstance(output, Tensor) else output[0]
+        note("layer outputs, bf16")(tensor)
+        tensor.register_hook(note("gradients of layer outputs, bf16"))
+
+    def of_experts(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        states, experts = args[0], args[1]  # [tokens, hidden] and [tokens, k]: to each expert go its tokens
+        rows = [states[(experts == expert).any(-1)] for expert in range(int(experts.max()) + 1)]
+        note("tokens for experts, bf16")(torch.cat(rows))
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0].endswith("layers"):
+            hooks.callback(module.register_forward_hook(of_layer).remove)
+        if name.endswith(".experts"):
+            hooks.callback(module.register_forward_pre_hook(of_experts).remove)
+
+
+def _text() -> Tensor:
+    """Bytes of the Python standard library, int64."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = b"\n".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def _batch(tokens: Tensor, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    starts = torch.randint(0, len(tokens) - _LENGTH, (_BATCH, 1), generator=generator)
+    return tokens[starts + torch.arange(_LENGTH)]
