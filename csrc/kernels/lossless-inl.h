@@ -84,8 +84,8 @@ struct Tiers {
 };
 
 constexpr int kCodeMask = 7, kZerosLeftOut = 8, kByteLeftOut = 16;  // of a kind
-constexpr int kNumExponentCodes = 4;                                // raw, (3), (2, 2, 3), (3, 3)
-constexpr int kWidths[kNumExponentCodes][3] = {{0, 0, 0}, {3, 0, 0}, {2, 2, 3}, {3, 3, 0}};
+constexpr int kNumExponentCodes = 4;                                // raw, (3), (2, 2, 3), (3, 2, 2)
+constexpr int kWidths[kNumExponentCodes][3] = {{0, 0, 0}, {3, 0, 0}, {2, 2, 3}, {3, 2, 2}};
 
 // False: no encoder writes this kind and nest.
 inline bool read_tiers(const LosslessBlock& block, Tiers& tiers) {
@@ -165,10 +165,10 @@ inline int choose_tiers(const Histogram& histogram, LosslessCode code, Tiers& ti
     chooser.choose(kWidths[1], tiers);
     return 1;
   }
-  Tiers two;
-  const int cost_of_three = chooser.choose(kWidths[2], tiers);
-  if (chooser.choose(kWidths[3], two) >= cost_of_three) return 2;
-  tiers = two;
+  Tiers flatter;
+  const int cost = chooser.choose(kWidths[2], tiers);
+  if (chooser.choose(kWidths[3], flatter) >= cost) return 2;
+  tiers = flatter;
   return 3;
 }
 

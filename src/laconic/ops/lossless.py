@@ -45,7 +45,7 @@ CODES = {"raw": 0, "window": 1, "tiered": 2}
 TOO_LONG = 255
 """The code of a message that did not fit its capacity."""
 
-WIDTHS = ((), (3,), (2, 2, 3), (3, 3))
+WIDTHS = ((), (3,), (2, 2, 3), (3, 2, 2))
 """Bits per tier for bits 0-2 of a block's kind; kind 0 is raw."""
 ZEROS_LEFT_OUT = 8
 PLANE_LEFT_OUT = 16

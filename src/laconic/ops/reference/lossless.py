@@ -350,7 +350,7 @@ def _check_directory(
     sound &= (shape != 0) | ((kind | base | nest) == 0) & (length == block_numel * layout.nbytes)
     sound &= (shape != 1) | (nest == 0)
     sound &= (shape != 2) | (o2 < 4)
-    sound &= (shape != 3) | (o3 == 0)
+    sound &= (shape != 3) | ((o2 < 4) & (o3 < 4))
     if not (sound.all() and int(length.sum()) == payload_nbytes):
         raise DamagedMessage(Status.DIRECTORY)
 
