@@ -16,9 +16,12 @@ const std::vector<Isa>& supported_isas() {
       found.push_back({"avx2", &kBlockwiseAvx2, &kAccumulateAvx2, &kReduceAvx2, &kAdamWAvx2,
                        &kLosslessPortable});
     }
+    const bool vbmi2 = __builtin_cpu_supports("avx512vbmi") &&
+                       __builtin_cpu_supports("avx512vbmi2") &&
+                       __builtin_cpu_supports("avx512vpopcntdq");
     if (avx512) {
       found.push_back({"avx512", &kBlockwiseAvx512, &kAccumulateAvx512, &kReduceAvx512,
-                       &kAdamWAvx512, &kLosslessPortable});
+                       &kAdamWAvx512, vbmi2 ? &kLosslessAvx512 : &kLosslessPortable});
     }
 #endif
     return found;
