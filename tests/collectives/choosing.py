@@ -1,4 +1,4 @@
-"""What several processes do to choose: `python -m tests.collectives.choosing NAMES FOLDER` with torchrun's variables.
+"""What several processes do to choose: `python -m tests.collectives.choosing FOLDER` with torchrun's variables.
 
 Each rank writes what it found to FOLDER/<name>.<rank>.json.
 """
@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives import choose as choosing
-from laconic.collectives.choose import choose, observe, use_rates
+from laconic.collectives.choose import choose, observe, prepare, use_rates, would_talk
+from laconic.collectives.lane import run_in_background
 from laconic.collectives.measure import Ranks
 from laconic.cost.wire import RAW
+from laconic.cost.wire_rates import WireRates
 from laconic.errors import ConfigError
 from tests.collectives.simulated import made_up_rates
 
@@ -40,12 +42,18 @@ def choices(group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
+def rates_of(group: dist.ProcessGroup) -> WireRates:
+    chooser = choosing._chooser_of("all_gather", group, CPU)
+    assert chooser is not None
+    return chooser.rates
+
+
 def measured(group: dist.ProcessGroup) -> Any:
     """Without a file."""
     started = time.perf_counter()
     choose("all_gather", LARGE, torch.bfloat16, group)
     seconds = time.perf_counter() - started
-    rates = choosing._chooser_of(group, CPU).rates
+    rates = rates_of(group)
     half = dist.new_group(list(range(group.size() // 2 + 1)))
     in_half = choices(half) if half is not dist.GroupMember.NON_GROUP_MEMBER else None
     return {"choices": choices(group), "rates": rates.to_dict(), "seconds": seconds, "half": in_half}
@@ -55,18 +63,44 @@ def from_rank_0(group: dist.ProcessGroup) -> Any:
     """Rank 0 has rates that nobody else has."""
     if group.rank() == 0:
         use_rates(made_up_rates())
-    return {"choices": choices(group), "rates": choosing._chooser_of(group, CPU).rates.to_dict()}
+    return {"choices": choices(group), "rates": rates_of(group).to_dict()}
 
 
 def unreadable(group: dist.ProcessGroup) -> Any:
     """The file of rank 0 is damaged."""
     if group.rank() == 0:
-        os.environ["LACONIC_WIRE_RATES"] = str(Path(sys.argv[2]) / "damaged.json")
+        os.environ["LACONIC_WIRE_RATES"] = str(Path(sys.argv[1]) / "damaged.json")
     try:
         choose("all_gather", LARGE, torch.bfloat16, group)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def prepared(group: dist.ProcessGroup) -> Any:
+    """Sends concern two of the ranks only."""
+    early = choose("send", LARGE, torch.bfloat16, group).reason
+    if group.rank() == 0:
+        use_rates(made_up_rates())
+    prepare(group)
+    in_lane = run_in_background(lambda groups: choices_of_sends(groups[0]), (group,), CPU).wait()
+    return {"early": early, "here": choices_of_sends(group), "in_lane": in_lane}
+
+
+def choices_of_sends(group: dist.ProcessGroup) -> list[Any]:
+    return [] if group.rank() == 2 else [dataclasses.astuple(choose("send", LARGE, torch.bfloat16, group))]
+
+
+def talking(group: dist.ProcessGroup) -> list[bool]:
+    """Whether each call would communicate, and then makes it."""
+    if group.rank() == 0:
+        use_rates(made_up_rates())
+    arguments = ("all_gather", LARGE, torch.bfloat16, group)
+    found = [would_talk("all_gather", 10, torch.bfloat16, group), would_talk("send", LARGE, torch.bfloat16, group)]
+    for _ in range(4):
+        found.append(would_talk(*arguments))
+        observe("all_gather", torch.bfloat16, group, choose(*arguments), 3000, 2000)
+    return found
 
 
 def texts(group: dist.ProcessGroup) -> Any:
@@ -78,15 +112,16 @@ def texts(group: dist.ProcessGroup) -> Any:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    scenarios = {"measured": measured, "from_rank_0": from_rank_0, "unreadable": unreadable, "texts": texts}
-    for name in sys.argv[1].split(","):
+    scenarios = (measured, from_rank_0, unreadable, prepared, talking, texts)
+    for scenario in scenarios:
+        name = scenario.__name__
         # A group of its own for each, so that nothing is remembered.
         group = dist.new_group(list(range(dist.get_world_size())))
         assert group is not None
-        found = scenarios[name](group)
+        found = scenario(group)
         use_rates(None)
         os.environ.pop("LACONIC_WIRE_RATES", None)
-        (Path(sys.argv[2]) / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(found))
+        (Path(sys.argv[1]) / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from laconic.collectives.choose import Chooser
 from laconic.collectives.measure import Exchange, world_of
-from laconic.cost.wire import LOW_RATIO, PAYS, PROBE, RAW, Choice, World, decide
+from laconic.cost.wire import LOW_RATIO, NOT_PREPARED, PAYS, PROBE, RAW, Choice, World, decide
 from laconic.cost.wire_rates import WireRates
 from tests.collectives.simulated import made_up_rates, on_ranks
 from tests.distributed.processes import finish, free_port, rank_environment, start
@@ -175,8 +175,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What three processes found, by scenario and rank."""
     folder = tmp_path_factory.mktemp("choosing")
     (folder / "damaged.json").write_text('{"format": "laconic wire rates", "version": 9}')
-    names = ["measured", "from_rank_0", "unreadable", "texts"]
-    arguments = ["-m", "tests.collectives.choosing", ",".join(names), str(folder)]
+    names = ["measured", "from_rank_0", "unreadable", "prepared", "talking", "texts"]
+    arguments = ["-m", "tests.collectives.choosing", str(folder)]
     port, home = free_port(), str(folder / "cache")
     environments = [rank_environment(rank, WORLD, port, XDG_CACHE_HOME=home) for rank in range(WORLD)]
     endings = [finish(process) for process in [start(arguments, environment) for environment in environments]]
@@ -214,6 +214,19 @@ def test_a_damaged_file_is_an_error_on_every_rank(found: dict[str, list[Any]]) -
     for message in found["unreadable"]:
         assert message.startswith("rank 0 of the group cannot read its rates:")
         assert "version is 9, but this laconic reads version 1" in message
+
+
+def test_sends_are_chosen_for_in_prepared_groups(found: dict[str, list[Any]]) -> None:
+    assert [one["early"] for one in found["prepared"]] == [NOT_PREPARED] * WORLD
+    first, second, third = found["prepared"]
+    assert first["here"] == second["here"] == first["in_lane"] == second["in_lane"]
+    assert first["here"][0][0] == "tiered"
+    assert third["here"] == []
+
+
+def test_ranks_know_when_choosing_will_communicate(found: dict[str, list[Any]]) -> None:
+    # A small message and a send never; the first call, then after 1, 2 and 4 coded ones.
+    assert found["talking"] == [[False, False, True, True, False, True]] * WORLD
 
 
 def test_texts_of_all_ranks_arrive(found: dict[str, list[Any]]) -> None:

@@ -8,6 +8,9 @@ calls `choose` and `observe` in the thread in which it runs.
 
 Rates come from the file that `laconic profile` wrote. Without one they are measured at the first message that is large
 enough to be coded, in less than half a second per group.
+
+Sends concern two ranks of a group, which cannot wait for each other without risking a deadlock. They are chosen for in
+groups that all their ranks have `prepare`d, and raw in others.
 """
 
 from __future__ import annotations
@@ -17,17 +20,20 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from laconic.collectives.lane import original_of
 from laconic.collectives.measure import Exchange, Ranks, brief_codec, brief_link, host_name, world_of
 from laconic.cost.wire import (
     LOW_RATIO,
     MIN_CODED_NBYTES,
     NO_CODE,
+    NOT_PREPARED,
     ONE_RANK,
     PROBE,
     RAW,
@@ -37,10 +43,10 @@ from laconic.cost.wire import (
     decide,
     left_raw,
 )
-from laconic.cost.wire_rates import ITEM_NBYTES, CodecRates, WireRates, default_path
+from laconic.cost.wire_rates import ITEM_NBYTES, SEND, CodecRates, WireRates, default_path
 from laconic.errors import ConfigError
 
-__all__ = ["Chooser", "choose", "observe", "use_rates"]
+__all__ = ["Chooser", "choose", "observe", "prepare", "use_rates", "would_talk"]
 
 _WEIGHT = 0.25
 """Of a new observation in the running estimate."""
@@ -74,7 +80,7 @@ def choose(
 
     Arguments:
         operation: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter" or
-            "send" (for the receiver too).
+            "send" (for the receiver too; give each direction between two ranks a tag of its own).
         numel: elements of one rank's input; a number that all ranks share.
         dtype: of the tensor.
         group: the group, or the copy of it in which the operation runs. Its first call may communicate.
@@ -84,14 +90,42 @@ def choose(
 
     Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
     """
-    name = str(dtype).removeprefix("torch.")
+    reason = _obvious(numel, dtype, group)
+    if reason is not None:
+        return left_raw(reason)
+    chooser = _chooser_of(operation, group, device)
+    return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(operation, numel, _name(dtype), tag, levels)
+
+
+def would_talk(
+    operation: str,
+    numel: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    *,
+    tag: str = "",
+    device: torch.device = _CPU,
+) -> bool:
+    """Whether `choose` with these arguments would communicate now: at first use, and when observations are due."""
+    if operation == SEND or _obvious(numel, dtype, group) is not None:
+        return False
+    chooser = _known.get(group, {}).get((device.type, False))
+    return chooser is None or chooser.would_talk(operation, _name(dtype), tag)
+
+
+def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
+    """Agree on rates with all ranks of `group` now, instead of at its first large message, and for sends too.
+
+    Every rank of the group must call it, before the group's first message.
+
+    Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
+    """
     if group.size() == 1:
-        return left_raw(ONE_RANK)
-    if name not in ITEM_NBYTES:
-        return left_raw(NO_CODE)
-    if numel * dtype.itemsize < MIN_CODED_NBYTES:
-        return left_raw(TOO_SMALL)
-    return _chooser_of(group, device).choose(operation, numel, name, tag, levels)
+        return
+    ranks = Ranks(group, device)
+    world, rates = _agreed_rates(ranks)
+    measured = {_name(dtype): brief_codec(ranks, dtype) for dtype in _SENT if _name(dtype) not in rates.codecs}
+    _prepared.setdefault(group, {})[device.type] = world, replace(rates, codecs={**rates.codecs, **measured})
 
 
 def observe(
@@ -111,9 +145,10 @@ def observe(
     shared: every rank passes the same two numbers, as after an all-gather of all sizes. Otherwise each rank passes what
     it knows, and ranks add these up now and then, inside of `choose`.
     """
-    if choice.codec != RAW and group.size() > 1 and raw_nbytes:
-        name = str(dtype).removeprefix("torch.")
-        _chooser_of(group, device).observe(operation, name, choice.codec, raw_nbytes, message_nbytes, shared, tag)
+    if choice.codec != RAW and raw_nbytes:
+        chooser = _chooser_of(operation, group, device)
+        assert chooser is not None, "it made the choice"
+        chooser.observe(operation, _name(dtype), choice.codec, raw_nbytes, message_nbytes, shared, tag)
 
 
 def use_rates(rates: WireRates | str | Path | None) -> None:
@@ -124,7 +159,7 @@ def use_rates(rates: WireRates | str | Path | None) -> None:
     global _explicit
     with _lock:
         _explicit = WireRates.load(rates) if isinstance(rates, str | Path) else rates
-        _choosers.clear()
+        _known.clear()
 
 
 # --- one group ---
@@ -165,6 +200,13 @@ class Chooser:
         if choice.codec != RAW:
             estimate.num_coded += 1
         return choice
+
+    def would_talk(self, operation: str, dtype: str, tag: str) -> bool:
+        """See `would_talk`; `dtype` by name."""
+        if dtype not in self.rates.codecs and self._codecs_of is not None:
+            return True
+        estimate = self._estimates.get((operation, dtype, tag))
+        return self._exchange is not None and estimate is not None and estimate.is_due
 
     def observe(
         self, operation: str, dtype: str, code: str, raw_nbytes: int, message_nbytes: int, shared: bool, tag: str
@@ -240,40 +282,66 @@ class _Estimate:
         return True
 
 
-# --- the chooser of a process group ---
+# --- the choosers of a process group ---
+
+_SENT = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that are worth preparing for: activations and their gradients."""
 
 _lock = threading.Lock()
-_choosers: WeakKeyDictionary[dist.ProcessGroup, dict[str, Chooser]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Chooser]] = WeakKeyDictionary()
+"""By type of device, and whether it is for sends."""
+_prepared: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[World, WireRates]]] = WeakKeyDictionary()
 _explicit: WireRates | None = None
 
 
-def _chooser_of(group: dist.ProcessGroup, device: torch.device) -> Chooser:
+def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) -> Chooser | None:
+    """The group's chooser for an operation, made at first use; None for sends in a group that was not prepared."""
+    sends = operation == SEND
     with _lock:
-        by_device = _choosers.setdefault(group, {})
-    if device.type not in by_device:
-        by_device[device.type] = _agreed(Ranks(group, device))
-    return by_device[device.type]
+        choosers = _known.setdefault(group, {})
+    key = device.type, sends
+    if key not in choosers:
+        prepared = _prepared.get(original_of(group), {}).get(device.type)
+        if prepared is None and sends:
+            return None
+        ranks = Ranks(group, device)
+        world, rates = _agreed_rates(ranks) if prepared is None else prepared
+        # Two ranks that send to each other share no order of calls with the rest of the group.
+        exchange = None if sends or device.type == "cuda" else ranks.exchange
+        choosers[key] = Chooser(world, rates, exchange, None if sends else partial(_measured_codecs, ranks))
+    return choosers[key]
 
 
-def _agreed(ranks: Ranks) -> Chooser:
-    """The chooser of a group, made by all ranks together: rank 0's rates where it has some, else measured ones."""
+def _measured_codecs(ranks: Ranks, dtype: str) -> Mapping[str, CodecRates]:
+    return brief_codec(ranks, getattr(torch, dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _obvious(numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> str | None:
+    """Why a message is left raw without asking anybody, None if that is not clear."""
+    if group.size() == 1:
+        return ONE_RANK
+    if _name(dtype) not in ITEM_NBYTES:
+        return NO_CODE
+    return TOO_SMALL if numel * dtype.itemsize < MIN_CODED_NBYTES else None
+
+
+def _agreed_rates(ranks: Ranks) -> tuple[World, WireRates]:
+    """The group's machines and rates, found by all ranks together: rank 0's file where it has one, else measured."""
     found = [json.loads(text) for text in ranks.texts(json.dumps(_introduction(ranks)))]
     for rank, one in enumerate(found):
         if one["error"]:
             raise ConfigError(f"rank {rank} of the group cannot read its rates: {one['error']}")
     hosts = [one["host"] for one in found]
+    world = world_of(hosts)
     first = found[0]["rates"]
     rates = None if first is None else WireRates.from_dict(first)
-    if rates is not None and found[0]["checked"] and not set(hosts) <= set(rates.hosts):
-        rates = None  # of another cluster
-    world = world_of(hosts)
-    if rates is None:
+    if rates is None or (found[0]["checked"] and not set(hosts) <= set(rates.hosts)):  # none, or of another cluster
         rates = WireRates({world.kind: brief_link(ranks)}, {}, ranks.device.type, source="measured at first use")
-
-    def codecs_of(dtype: str) -> Mapping[str, CodecRates]:
-        return brief_codec(ranks, getattr(torch, dtype))
-
-    return Chooser(world, rates, None if ranks.device.type == "cuda" else ranks.exchange, codecs_of)
+    return world, rates
 
 
 def _introduction(ranks: Ranks) -> dict[str, object]:

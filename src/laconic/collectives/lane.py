@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from laconic.collectives.native import in_background
 
-__all__ = ["Groups", "Job", "Work", "run_here", "run_in_background"]
+__all__ = ["Groups", "Job", "Work", "original_of", "run_here", "run_in_background"]
 
 T = TypeVar("T")
 
@@ -154,7 +154,17 @@ def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     copy = dist.ProcessGroup(store, group.rank(), group.size())
     copy._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     copy._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    _originals[copy] = ref(group)
     return copy
+
+
+_originals: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The caller's group that a lane's is a copy of; `group` itself if it is none."""
+    found = _originals.get(group)
+    return (found() if found is not None else None) or group
 
 
 # --- CUDA: streams ---

@@ -65,6 +65,7 @@ NOT_MEASURED = "codec was not measured"
 TOO_SMALL = "message is too small"
 FAST_LINK = "link is too fast for the codec"
 LOW_RATIO = "data does not shrink enough"
+NOT_PREPARED = "group was not prepared for sends"
 PROBE = "probing whether the data shrinks again"
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "GROUP_KINDS",
     "ITEM_NBYTES",
     "OPERATIONS",
+    "SEND",
     "CodecRates",
     "Line",
     "LinkRates",
@@ -30,7 +31,8 @@ __all__ = [
     "fit_line",
 ]
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "send")
+SEND = "send"
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", SEND)
 GROUP_KINDS = ("all", "node", "across")
 """`all`: several nodes with several ranks each; `node`: ranks of one node; `across`: one rank of each node."""
 
@@ -84,7 +86,7 @@ class LinkRates:
         def scaled(lines: Mapping[str, Line]) -> dict[str, Line]:
             # Two ranks talk to each other, however many there are.
             return {
-                name: line if name == "send" else Line(line.alpha_seconds * scale, line.seconds_per_byte, line.error)
+                name: line if name == SEND else Line(line.alpha_seconds * scale, line.seconds_per_byte, line.error)
                 for name, line in lines.items()
             }
 
