@@ -12,6 +12,7 @@ import laconic
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config import ModelConfig
 from laconic.train.model import build_model
+from laconic.train.pipeline import StageModule
 from laconic.train.stages import Chunk, Gap, balanced_split, mean_loss, split_model
 
 VOCABULARY = 97
@@ -128,3 +129,20 @@ def test_a_model_whose_parts_do_not_add_up_is_refused() -> None:
     model.model.__class__ = Twice
     with pytest.raises(ModelError, match="cannot be cut into pipeline stages"):
         split_model(model, (1, 1))
+
+
+def test_a_received_tensor_that_is_filled_again_is_packed_again() -> None:
+    """A schedule receives every step's hidden states into one tensor, and torch does not count that as a change."""
+    model = tiny()
+    laconic.compress_activations(model)
+    last = split_model(model, (2, 3))[1]
+    stage = StageModule(last, torch.device("cpu"), "fp32", chunked_loss=False)
+    ids = tokens()
+    hidden = [torch.randn(2, 17, 32, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    expected = gradients(last, stage(hidden[1].clone().requires_grad_(), ids[:, 1:]).sum())
+    received = hidden[0].clone().requires_grad_()
+    gradients(last, stage(received, ids[:, 1:]).sum())
+    received.data.copy_(hidden[1])  # as gloo does: no change of version
+    found = gradients(last, stage(received, ids[:, 1:]).sum())
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
