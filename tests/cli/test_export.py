@@ -9,21 +9,27 @@ import pytest
 from laconic.cli.main import main
 
 
-@pytest.mark.parametrize(("extra", "checkpoint"), [([], None), (["--checkpoint", "step-10"], "step-10")])
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [([], (None, False)), (["--checkpoint", "step-10"], ("step-10", False)), (["--zip"], (None, True))],
+)
 def test_arguments_reach_the_exporter(
-    extra: list[str], checkpoint: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    extra: list[str],
+    expected: tuple[str | None, bool],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls: list[tuple[str, str, str | None]] = []
+    calls: list[tuple[str, str, str | None, bool]] = []
 
-    def export(run_dir: str, out_dir: str, name: str | None) -> Path:
-        calls.append((run_dir, out_dir, name))
+    def export(run_dir: str, out_dir: str, name: str | None, zipped: bool) -> Path:
+        calls.append((run_dir, out_dir, name, zipped))
         return Path(out_dir)
 
     stand_in = types.ModuleType("laconic.train.export")
     stand_in.export = export  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "laconic.train.export", stand_in)
     assert main(["export", "runs/a", "out", *extra]) == 0
-    assert calls == [("runs/a", "out", checkpoint)]
+    assert calls == [("runs/a", "out", *expected)]
     assert capsys.readouterr().out == "wrote out\n"
 
 

@@ -30,6 +30,7 @@ from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
 
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
 FSDP = {"parallel": "fsdp"}
+ZIP = {"checkpoint.zip": True}
 LONG = {"steps": 100, "eval_every": 0, "checkpoint.every": 10, "nproc": 2}
 DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
 
@@ -39,9 +40,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp": DROPOUT | FSDP | {"accumulation": 2},
     "ddp-bf16": {"precision": "bf16"},
     "ddp-agoq": AGOQ | {"accumulation": 2},
-    "fsdp-agoq": FSDP | AGOQ,
+    "fsdp-agoq": FSDP | AGOQ | ZIP,
     "ddp-q8": DROPOUT | {"gradients.reduce": "q8"},
-    "fsdp-bf16": FSDP | {"precision": "bf16", "model.tie_word_embeddings": False},
+    "fsdp-bf16": FSDP | ZIP | {"precision": "bf16", "model.tie_word_embeddings": False},
 }
 
 
@@ -92,9 +93,9 @@ class Pair:
 
     def changed_worlds(self) -> None:
         """Go on with a run that one process began; DDP begins what FSDP2 ends, and the other way round."""
-        self.train(resumed(tiny_config(self.folder, "smooth-1-2-1", SMOOTH | FSDP)), stop_after=2)
+        self.train(resumed(tiny_config(self.folder, "smooth-1-2-1", SMOOTH | FSDP | ZIP)), stop_after=2)
         self.train(resumed(tiny_config(self.folder, "agoq-1-2-1", AGOQ | FSDP)), stop_after=2)
-        for name, first, then in (("smooth-ddp-fsdp", {}, FSDP), ("smooth-fsdp-ddp", FSDP, {})):
+        for name, first, then in (("smooth-ddp-fsdp", ZIP, FSDP), ("smooth-fsdp-ddp", FSDP | ZIP, {})):
             self.train(tiny_config(self.folder, name, SMOOTH | first), stop_after=3)
             self.train(resumed(tiny_config(self.folder, name, SMOOTH | then)))
 

@@ -108,8 +108,9 @@ def test_the_loss_falls(tmp_path: Path) -> None:
         {"model.family": "gpt2", "model.extra": {"resid_pdrop": 0.2}, "model.tie_word_embeddings": False},
         AGOQ | {"accumulation": 2},
         {"gradients.bits": 12},
+        AGOQ | {"checkpoint.zip": True},
     ],
-    ids=["nf4", "exact", "dropout", "bf16", "gpt2", "agoq", "12-bit-gradients"],
+    ids=["nf4", "exact", "dropout", "bf16", "gpt2", "agoq", "12-bit-gradients", "zipped"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", changes)

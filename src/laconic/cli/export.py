@@ -18,8 +18,9 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("run_dir", metavar="RUN", help="run directory")
     parser.add_argument("out_dir", metavar="DIR", help="directory to write; must not hold a model yet")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint inside RUN/checkpoints (default: the latest)")
+    parser.add_argument("--zip", action="store_true", help="as `laconic zip` would write it; `laconic unzip` undoes it")
     options = parser.parse_args(args)
     from laconic.train.export import export
 
-    print(f"wrote {export(options.run_dir, options.out_dir, options.checkpoint)}")
+    print(f"wrote {export(options.run_dir, options.out_dir, options.checkpoint, options.zip)}")
     return 0

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +75,14 @@ def new_directory(path: Path) -> Iterator[Path]:
                 fsync_directory(Path(directory))
             os.rename(temporary, path)  # refuses what is not an empty directory
             fsync_directory(path.parent)
+        except CheckpointError as error:  # of a file inside, whose name is of no use once it is gone
+            raise CheckpointError(str(error).replace(str(temporary), str(path))) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Checkpoints that are either whole or not there, and are checked before a byte of them is used.
 
 A checkpoint is the directory ``<run>/checkpoints/step-00000200``: the shards and `.metadata` that
-torch.distributed.checkpoint (DCP) writes, the model's Hugging Face config.json, and a manifest.json with the size and
-SHA-256 of every file and of itself. It is written under a temporary name, fsynced, renamed, and only then does the text
-file `latest` move; a crash at any point leaves the previous checkpoint as `latest`.
+torch.distributed.checkpoint (DCP) writes (zipped shards with `checkpoint.zip`), the model's Hugging Face config.json,
+and a manifest.json with the size and SHA-256 of every file and of itself. It is written under a temporary name,
+fsynced, renamed, and only then does the text file `latest` move; a crash at any point leaves the previous checkpoint as
+`latest`.
 
 DCP's own files carry no checksums, and its `.metadata` is a pickle. Both are read only after every file of the
 checkpoint agrees with the manifest. That finds damage, not malice: whoever can write a run directory can write a
@@ -29,7 +30,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -41,6 +42,7 @@ from laconic.formats.shards import local_part
 from laconic.train.pipeline import Parts
 from laconic.train.run_dir import latest_name
 from laconic.train.world import World
+from laconic.train.zipped_storage import CheckpointReader, ZippedWriter
 
 __all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
 
@@ -73,12 +75,13 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     texts: Mapping[str, str],
     keep: int,
+    zipped: bool = False,
 ) -> Path:
     """Write the state after `step` steps, make it `latest`, and leave only the newest `keep` checkpoints.
 
     Called by all processes together; `model` is the plain, DDP- or FSDP2-wrapped module. `texts` maps file names to
     text stored beside the state. Checkpoints of later steps, left over from a continuation that was abandoned, are
-    removed.
+    removed. With `zipped` the shards are losslessly shortened (docs/zip.md); whatever loads checkpoints loads both.
 
     Raises CheckpointError on every process when any of them fails (no space, no permission, non-finite weights); then
     nothing is left behind and `latest` is what it was.
@@ -104,7 +107,8 @@ def save_checkpoint(
             # 2. Every process writes and hashes its own shard.
             records: dict[str, Any] = {}
             with _shared_outcome(world, final):
-                save(state, storage_writer=FileSystemWriter(temporary), no_dist=world.size == 1)
+                writer = ZippedWriter(temporary) if zipped else FileSystemWriter(temporary)
+                save(state, storage_writer=writer, no_dist=world.size == 1)
                 own = [temporary / ".metadata"] if world.is_main else []
                 for path in (*own, *temporary.glob(f"__{world.rank}_*")):
                     records[path.name] = {"nbytes": path.stat().st_size, "sha256": sha256_of(path).hex()}
@@ -177,7 +181,7 @@ def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, opti
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         state, full = _state(model, optimizer)
         with _shared_outcome(world, checkpoint.path):
-            reader = FileSystemReader(checkpoint.path)
+            reader = CheckpointReader(checkpoint.path)
             _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
             load(state, storage_reader=reader, no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
@@ -192,7 +196,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         state = {"model": _without_aliases(model.state_dict())}
         try:
-            load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
+            load(state, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
 

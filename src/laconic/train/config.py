@@ -285,6 +285,8 @@ class CheckpointConfig:
     """Newest checkpoints that stay on disk."""
     load: int | None = None
     """With resume: step of the checkpoint to continue from; None means the newest. What came after it is dropped."""
+    zip: bool = False
+    """Write the shards losslessly shortened. Any run can be continued from either kind."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "checkpoint.every", self.every, "be at least 0")

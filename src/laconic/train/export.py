@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from laconic.errors import CheckpointError, ConfigError
+from laconic.formats.archive import zip_path
 from laconic.train.checkpoint import find_checkpoint, load_weights
 from laconic.train.model import no_progress_bars
 from laconic.train.world import World
@@ -16,12 +17,18 @@ from laconic.train.world import World
 __all__ = ["export"]
 
 
-def export(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str], checkpoint: str | None = None) -> Path:
+def export(
+    run_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    checkpoint: str | None = None,
+    zipped: bool = False,
+) -> Path:
     """Write config.json, model.safetensors and generation_config.json of a checkpoint of `run_dir` to `out_dir`.
 
     `checkpoint` is a name (step-00000200) or a step; None means the latest. One process does it, whatever number of
     processes trained. Weights are fp32, equal to the checkpoint's bit for bit, tied weights stored once. The tokenizer
-    files of a run that used a tokenizer.json come along. The directory appears whole or not at all.
+    files of a run that used a tokenizer.json come along. With `zipped` the directory is one that `laconic zip` makes of
+    all this. It appears whole or not at all.
 
     Raises ConfigError when `run_dir` is no run or `out_dir` is not empty, and CheckpointError when the checkpoint is
     missing, damaged or does not fit its model, or `out_dir` cannot be written.
@@ -55,9 +62,13 @@ def export(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str], che
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if (run / name).is_file():
                 shutil.copyfile(run / name, temporary / name)
-        if out.exists():
-            out.rmdir()
-        os.rename(temporary, out)
+        if zipped:
+            zip_path(temporary, out)
+            shutil.rmtree(temporary)
+        else:
+            if out.exists():
+                out.rmdir()
+            os.rename(temporary, out)
     except Exception as error:  # safetensors has an exception of its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"cannot write {out}: {error}") from error

@@ -131,6 +131,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
             identity=identity,
             texts=texts,
             keep=config.checkpoint.keep,
+            zipped=config.checkpoint.zip,
         )
 
     with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
