@@ -84,7 +84,7 @@ struct Tiers {
 };
 
 constexpr int kCodeMask = 7, kZerosLeftOut = 8, kByteLeftOut = 16;  // of a kind
-constexpr int kNumExponentCodes = 4;                                // raw, (3), (2, 2, 3), (3, 2, 2)
+constexpr int kNumExponentCodes = 4;  // raw, (3), (2, 2, 3), (3, 2, 2)
 constexpr int kWidths[kNumExponentCodes][3] = {{0, 0, 0}, {3, 0, 0}, {2, 2, 3}, {3, 2, 2}};
 
 // False: no encoder writes this kind and nest.
@@ -107,55 +107,63 @@ constexpr int kSampleRun = 32, kSampleStep = 512;
 constexpr int kSampleMax = kLosslessBlock / kSampleStep * kSampleRun;
 constexpr int kExponents = 32;  // considered
 
-// The sample's exponents E - 31 ... E, with room on both sides for windows that reach beyond.
+// The sample's exponents E - 31 ... E. Windows may reach kRoom places beyond, where nothing is.
 struct Histogram {
   static constexpr int kRoom = 16;
   int largest = 0;  // E
   int total = 0;    // elements, whatever their exponent
-  uint16_t counts[kRoom + kExponents + kRoom] = {};
+  uint16_t counts[kExponents] = {};
 };
 
 class Chooser {
  public:
   explicit Chooser(const Histogram& histogram)
       : total_(histogram.total), largest_(histogram.largest) {
-    int sum = 0;
-    for (int i = 0; i < kPlaces; ++i) {
-      before_[i] = sum;
+    int32_t sum = 0;
+    std::fill_n(before_, Histogram::kRoom, 0);
+    for (int i = 0; i < kExponents; ++i) {
+      before_[Histogram::kRoom + i] = sum;
       sum += histogram.counts[i];
     }
-    before_[kPlaces] = sum;
+    std::fill_n(before_ + Histogram::kRoom + kExponents, Histogram::kRoom + 1, sum);
   }
 
   // The tiers of the given widths, and what they cost in bits on the sample.
   int choose(const int (&widths)[3], Tiers& tiers) const {
-    int place = 0, range = (1 << widths[0]) - 1, covered = -1;
-    for (int p = Histogram::kRoom; p + range <= Histogram::kRoom + kExponents; ++p) {
-      if (count(p, range) > covered) covered = count(place = p, range);
+    int range = (1 << widths[0]) - 1;
+    int32_t best = 0;
+    for (int p = 0; p + range <= kExponents; ++p) {
+      best = std::max(best, key(Histogram::kRoom + p, range));
     }
+    int place = place_of(best);
     tiers.add(widths[0], exponent(place), 0);
     int cost = widths[0] * total_;
     for (int t = 1; t < 3 && widths[t]; ++t) {
-      cost += widths[t] * (total_ - covered);
+      cost += widths[t] * (total_ - covered(best));
       const int most = (1 << widths[t]) - 1;
       range += most;
-      int best = most;
-      covered = -1;
-      for (int offset = most; offset >= 0; --offset) {
-        if (count(place - offset, range) > covered) covered = count(place - (best = offset), range);
+      best = 0;
+      for (int offset = 0; offset <= most; ++offset) {
+        best = std::max(best, key(place - offset, range));
       }
-      place -= best;
-      tiers.add(widths[t], exponent(place), best);
+      tiers.add(widths[t], exponent(place_of(best)), place - place_of(best));
+      place = place_of(best);
     }
-    return cost + 8 * (total_ - covered);
+    return cost + 8 * (total_ - covered(best));
   }
 
  private:
   static constexpr int kPlaces = Histogram::kRoom + kExponents + Histogram::kRoom;
+  static_assert(kPlaces == 64);
   int exponent(int place) const { return largest_ - (kExponents - 1) + place - Histogram::kRoom; }
-  int count(int place, int range) const { return before_[place + range] - before_[place]; }
+  // Of two windows the one with the larger key covers more, or as much and starts lower.
+  int32_t key(int place, int range) const {
+    return (before_[place + range] - before_[place]) * kPlaces + kPlaces - 1 - place;
+  }
+  static int place_of(int32_t key) { return kPlaces - 1 - key % kPlaces; }
+  static int covered(int32_t key) { return key / kPlaces; }
   int total_, largest_;
-  int before_[kPlaces + 1];
+  int32_t before_[kPlaces + 1];  // how many of the sample lie in places before
 };
 
 // The exponent code's number.
@@ -178,10 +186,14 @@ Histogram sample(const uint8_t* words, int n, bool& leave_zeros_out) {
   alignas(64) uint8_t exponents[kSampleMax + kSlack];
   alignas(64) uint8_t unused[3 * (kSampleMax + kSlack)];
   int size = 0;
-  for (int i = 0; i < n; i += kSampleStep) {
-    const int run = std::min(kSampleRun, n - i);
-    std::memcpy(taken + size * W::kSize, words + i * W::kSize, run * W::kSize);
-    size += run;
+  for (int i = 0; i < n; i += kSampleStep, size += kSampleRun) {
+    constexpr int kRunNbytes = kSampleRun * W::kSize;
+    if (i + kSampleRun <= n) {
+      std::memcpy(taken + size * W::kSize, words + i * W::kSize, kRunNbytes);
+    } else {
+      std::memcpy(taken + size * W::kSize, words + i * W::kSize, (n - i) * W::kSize);
+      size -= kSampleRun - (n - i);
+    }
   }
   const int zeros = size - S::template count_nonzero<W::kSize>(taken, size);
   uint8_t* const planes[3] = {unused, unused + kSampleMax, unused + 2 * kSampleMax};
@@ -191,6 +203,29 @@ Histogram sample(const uint8_t* words, int n, bool& leave_zeros_out) {
   return S::histogram(exponents, size, zero_exponent, leave_zeros_out ? zeros : 0,
                       W::kExponentMask == 255);
 }
+
+// What the next block will read and write, asked for a quarter at a time between the steps of this
+// one: each block is read from memory once and worked on in the cache, and without this memory
+// would wait meanwhile. Addresses that do not exist do no harm.
+class NextBlock {
+ public:
+  NextBlock(const void* reads, int reads_nbytes, const void* writes, int writes_nbytes)
+      : reads_(static_cast<const char*>(reads)),
+        writes_(static_cast<const char*>(writes)),
+        reads_nbytes_(reads_nbytes / 4),
+        writes_nbytes_(writes_nbytes / 4) {}
+  void fetch_quarter() {
+    for (int at = 0; at < reads_nbytes_; at += kLine) __builtin_prefetch(reads_ + at, 0, 3);
+    for (int at = 0; at < writes_nbytes_; at += kLine) __builtin_prefetch(writes_ + at, 1, 3);
+    reads_ += reads_nbytes_;
+    writes_ += writes_nbytes_;
+  }
+
+ private:
+  static constexpr int kLine = 64;
+  const char *reads_, *writes_;
+  int reads_nbytes_, writes_nbytes_;
+};
 
 // --- encode ---
 
@@ -204,7 +239,11 @@ LosslessBlock encode_words(LosslessCode code, const uint8_t* words, int n, uint8
   };
   // 1. One pass from memory; everything after reads the cache.
   uint32_t bits_set = 0;
-  sums = S::sums(words, original_nbytes, bits_set);
+  sums =
+      W::kSize == 4 ? S::sums(words, original_nbytes, bits_set) : S::sums(words, original_nbytes);
+
+  NextBlock next(words + original_nbytes, original_nbytes, nullptr, 0);
+  next.fetch_quarter();
 
   // 2. Decide.
   bool leave_zeros_out;
@@ -235,7 +274,9 @@ LosslessBlock encode_words(LosslessCode code, const uint8_t* words, int n, uint8
     }
   }
   alignas(64) uint8_t first[kLosslessBlock + kSlack], second[kLosslessBlock + kSlack];
+  next.fetch_quarter();
   S::split(W{}, source, m, first, bytes, out);
+  next.fetch_quarter();
   out += W::kNumBits * plane_nbytes(m);
 
   // 5. Exponents.
@@ -245,6 +286,7 @@ LosslessBlock encode_words(LosslessCode code, const uint8_t* words, int n, uint8
     out += tiers.tier[t].width * plane_nbytes(m);
     std::swap(from, to);
     m = passed;
+    if (t == 0) next.fetch_quarter();
   }
   std::memcpy(out, from, m);
   out += m;
@@ -283,7 +325,8 @@ class Sections {
 };
 
 template <class S, class W>
-bool decode_words(const LosslessBlock& block, const uint8_t* payload, int n, uint8_t* words) {
+bool decode_words(const LosslessBlock& block, const uint8_t* payload, int n, uint8_t* words,
+                  NextBlock& next) {
   if (block.kind == 0) {
     if (block.base || block.nest || block.length != n * W::kSize) return false;
     std::memcpy(words, payload, block.length);
@@ -318,6 +361,8 @@ bool decode_words(const LosslessBlock& block, const uint8_t* payload, int n, uin
   const int num_escapes = sizes[tiers.count];
   if (sections.left() != num_escapes) return false;
 
+  next.fetch_quarter();
+
   // 2. From the escapes back to the exponents of all words.
   alignas(64) uint8_t first[kLosslessBlock + kSlack], second[kLosslessBlock + kSlack];
   uint8_t *from = first, *to = second;
@@ -332,6 +377,8 @@ bool decode_words(const LosslessBlock& block, const uint8_t* payload, int n, uin
     for (int i = 0; i < m; ++i) bits_set |= from[i];
     if (bits_set & ~W::kExponentMask) return false;  // words of this type have no such exponent
   }
+
+  next.fetch_quarter();
 
   // 3. Words.
   if (mask == nullptr) {
@@ -386,21 +433,31 @@ struct Lossless {
 
   static bool decode(LosslessType type, const LosslessBlock& block, const uint8_t* payload, int n,
                      uint8_t* words, WordSums& sums) {
-    return with_word(type, [&](auto word) {
-      using W = decltype(word);
-      if (!decode_words<S, W>(block, payload, n, words)) return false;
-      uint32_t unused;
-      sums = S::sums(words, n * W::kSize, unused);
-      return true;
-    });
+    const int nbytes = n * lossless_itemsize(type);
+    NextBlock next(payload + block.length, block.length, words + nbytes, nbytes);
+    return decode(type, block, payload, n, words, sums, next);
   }
 
   static bool decode_add(LosslessType type, const LosslessBlock& block, const uint8_t* payload,
                          int n, float* total, WordSums& sums) {
     alignas(64) uint8_t words[kLosslessBlock * 4];
-    if (!decode(type, block, payload, n, words, sums)) return false;
+    // The total is more than the cache holds of everything else; asking for it early costs time.
+    NextBlock next(payload + block.length, block.length, nullptr, 0);
+    if (!decode(type, block, payload, n, words, sums, next)) return false;
     add(type, words, n, total);
     return true;
+  }
+
+  static bool decode(LosslessType type, const LosslessBlock& block, const uint8_t* payload, int n,
+                     uint8_t* words, WordSums& sums, NextBlock& next) {
+    return with_word(type, [&](auto word) {
+      using W = decltype(word);
+      if (!decode_words<S, W>(block, payload, n, words, next)) return false;
+      next.fetch_quarter();
+      sums = S::sums(words, n * W::kSize);
+      next.fetch_quarter();
+      return true;
+    });
   }
 
   static void add(LosslessType type, const uint8_t* words, int64_t n, float* total) {
@@ -418,10 +475,7 @@ struct Lossless {
     for (int64_t i = 0; i < n; ++i) total[i] += values[words[i]];
   }
 
-  static WordSums sums(const uint8_t* bytes, uint64_t nbytes) {
-    uint32_t unused;
-    return S::sums(bytes, nbytes, unused);
-  }
+  static WordSums sums(const uint8_t* bytes, uint64_t nbytes) { return S::sums(bytes, nbytes); }
 
   static constexpr LosslessKernels kKernels = {encode, decode, decode_add, add, sums};
 };

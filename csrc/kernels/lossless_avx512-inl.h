@@ -74,14 +74,22 @@ struct LosslessAvx512 : LosslessPortable {
     return bits;
   }
 
+  static WordSums sums(const uint8_t* bytes, uint64_t nbytes) {
+    uint32_t unused;
+    return sums_and_bits<false>(bytes, nbytes, unused);
+  }
   static WordSums sums(const uint8_t* bytes, uint64_t nbytes, uint32_t& bits_set) {
+    return sums_and_bits<true>(bytes, nbytes, bits_set);
+  }
+  template <bool kWithBits>
+  static WordSums sums_and_bits(const uint8_t* bytes, uint64_t nbytes, uint32_t& bits_set) {
     // A lane of 64 bits has two words. Of v vectors, each added to `once` and then `once` to
     // `twice`, the k-th counts v - k times in `twice`.
     V set = _mm512_setzero_si512(), once = set, twice = set, once_high = set, twice_high = set;
     const uint64_t num_vectors = nbytes / 64;
     for (uint64_t k = 0; k < num_vectors; ++k) {
       const V words = load(bytes + 64 * k);
-      set = _mm512_or_si512(set, words);
+      if (kWithBits) set = _mm512_or_si512(set, words);
       once = _mm512_add_epi64(once, words);  // the high words times 2^32 go again below
       twice = _mm512_add_epi64(twice, once);
       once_high = _mm512_add_epi64(once_high, _mm512_srli_epi64(words, 32));
@@ -141,11 +149,10 @@ struct LosslessAvx512 : LosslessPortable {
         count += static_cast<int>(
             _mm_popcnt_u64(_mm512_mask_cmpeq_epi8_mask(present[v], values[v], byte(e))));
       }
-      histogram.counts[Histogram::kRoom + kExponents - 1 - last + e] = static_cast<uint16_t>(count);
+      histogram.counts[kExponents - 1 - last + e] = static_cast<uint16_t>(count);
     }
     const int place = kExponents - 1 - last + removed_exponent;
-    if (kept > 0 && place >= 0)
-      histogram.counts[Histogram::kRoom + place] = static_cast<uint16_t>(kept);
+    if (kept > 0 && place >= 0) histogram.counts[place] = static_cast<uint16_t>(kept);
     return histogram;
   }
   static int reduce_max(V bytes) {

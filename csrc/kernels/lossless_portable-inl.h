@@ -25,7 +25,11 @@ struct LosslessPortable {
   using Unsigned =
       std::conditional_t<kSize == 1, uint8_t, std::conditional_t<kSize == 2, uint16_t, uint32_t>>;
 
-  // The sums of words, of any number of bytes; `bits_set` is their bitwise or.
+  // The sums of words, of any number of bytes, and their bitwise or where it is asked for.
+  static WordSums sums(const uint8_t* bytes, uint64_t nbytes) {
+    uint32_t unused;
+    return sums(bytes, nbytes, unused);
+  }
   static WordSums sums(const uint8_t* bytes, uint64_t nbytes, uint32_t& bits_set) {
     WordSums sums;
     uint32_t set = 0;
@@ -51,19 +55,16 @@ struct LosslessPortable {
   // exponents are wide, 255 counts only in the total. `exponents` is scratch memory.
   static Histogram histogram(const uint8_t* exponents, int n, int removed_exponent, int removed,
                              bool wide) {
-    uint16_t counts[Histogram::kRoom + 256] = {};
-    for (int i = 0; i < n; ++i) ++counts[Histogram::kRoom + exponents[i]];
-    counts[Histogram::kRoom + removed_exponent] -= static_cast<uint16_t>(removed);
+    uint16_t counts[256] = {};
+    for (int i = 0; i < n; ++i) ++counts[exponents[i]];
+    counts[removed_exponent] -= static_cast<uint16_t>(removed);
     Histogram histogram;
     histogram.total = n - removed;
     histogram.largest = wide ? 254 : 255;
-    while (histogram.largest > 0 && !counts[Histogram::kRoom + histogram.largest])
-      --histogram.largest;
+    while (histogram.largest > 0 && !counts[histogram.largest]) --histogram.largest;
     for (int i = 0; i < kExponents; ++i) {
       const int exponent = histogram.largest - (kExponents - 1) + i;
-      if (exponent >= 0) {
-        histogram.counts[Histogram::kRoom + i] = counts[Histogram::kRoom + exponent];
-      }
+      if (exponent >= 0) histogram.counts[i] = counts[exponent];
     }
     return histogram;
   }
