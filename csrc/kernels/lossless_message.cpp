@@ -189,25 +189,23 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
   } else if (is_coded) {
     // No block has more than 8 elements per byte of payload.
     const Wide lists = Wide{num_blocks_of(header.numel)} * kEntryNbytes;
-    if (header.nbytes < front + lists || header.numel > 8 * (header.nbytes - front - lists)) {
+    if (!header.numel || header.nbytes < front + lists ||
+        header.numel > 8 * (header.nbytes - front - lists)) {
       return LosslessStatus::kLength;
     }
   } else if (header.nbytes != front) {
     return LosslessStatus::kLength;
   }
   Wide product = 1;
-  bool is_empty = false, is_large = false;
+  bool is_empty = false;
   for (int d = 0; d < header.num_dims; ++d) {
     uint64_t size;
     std::memcpy(&size, task.message + kHeaderNbytes + 8 * d, 8);
-    if (size >> 63) return LosslessStatus::kField;
     is_empty |= size == 0;
-    product *= size;
-    is_large |= product > ~uint64_t{0};
-    if (is_large) product = 1;
+    product *= std::max<uint64_t>(size, 1);
+    if (product >> 63) return LosslessStatus::kField;
   }
-  if (is_empty ? header.numel != 0 : is_large || product != header.numel)
-    return LosslessStatus::kField;
+  if (header.numel != (is_empty ? 0 : product)) return LosslessStatus::kField;
   if (is_coded) front += num_blocks_of(header.numel) * kEntryNbytes;
   if (front_sum(kernels, task.message, front) != header.header_sum)
     return LosslessStatus::kHeaderSum;

@@ -185,10 +185,10 @@ def _check_is_one_message(buffer: Tensor, numel: int, dtype: torch.dtype | None)
 
 
 def _parse(buffer: Tensor) -> Header:
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise FormatError(
-            f"the message is {buffer.dtype} with {buffer.dim()} dimensions, but it must be uint8 with one; view its"
-            " bytes as torch.uint8"
+            f"the message is {buffer.dtype} with shape {tuple(buffer.shape)} and strides {buffer.stride()}, but it must"
+            " be contiguous uint8 [nbytes]; view its bytes as torch.uint8"
         )
     header = parse_header(bytes(buffer[:MAX_FRONT_NBYTES].tolist()), buffer.numel())
     if header.capacity_nbytes != buffer.numel():

@@ -5,6 +5,7 @@ docs/formats.md, "Lossless float format", says the same in words.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -231,7 +232,7 @@ def parse_header(front: bytes, available_nbytes: int) -> Header:
         fits = nbytes == front_nbytes
     else:
         payload_nbytes = nbytes - front_nbytes - 5 * -(-numel // BLOCK_NUMEL)
-        fits = numel <= 8 * payload_nbytes
+        fits = 0 < numel <= 8 * payload_nbytes
     if not fits:
         raise DamagedMessage(
             Status.LENGTH, f"nbytes is {nbytes}, but that cannot hold {numel} elements with code {name!r}"
@@ -239,12 +240,9 @@ def parse_header(front: bytes, available_nbytes: int) -> Header:
 
     # 3. The shape.
     shape = struct.unpack_from(f"<{num_dims}Q", front, HEADER_NBYTES)
-    product = 1
-    for size in shape:
-        product *= size
-    if product != numel or max(shape, default=0) >= 1 << 63:
+    if math.prod(shape) != numel or math.prod(max(size, 1) for size in shape) >= 1 << 63:
         raise DamagedMessage(
-            Status.FIELD, f"shape is {shape}, but it must have a product of numel, {numel}, and sizes below 2**63"
+            Status.FIELD, f"shape is {shape}, but its product must be numel, {numel}, and without zeros below 2**63"
         )
     return Header(_DTYPES[dtype], name, shape, nbytes, capacity_nbytes, total, weighted, header_sum, numel)
 

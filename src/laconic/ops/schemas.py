@@ -443,7 +443,8 @@ def check_lossless_decode_(out: Tensor, message: Tensor, field: str = "out") -> 
         raise FormatError(f"{field} must be strided and contiguous, but its strides are not; decode into a new tensor")
     if message.dtype != torch.uint8 or message.dim() != 1 or not message.is_contiguous():
         raise FormatError(
-            f"message is {message.dtype} with {message.dim()} dimensions, but it must be a contiguous uint8 [nbytes]"
+            f"message is {message.dtype} with shape {tuple(message.shape)} and strides {message.stride()}, but it must"
+            " be contiguous uint8 [nbytes]"
         )
     if message.device != out.device:
         raise FormatError(f"message is on {message.device} and {field} on {out.device}, but both must be on one device")
