@@ -98,8 +98,8 @@ class _ThreadLane:
 
     def __init__(self, groups: Groups) -> None:
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
-        # The thread knows the queue and the copies only, so it ends when nobody knows the lane any more.
-        arguments = (self._items, tuple(map(_copy_of, groups)))
+        # The thread knows the queue and its own copies only, so it ends when nobody knows the lane any more.
+        arguments = (self._items, [_copier_of(group) for group in groups])
         thread = threading.Thread(target=_serve, args=arguments, name="laconic-lane", daemon=True)
         thread.start()
         finalize(self, _close, self._items, thread)  # also when the program ends
@@ -110,11 +110,20 @@ class _ThreadLane:
         return work
 
 
-def _serve(items: SimpleQueue[_Item | None], groups: Groups) -> None:
+def _serve(items: SimpleQueue[_Item | None], copiers: list[Callable[[], dist.ProcessGroup]]) -> None:
     with in_background(), torch.no_grad():
+        groups: Groups = ()
+        failure: BaseException | None = None
+        try:
+            # Here and not in the caller's thread: the other ranks may come only after the caller has gone on.
+            groups = tuple(copy() for copy in copiers)
+        except BaseException as error:
+            failure = error
         while (item := items.get()) is not None:
             job, work = item
             try:
+                if failure is not None:
+                    raise failure
                 work.result.set_result(job(groups))
             except BaseException as error:
                 work.result.set_exception(error)
@@ -140,8 +149,8 @@ def _lane_of(groups: Groups) -> _ThreadLane:
     return lanes[groups[1:]]
 
 
-def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same processes with the same timeout. Every process of `group` must come here.
+def _copier_of(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
+    """Makes a gloo group of the same processes with the same timeout. Every process of `group` must come here.
 
     `dist.new_group` cannot make it: it waits for all processes of the program, or, told to wait for the group's only,
     names the group by how many groups each of them has, which need not be the same number.
@@ -150,11 +159,16 @@ def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     _num_copies[group] = number + 1
     store = PrefixStore(f"laconic/{number}/", group.get_group_store())
     timeout = getattr(getattr(group._get_backend(_CPU), "options", None), "_timeout", None)
-    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout or default_pg_timeout)
-    copy = dist.ProcessGroup(store, group.rank(), group.size())
-    copy._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    copy._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-    _originals[copy] = ref(group)
+    rank, size, original = group.rank(), group.size(), ref(group)
+
+    def copy() -> dist.ProcessGroup:
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout or default_pg_timeout)
+        found = dist.ProcessGroup(store, rank, size)
+        found._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        found._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+        _originals[found] = original
+        return found
+
     return copy
 
 
