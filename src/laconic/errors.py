@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
     "DataError",
     "FormatError",
@@ -44,6 +45,10 @@ class PlanError(LaconicError, ValueError):
 
 class ScheduleError(LaconicError, ValueError):
     """A schedule is not valid or cannot run."""
+
+
+class CollectiveError(LaconicError, RuntimeError):
+    """Another rank ended, stopped or failed in the middle of a collective."""
 
 
 class CheckpointError(LaconicError, RuntimeError):

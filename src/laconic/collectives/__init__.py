@@ -1,1 +1,32 @@
-"""Collectives: torch's own under one set of names, background lanes, and collectives over a codec."""
+"""Collectives over a codec, torch's own under one set of names, background lanes, and choosing what pays."""
+
+from __future__ import annotations
+
+from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.collectives.lane import Work
+from laconic.collectives.levels import TwoLevel
+from laconic.collectives.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce_scatter,
+    scatter,
+)
+
+__all__ = [
+    "Blockwise",
+    "Codec",
+    "Lossless",
+    "Raw",
+    "TwoLevel",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce_scatter",
+    "scatter",
+]

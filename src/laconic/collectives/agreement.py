@@ -17,7 +17,7 @@ import torch.distributed as dist
 from laconic.collectives.native import all_gather
 from laconic.errors import ConfigError
 
-__all__ = ["Settings", "first_difference", "start_agreement"]
+__all__ = ["Settings", "disagreement", "first_difference", "start_agreement"]
 
 _NUM_BYTES = 192
 
@@ -58,15 +58,22 @@ def start_agreement(settings: Settings, group: dist.ProcessGroup, device: torch.
     def compare() -> None:
         work.wait()
         lines = [json.loads(row.numpy().tobytes()) for row in gathered.cpu()]
-        found = first_difference([settings for _, settings in lines])
-        if found is not None:
-            name, place = found
-            (first_rank, first), (rank, other) = lines[0], lines[place]
-            raise ConfigError(
-                f"{name} is {first.get(name)!r} on rank {first_rank} and {other.get(name)!r} on rank {rank} in"
-                f" {first['function']}, but all ranks of a group must make the same calls in the same order with"
-                " the same settings; nothing was reduced"
-            )
+        if first_difference([settings for _, settings in lines]) is not None:
+            raise disagreement(dict(lines))
         seen.add(text)
 
     return compare
+
+
+def disagreement(settings: Mapping[int, Mapping[str, Any]]) -> ConfigError:
+    """The error of a call for which the ranks, in the group's order, have settings that are not all the same."""
+    ranks = list(settings)
+    found = first_difference(list(settings.values()))
+    assert found is not None
+    name, place = found
+    first, other = settings[ranks[0]], settings[ranks[place]]
+    return ConfigError(
+        f"{name} is {first.get(name)!r} on rank {ranks[0]} and {other.get(name)!r} on rank {ranks[place]} in"
+        f" {first['function']}, but all ranks of a group must make the same calls in the same order with"
+        " the same settings; no result was written"
+    )

@@ -7,6 +7,7 @@ scales.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.formats import BlockFormat, BlockTensor
+from laconic.formats import BlockFormat, BlockTensor, lossless
+from laconic.ops import lossless_encode
+from laconic.ops.lossless import DTYPE_NUMBERS, HEADER_NBYTES, TOO_LONG
 
-__all__ = ["Blockwise", "Codec", "Raw", "bytes_of"]
+__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of"]
 
 
 class Codec(Protocol):
@@ -42,6 +45,9 @@ class Codec(Protocol):
 
         Raises FormatError for a dtype that the codec does not know.
         """
+
+    def cut(self, buffer: Tensor) -> Tensor:
+        """The message that `buffer` begins with. Raises FormatError if its length cannot be read."""
 
     def fits(self, message: Tensor) -> bool:
         """Whether `message` holds its values. One that does not is only its header; `fallback` takes its place."""
@@ -70,7 +76,10 @@ def _check_nbytes(name: str, message: Tensor, nbytes: int) -> None:
 
 
 class _Whole:
-    """What codecs share whose messages always hold their values."""
+    """What codecs share whose messages have a length known beforehand and always hold their values."""
+
+    def cut(self, buffer: Tensor) -> Tensor:
+        return buffer
 
     def fits(self, message: Tensor) -> bool:
         return True
@@ -103,6 +112,91 @@ class Raw(_Whole):
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
         _check_nbytes("raw", message, total.numel() * dtype.itemsize)
         total.add_(message.view(dtype))
+
+
+_FRONT_NBYTES = HEADER_NBYTES + 8
+"""Header and shape of a lossless message of a tensor with one dimension."""
+_DTYPE_OFFSET, _CODE_OFFSET, _NBYTES_OFFSET = 5, 6, 16
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """The lossless float format (docs/formats.md; ZipCCL): bit for bit, checked against damage; any dtype.
+
+    Types that the format does not know travel as bytes, uncoded and checked.
+
+    Raises FormatError when built with an unknown code or a capacity that no message fits.
+    """
+
+    code: str = "auto"
+    """"tiered", "window", "raw" (checked, but not shorter), or "auto": tiered."""
+    capacity_bits: float | None = None
+    """None: messages as long as they need to be. A number: all messages take so many bits per element and 72 bytes, so
+    that no length has to be known beforehand; where values do not fit they travel a second time, raw."""
+
+    def __post_init__(self) -> None:
+        if self.code not in ("auto", "tiered", "window", "raw"):
+            raise FormatError(f"code is {self.code!r}, but it must be auto, tiered, window or raw")
+        if self.capacity_bits is not None and not self.capacity_bits > 0:
+            raise FormatError(
+                f"capacity_bits is {self.capacity_bits!r}, but it must be above 0; about 11.5 suits bfloat16"
+            )
+
+    @property
+    def name(self) -> str:
+        capacity = "" if self.capacity_bits is None else f"-{self.capacity_bits:g}-bits"
+        return self.code + capacity
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        known = _known(dtype)
+        return lossless.max_nbytes(numel * dtype.itemsize // known.itemsize, known)
+
+    def capacity_nbytes(self, numel: int, dtype: torch.dtype) -> int | None:
+        if self.capacity_bits is None:
+            return None
+        return min(_FRONT_NBYTES + math.ceil(numel * self.capacity_bits / 8), self.max_nbytes(numel, dtype))
+
+    def encode(self, x: Tensor) -> Tensor:
+        known = _known(x.dtype)
+        code = "raw" if known != x.dtype else "tiered" if self.code == "auto" else self.code
+        message = lossless_encode(x.view(known), code=code, capacity_nbytes=self.capacity_nbytes(x.numel(), x.dtype))
+        # Sent and forgotten: a slice of the longest message will do.
+        return message if self.capacity_bits is not None else self.cut(message)
+
+    def cut(self, buffer: Tensor) -> Tensor:
+        if self.capacity_bits is not None:
+            return buffer
+        nbytes = int(buffer[_NBYTES_OFFSET : _NBYTES_OFFSET + 8].clone().view(torch.int64))
+        if not _FRONT_NBYTES <= nbytes <= buffer.numel():
+            raise FormatError(
+                f"the message's header says {nbytes} bytes, but from {_FRONT_NBYTES} to {buffer.numel()} are possible;"
+                " it was damaged"
+            )
+        return buffer[:nbytes]
+
+    def fits(self, message: Tensor) -> bool:
+        return self.capacity_bits is None or int(message[_CODE_OFFSET]) != TOO_LONG
+
+    @property
+    def fallback(self) -> Codec:
+        return Lossless("raw")
+
+    def decode_into(self, message: Tensor, out: Tensor) -> None:
+        lossless.decode_into(message, out.view(_known(out.dtype)))
+
+    def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
+        if int(message[_DTYPE_OFFSET]) != DTYPE_NUMBERS[dtype]:
+            raise FormatError(f"the message does not hold {dtype}, which is expected; it was damaged or is another's")
+        lossless.decode_add(message, total)
+
+
+def _known(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which the lossless format takes it."""
+    return dtype if dtype in DTYPE_NUMBERS else torch.uint8
 
 
 _BLOCKWISE_MAGIC = b"LCNQ"

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from laconic.collectives.native import in_background
 
-__all__ = ["Groups", "Job", "Work", "original_of", "run_here", "run_in_background"]
+__all__ = ["Groups", "Job", "Work", "done", "original_of", "run_here", "run_in_background"]
 
 T = TypeVar("T")
 
@@ -58,12 +58,17 @@ def run_here(job: Job[T], groups: Groups) -> T:
         return job(groups)
 
 
+def done(result: T) -> Work[T]:
+    """A reduction that is over."""
+    work: _ThreadWork[T] = _ThreadWork()
+    work.result.set_result(result)
+    return work
+
+
 def run_in_background(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
     """Run a job in the lane of its groups. Every rank of the groups must do so in the same order."""
     if all(group.size() == 1 for group in groups):
-        work: _ThreadWork[T] = _ThreadWork()
-        work.result.set_result(run_here(job, groups))
-        return work
+        return done(run_here(job, groups))
     if device.type == "cuda":
         return _run_on_stream(job, groups, device)
     return _lane_of(groups).submit(job)

@@ -1,12 +1,26 @@
-"""Machines that are fast inside and slow between: two process groups instead of one."""
+"""Machines that are fast inside and slow between: two process groups instead of one.
+
+Rank r of N nodes with L ranks each is place r % L of node r // L. Inside of a node values travel raw, between nodes
+each rank exchanges with those at its place, over the codec, so that each value crosses the slow links once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["TwoLevel"]
+from laconic.collectives.exchange import Exchange
+
+__all__ = [
+    "TwoLevel",
+    "all_gather_on_two_levels",
+    "all_reduce_on_two_levels",
+    "all_to_all_on_two_levels",
+    "reduce_scatter_on_two_levels",
+]
 
 
 @dataclass(frozen=True)
@@ -21,3 +35,51 @@ class TwoLevel:
     """The L processes of this machine, in the same order on every machine."""
     cluster: dist.ProcessGroup
     """The processes that have this one's place on their machines."""
+
+
+def all_gather_on_two_levels(node: Exchange, cluster: Exchange, rows: Tensor, mine: Tensor) -> None:
+    """rows[r] of rows [W, n] becomes rank r's `mine` [n]; exactly what one level gives.
+
+    Between nodes first: what arrives there is passed on inside, decoded.
+    """
+    column = mine.new_empty(cluster.world, mine.numel())
+    cluster.all_gather(list(column), mine)
+    columns = mine.new_empty(node.world, column.numel())
+    node.all_gather(list(columns), column.view(-1))
+    rows.view(cluster.world, node.world, -1).copy_(columns.view(node.world, cluster.world, -1).transpose(0, 1))
+
+
+def all_to_all_on_two_levels(node: Exchange, cluster: Exchange, received: Tensor, sent: Tensor) -> None:
+    """received[r] becomes what rank r has for this one in its sent [W, n]; exactly what one level gives.
+
+    Inside the node first: each rank collects what its node has for the ranks at its own place of all nodes.
+    """
+    shape = (cluster.world, node.world, sent.shape[1])
+    by_place = sent.view(shape).transpose(0, 1).contiguous()  # [place, node, n]
+    collected = torch.empty_like(by_place)  # [source's place, node, n]
+    node.all_to_all(list(collected.view(node.world, -1)), list(by_place.view(node.world, -1)))
+    by_node = collected.transpose(0, 1).contiguous()  # [node, source's place, n]
+    cluster.all_to_all(list(received.view(cluster.world, -1)), list(by_node.view(cluster.world, -1)))
+
+
+def reduce_scatter_on_two_levels(node: Exchange, cluster: Exchange, mine: Tensor, rows: Tensor, factor: float) -> None:
+    """`mine` [n] becomes the sum of rows[rank] of rows [W, n]: of each node in fp32, rounded, then of these in fp32."""
+    by_place = rows.view(cluster.world, node.world, -1).transpose(0, 1).contiguous().view(node.world, -1)
+    sums = mine.new_empty(by_place.shape[1])
+    node_factor, cluster_factor = (factor, 1.0) if cluster.world == 1 else (1.0, factor)
+    node.reduce_scatter(sums, by_place, node_factor)
+    cluster.reduce_scatter(mine, sums.view(cluster.world, -1), cluster_factor)
+
+
+def all_reduce_on_two_levels(node: Exchange, cluster: Exchange, x: Tensor, factor: float) -> None:
+    """`x` [n] becomes its sum: of each node in fp32, rounded, then of these in fp32, rounded; a part per place."""
+    step = -(-x.numel() // node.world)
+    rows = x.new_zeros(node.world * step)
+    rows[: x.numel()].copy_(x)
+    rows = rows.view(node.world, step)
+    sums = x.new_empty(step)
+    node_factor, cluster_factor = (factor, 1.0) if cluster.world == 1 else (1.0, factor)
+    node.reduce_scatter(sums, rows, node_factor)
+    cluster.all_reduce(sums, cluster_factor)
+    node.all_gather(list(rows), sums)
+    x.copy_(rows.view(-1)[: x.numel()])

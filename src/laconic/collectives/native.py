@@ -23,6 +23,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "count_sent",
     "in_background",
     "reduce_scatter",
     "sent_in_background_nbytes",
@@ -46,7 +47,7 @@ class Started(Protocol):
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
     """Row r of `sent` [W, n] goes to rank r; row r of `received` [W, n] comes from it."""
-    _count(sent.nbytes * (group.size() - 1) // group.size())
+    count_sent(sent.nbytes * (group.size() - 1) // group.size())
     if sent.device.type == "cpu":
         return _exchange(received, list(sent), group)
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
@@ -54,7 +55,7 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Star
 
 def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Started:
     """Row r of `gathered` [W, ...] becomes rank r's `mine` [...]."""
-    _count(mine.nbytes * (group.size() - 1))
+    count_sent(mine.nbytes * (group.size() - 1))
     if mine.device.type == "cpu":
         return _exchange(gathered.view(group.size(), -1), [mine.view(-1)] * group.size(), group)
     return _started(_all_gather(gathered.view(-1), mine.view(-1), group=group, async_op=True))
@@ -62,13 +63,13 @@ def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Star
 
 def reduce_scatter(mine: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Started:
     """`mine` [n] becomes the sum over ranks of row number `rank` of `rows` [W, n], in the tensor's own type."""
-    _count(rows.nbytes * (group.size() - 1) // group.size())
+    count_sent(rows.nbytes * (group.size() - 1) // group.size())
     return _started(_reduce_scatter(mine, rows.view(-1), group=group, async_op=True))
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Started:
     """`tensor` [...] becomes the sum over ranks, in its own type."""
-    _count(2 * tensor.nbytes * (group.size() - 1) // group.size())
+    count_sent(2 * tensor.nbytes * (group.size() - 1) // group.size())
     return _started(dist.all_reduce(tensor, group=group, async_op=True))
 
 
@@ -133,7 +134,8 @@ def in_background() -> Iterator[None]:
         _thread.counts = False
 
 
-def _count(nbytes: int) -> None:
+def count_sent(nbytes: int) -> None:
+    """Count bytes that leave the process, if the current thread counts them."""
     global _sent_nbytes
     if _thread.counts:
         with _lock:

@@ -1,0 +1,231 @@
+"""Collectives of flat tensors on one group: agreement, chunks, pieces, audit. Arguments are taken to be right.
+
+`laconic.collectives.operations` has the public functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import native
+from laconic.collectives.agreement import Settings
+from laconic.collectives.codec import Codec, Raw
+from laconic.collectives.overlap import overlap
+from laconic.collectives.pieces import (
+    all_reduce_piece,
+    broadcast_piece,
+    gather_everywhere,
+    move_piece,
+    reduce_scatter_piece,
+)
+from laconic.collectives.route import Route, find_route, finish, slices
+from laconic.collectives.wire import WIRE_VERSION, Outgoing, Peers, Wire
+from laconic.errors import ConfigError
+
+__all__ = ["REDUCIBLE", "Exchange"]
+
+REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
+"""What is summed in fp32 in the order of ranks; integers and float64 are left to the backend."""
+
+_ONE_ROUND_NBYTES = 1 << 16
+"""An all-reduce in which a rank sends no more than this takes one round instead of two: latency counts, not bytes."""
+
+_SPREAD_NBYTES = 1 << 18
+"""A broadcast of more than this leaves its source once; below, the source sends to everybody."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective call: what all its ranks have in common."""
+
+    group: dist.ProcessGroup
+    """Whom it talks to; perhaps a lane's copy of the caller's group."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group's places."""
+    function: str
+    """The operation's name."""
+    codec: Codec | str
+    """As the caller asked for it."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def place(self) -> int:
+        """This rank's place in the group."""
+        return self.group.rank()
+
+    @property
+    def world(self) -> int:
+        """Ranks in the group."""
+        return self.group.size()
+
+    # --- movements ---
+
+    def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> None:
+        """rows[r] [n] becomes rank r's `mine` [n]."""
+        wire = self._wire(numel=mine.numel())
+        route = self._route(wire, mine.numel())
+
+        def piece(part: slice) -> Iterator[None]:
+            return gather_everywhere(wire, route.codec, mine[part], [row[part] for row in rows])
+
+        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """received[r] [n] becomes what rank r has in its sent[place]."""
+        numel = sent[0].numel()
+        wire = self._wire(numel=numel)
+        self._all_to_all(wire, self._route(wire, self.world * numel), received, sent, numel)
+
+    def all_to_all_uneven(
+        self, received: Sequence[Tensor], sent: Sequence[Tensor], out: Sequence[int], into: Sequence[int]
+    ) -> None:
+        """The same with lengths of their own, `out` and `into`.
+
+        Raises ConfigError, on every rank, if what one sends is not what another expects.
+        """
+        wire = self._wire(splits="uneven")
+        wire.agree()
+        table = self._splits_of_all(out, into)
+        route = self._route(wire, max(map(sum, table)))
+        self._all_to_all(wire, route, received, sent, max(map(max, table)))
+
+    def _all_to_all(
+        self, wire: Wire, route: Route, received: Sequence[Tensor], sent: Sequence[Tensor], longest: int
+    ) -> None:
+        me = self.place
+        others = [(me - distance) % self.world for distance in range(1, self.world)]
+
+        def piece(part: slice) -> Iterator[None]:
+            sends = [Outgoing((place,), sent[place][part]) for place in others[::-1]]
+            return move_piece(wire, route.codec, sends, [(place, received[place][part]) for place in others])
+
+        self._run(wire, route, map(piece, self._slices(route, longest)))
+        received[me].copy_(sent[me])
+
+    def _splits_of_all(self, out: Sequence[int], into: Sequence[int]) -> list[list[int]]:
+        """Elements that each rank sends to each, [from][to]."""
+        mine = torch.tensor([*into, *out], dtype=torch.int64, device=self.device)
+        told = torch.empty(self.world, mine.numel(), dtype=torch.int64, device=self.device)
+        native.all_gather(told.view(torch.uint8), mine.view(torch.uint8), self.group).wait()
+        table = told.tolist()
+        for source, row in enumerate(table):
+            for target, other in enumerate(table):
+                sent, expected = row[target], other[self.world + source]
+                if sent != expected:
+                    raise ConfigError(
+                        f"rank {self.ranks[source]} sends {sent} elements to rank {self.ranks[target]} in"
+                        f" {self.function}, which expects {expected}; input_split_sizes of the one must be"
+                        " output_split_sizes of the other"
+                    )
+        return [row[: self.world] for row in table]
+
+    def broadcast(self, x: Tensor, src: int) -> None:
+        """`x` [n] of the rank at place `src` replaces that of the others."""
+        wire = self._wire(numel=x.numel(), src=self.ranks[src])
+        route = self._route(wire, x.numel())
+        spread = self.world > 2 and x.nbytes > _SPREAD_NBYTES
+
+        def piece(part: slice) -> Iterator[None]:
+            return broadcast_piece(wire, route.codec, x[part], src, spread)
+
+        self._run(wire, route, map(piece, self._slices(route, x.numel())))
+
+    def gather(self, rows: Sequence[Tensor] | None, mine: Tensor, dst: int) -> None:
+        """rows[r] [n] at place `dst` becomes rank r's `mine` [n]."""
+        wire = self._wire(numel=mine.numel(), dst=self.ranks[dst])
+        route = self._route(wire, mine.numel())
+
+        def piece(part: slice) -> Iterator[None]:
+            sends = [] if rows is not None else [Outgoing((dst,), mine[part])]
+            froms = [] if rows is None else [(p, row[part]) for p, row in enumerate(rows) if p != dst]
+            return move_piece(wire, route.codec, sends, froms)
+
+        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
+        if rows is not None:
+            rows[dst].copy_(mine)
+
+    def scatter(self, mine: Tensor, rows: Sequence[Tensor] | None, src: int) -> None:
+        """`mine` [n] becomes rows[place] of the rank at place `src`."""
+        wire = self._wire(numel=mine.numel(), src=self.ranks[src])
+        route = self._route(wire, self.world * mine.numel())
+
+        def piece(part: slice) -> Iterator[None]:
+            sends = [] if rows is None else [Outgoing((p,), row[part]) for p, row in enumerate(rows) if p != src]
+            return move_piece(wire, route.codec, sends, [] if rows is not None else [(src, mine[part])])
+
+        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
+        if rows is not None:
+            mine.copy_(rows[src])
+
+    # --- reductions ---
+
+    def reduce_scatter(self, mine: Tensor, rows: Tensor, factor: float) -> None:
+        """`mine` [n] becomes the sum over ranks of rows[place], rows [W, n], times `factor`."""
+        wire = self._wire(numel=rows.numel(), factor=repr(factor))
+        if self.dtype not in REDUCIBLE:
+            nbytes = rows.nbytes * (self.world - 1) // self.world
+            self._natively(wire, lambda: native.reduce_scatter(mine, rows, self.group), mine, factor, nbytes)
+            return
+        route = self._route(wire, rows.numel())
+
+        def piece(part: slice) -> Iterator[None]:
+            return reduce_scatter_piece(wire, route.codec, [row[part] for row in rows], mine[part], factor)
+
+        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
+
+    def all_reduce(self, x: Tensor, factor: float) -> None:
+        """`x` [n] becomes the sum over ranks, times `factor`."""
+        wire = self._wire(numel=x.numel(), factor=repr(factor))
+        if self.dtype not in REDUCIBLE:
+            nbytes = 2 * x.nbytes * (self.world - 1) // self.world
+            self._natively(wire, lambda: native.all_reduce(x, self.group), x, factor, nbytes)
+            return
+        route = self._route(wire, x.numel())
+        one_round = route.codec.lossless and x.nbytes * (self.world - 1) <= _ONE_ROUND_NBYTES
+
+        def piece(part: slice) -> Iterator[None]:
+            return all_reduce_piece(wire, route.codec, x[part], factor, one_round)
+
+        # A chunk of the call is a message for each rank.
+        step = route.step(-(-x.numel() // self.world), self.dtype) * self.world
+        self._run(wire, route, map(piece, slices(x.numel(), step)))
+
+    # --- one call ---
+
+    def _wire(self, **more: int | str) -> Wire:
+        others = tuple(place for place in range(self.world) if place != self.place)
+        settings: Settings = {
+            "function": self.function,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **more,
+            "codec": self.codec if isinstance(self.codec, str) else self.codec.name,
+            "version": WIRE_VERSION,
+        }
+        return Wire(self.group, Peers(self.ranks, others), settings, self.dtype, self.device)
+
+    def _route(self, wire: Wire, numel: int) -> Route:
+        return find_route(wire, self.function, numel, self.codec)
+
+    def _slices(self, route: Route, numel: int) -> Iterator[slice]:
+        return slices(numel, route.step(numel, self.dtype))
+
+    def _run(self, wire: Wire, route: Route, pieces: Iterable[Iterator[None]]) -> None:
+        overlap(pieces)
+        finish(wire, self.function, route)
+
+    def _natively(
+        self, wire: Wire, start: Callable[[], native.Started], result: Tensor, factor: float, nbytes: int
+    ) -> None:
+        wire.agree()
+        start().wait()
+        if factor != 1:
+            result.mul_(factor)
+        wire.raw_nbytes += nbytes
+        wire.sent_nbytes += nbytes
+        finish(wire, self.function, Route(Raw(), 1, "left to the backend"))

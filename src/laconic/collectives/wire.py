@@ -1,0 +1,357 @@
+"""The messages of one collective: who means what, bytes out, bytes in, and who is to blame.
+
+Before values are used, every two ranks have told each other in a *notice* of 256 bytes what they are about to do.
+Nobody waits for it at once: values are encoded and offered meanwhile. That is safe because gloo moves no byte before a
+receive with the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls never
+meet.
+
+Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header
+says how long it is. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
+
+A message that did not fit the capacity of its codec says so in its header, and the same values follow at once in the
+codec's fallback: the sender knows it from the message that it made, the receiver from the one that it got.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import native
+from laconic.collectives.agreement import Settings, disagreement, start_agreement
+from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.errors import CollectiveError, FormatError
+
+__all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Peers", "Wire"]
+
+WIRE_VERSION = 1
+"""Changes with anything here that ranks of different releases would understand differently."""
+
+_NOTICE_NBYTES = 256
+
+# Tags: those of notices, and those of messages (see `Wire.tag`). native.py and programs stay below.
+_NOTICE_TAG = 1 << 25
+_MESSAGE_TAG = 1 << 30
+
+
+class Outgoing(NamedTuple):
+    """Values for some ranks."""
+
+    places: Sequence[int]
+    """Whom they go to, as places in the group."""
+    values: Tensor
+    """Contiguous, [n]."""
+    message: Tensor | None = None
+    """Their message, if it has been made already."""
+
+
+class Incoming(NamedTuple):
+    """Values from one rank."""
+
+    place: int
+    """Whom they come from."""
+    numel: int
+    """How many they are."""
+    out: Tensor | None = None
+    """Where they may be received if they travel raw: contiguous, [numel]."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """With whom this rank exchanges notices."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the group's places, for errors."""
+    places: tuple[int, ...]
+    """Places of the other ranks that take part."""
+    sends: bool | None = None
+    """Whether this rank sends to or receives from its only peer; None in a collective of the whole group."""
+
+
+_num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictionary()
+
+
+class Wire:
+    """One call on one group, as this rank sees it.
+
+    `settings` are what all ranks must have in common; `dtype` is that of values.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peers: Peers,
+        settings: Settings,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.group, self.peers, self.settings, self.dtype, self.device = group, peers, settings, dtype, device
+        self.raw_nbytes = 0
+        """Bytes of the values sent so far."""
+        self.sent_nbytes = 0
+        """Bytes sent so far, notices and lengths included."""
+        self.message_nbytes = 0
+        """Those of the values' messages."""
+        self.coding_seconds = 0.0
+        """Spent in encoding and decoding so far; on CUDA in starting it."""
+        self._num_flights = 0
+        self._line = json.dumps(settings, separators=(",", ":")).encode().ljust(_NOTICE_NBYTES)
+        assert len(self._line) == _NOTICE_NBYTES, settings
+        kind = None if peers.sends is None else (peers.sends, *peers.places)
+        calls = _num_calls.setdefault(group, {})
+        self._call = calls[kind] = calls.get(kind, 0) + 1
+        self._notices: list[tuple[int, Tensor, dist.Work]] = []
+        self._early: list[Flight] = []
+        if device.type == "cpu":
+            self._exchange_notices()
+        elif kind is None:
+            # The host would wait for the device to read what others say: only once for the same settings.
+            start_agreement(settings, group, device)()
+
+    # --- agreement ---
+
+    def _exchange_notices(self) -> None:
+        # A sender's notices stay apart from a receiver's, because two ranks may send to each other at the same time.
+        tag_out, tag_in = {None: (0, 0), True: (1, 2), False: (2, 1)}[self.peers.sends]
+        for place in self.peers.places:
+            row = torch.empty(_NOTICE_NBYTES, dtype=torch.uint8)
+            with self.blame(place):
+                self._notices.append((place, row, self.group.recv([row], place, _NOTICE_TAG + tag_in)))
+        line = torch.frombuffer(bytearray(self._line), dtype=torch.uint8)
+        self._line_works = [self.send(place, line, _NOTICE_TAG + tag_out) for place in self.peers.places]
+
+    def agree(self) -> None:
+        """Wait until all ranks are known to do the same. Raises ConfigError, on each of them, if they do not."""
+        notices, self._notices = self._notices, []
+        lines = {self.group.rank(): self._line}
+        for place, row, work in notices:
+            with self.blame(place):
+                work.wait()
+            lines[place] = row.numpy().tobytes()
+        early, self._early = self._early, []
+        if any(line != self._line for line in lines.values()):
+            # Ranks that mean the same do exchange their first messages: gloo has to be done with those buffers.
+            for flight in early:
+                flight.drain([place for place, line in lines.items() if line == self._line])
+            raise disagreement({self.peers.ranks[place]: json.loads(lines[place]) for place in sorted(lines)})
+
+    # --- messages ---
+
+    def fly(self, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Flight:
+        """Encode and send values and receive others; returns before they have arrived. Empty ones do not travel."""
+        number, self._num_flights = self._num_flights, self._num_flights + 1
+        kind = Flight if self.device.type == "cpu" else _BatchedFlight
+        sends = [out for out in outgoing if out.values.numel()]
+        flight = kind(self, codec, number, sends, [entry for entry in incoming if entry.numel])
+        if self._notices:
+            self._early.append(flight)
+        return flight
+
+    def encode(self, codec: Codec, x: Tensor) -> Tensor:
+        """The message of `x`."""
+        started = time.perf_counter()
+        message = codec.encode(x)
+        self.coding_seconds += time.perf_counter() - started
+        return message
+
+    def decode_into(self, place: int, codec: Codec, message: Tensor, out: Tensor) -> None:
+        """Write the values of a message of the rank at `place` into `out`."""
+        if message.data_ptr() == out.data_ptr():
+            return  # it was received there
+        started = time.perf_counter()
+        with self.blame(place):
+            codec.decode_into(message, out)
+        self.coding_seconds += time.perf_counter() - started
+
+    def decode_add(self, place: int, codec: Codec, message: Tensor, total: Tensor) -> None:
+        """Add the values of a message of the rank at `place` to `total`, fp32."""
+        started = time.perf_counter()
+        with self.blame(place):
+            codec.decode_add(message, total, self.dtype)
+        self.coding_seconds += time.perf_counter() - started
+
+    def send(self, place: int, message: Tensor, tag: int) -> dist.Work:
+        """Start sending."""
+        self.count(message.nbytes)
+        with self.blame(place):
+            work = self.group.send([message], place, tag)
+        assert work is not None
+        return work
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that leave."""
+        self.sent_nbytes += nbytes
+        native.count_sent(nbytes)
+
+    def tag(self, number: int, numel: int, again: bool = False) -> int:
+        """Of message `number` of this call, with `numel` elements; `again`: the fallback's."""
+        fingerprint = zlib.crc32(self._line + numel.to_bytes(8, "little")) & 0xFFFF
+        return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | fingerprint
+
+    @contextmanager
+    def blame(self, place: int) -> Iterator[None]:
+        """Errors inside of the block name the rank at `place` and what was going on."""
+        try:
+            yield
+        except FormatError as error:
+            raise FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[place]}: {error}") from error
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].rstrip(". ")
+            raise CollectiveError(
+                f"{self._what()} broke off on rank {self.peers.ranks[self.group.rank()]}, which waited for rank"
+                f" {self.peers.ranks[place]}: {reason}; that rank ended, stopped, raised an error or took longer than"
+                " the group's timeout, see its own output"
+            ) from error
+
+    def _what(self) -> str:
+        names = ("function", "numel", "dtype")
+        function, numel, dtype = (self.settings.get(name) for name in names)
+        return f"{function} of {dtype}" if numel is None else f"{function} of {numel} {dtype}"
+
+
+class Flight:
+    """A message to and from each of some ranks, under way through gloo."""
+
+    def __init__(
+        self, wire: Wire, codec: Codec, number: int, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    ) -> None:
+        self._wire, self._codec, self._number = wire, codec, number
+        self._sent: list[tuple[int, dist.Work]] = []
+        self._sent_again: list[tuple[int, dist.Work]] = []
+        self._receipts: dict[int, tuple[int, Tensor, dist.Work]] = {}
+        # Receives first: what the others have ready can flow while this rank encodes.
+        for place, numel, out in incoming:
+            buffer = _buffer(codec, numel, out, wire)
+            self._receipts[place] = (numel, buffer, self._receive(place, buffer, wire.tag(number, numel)))
+        for places, values, made in outgoing:
+            wire.raw_nbytes += values.nbytes * len(places)
+            message = wire.encode(codec, values) if made is None else made
+            self._send(places, message, values.numel())
+            if not codec.fits(message):
+                self._send(places, wire.encode(codec.fallback, values), values.numel(), again=True)
+
+    def take(self, place: int) -> tuple[Codec, Tensor]:
+        """Wait for the message from `place`: it, and the codec to decode it with."""
+        wire = self._wire
+        numel, buffer, work = self._receipts.pop(place)
+        with wire.blame(place):
+            work.wait()
+            message = self._codec.cut(buffer)
+        if self._codec.fits(message):
+            return self._codec, message
+        fallback = self._codec.fallback
+        buffer = _buffer(fallback, numel, None, wire)
+        work = self._receive(place, buffer, wire.tag(self._number, numel, again=True))
+        with wire.blame(place):
+            work.wait()
+            return fallback, fallback.cut(buffer)
+
+    def wait_sent(self) -> None:
+        """Wait until this rank's own messages have left."""
+        for place, work in [*self._sent, *self._sent_again]:
+            with self._wire.blame(place):
+                work.wait()
+        self._sent.clear()
+        self._sent_again.clear()
+
+    def drain(self, places: Sequence[int]) -> None:
+        """Wait until nothing moves between this rank and these any more; nobody has asked for a fallback yet."""
+        received = [(place, work) for place, (_, _, work) in self._receipts.items()]
+        for place, work in [*self._sent, *received]:
+            if place in places:
+                with self._wire.blame(place):
+                    work.wait()
+
+    def _receive(self, place: int, buffer: Tensor, tag: int) -> dist.Work:
+        with self._wire.blame(place):
+            work = self._wire.group.recv([buffer], place, tag)
+        assert work is not None
+        return work
+
+    def _send(self, places: Sequence[int], message: Tensor, numel: int, again: bool = False) -> None:
+        tag = self._wire.tag(self._number, numel, again)
+        self._wire.message_nbytes += message.nbytes * len(places)
+        sent = self._sent_again if again else self._sent
+        sent += [(place, self._wire.send(place, message, tag)) for place in places]
+
+
+class _BatchedFlight(Flight):
+    """The same through a backend whose sends and receives must be of equal length and started together (NCCL).
+
+    Where lengths depend on the values, or a message may not fit, the host waits for the device once or twice.
+    """
+
+    def __init__(
+        self, wire: Wire, codec: Codec, number: int, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    ) -> None:
+        self._wire, self._codec = wire, codec
+        wire.raw_nbytes += sum(out.values.nbytes * len(out.places) for out in outgoing)
+        messages = [wire.encode(codec, out.values) if out.message is None else out.message for out in outgoing]
+        self._taken = self._exchange(codec, outgoing, messages, incoming)
+        cut_off = [entry for entry in incoming if not codec.fits(self._taken[entry.place][1])]
+        again = [out for out, message in zip(outgoing, messages, strict=True) if not codec.fits(message)]
+        if cut_off or again:
+            repeated = [wire.encode(codec.fallback, out.values) for out in again]
+            self._taken |= self._exchange(codec.fallback, again, repeated, cut_off)
+
+    def _exchange(
+        self, codec: Codec, outgoing: Sequence[Outgoing], messages: Sequence[Tensor], incoming: Sequence[Incoming]
+    ) -> dict[int, tuple[Codec, Tensor]]:
+        wire = self._wire
+        sends = [(place, message) for out, message in zip(outgoing, messages, strict=True) for place in out.places]
+        buffers = {entry.place: _buffer(codec, entry.numel, entry.out, wire) for entry in incoming}
+        sized = [entry.place for entry in incoming if codec.capacity_nbytes(entry.numel, wire.dtype) is None]
+        sizes = {place: torch.empty(1, dtype=torch.int64, device=wire.device) for place in sized}
+        told = [
+            (place, torch.tensor([message.numel()], device=wire.device))
+            for out, message in zip(outgoing, messages, strict=True)
+            if codec.capacity_nbytes(out.values.numel(), wire.dtype) is None
+            for place in out.places
+        ]
+        self._run(told, sizes)
+        for place, size in sizes.items():
+            nbytes = int(size)
+            if not 0 <= nbytes <= buffers[place].numel():
+                with wire.blame(place):
+                    raise FormatError(
+                        f"is said to have {nbytes} bytes, but at most {buffers[place].numel()} can be; it was damaged"
+                    )
+            buffers[place] = buffers[place][:nbytes]
+        self._run(sends, buffers)
+        wire.message_nbytes += sum(message.nbytes for _, message in sends)
+        return {place: (codec, buffer) for place, buffer in buffers.items()}
+
+    def _run(self, sends: Sequence[tuple[int, Tensor]], receives: dict[int, Tensor]) -> None:
+        wire = self._wire
+        operations = [dist.P2POp(dist.irecv, buffer, group=wire.group, group_peer=p) for p, buffer in receives.items()]
+        operations += [dist.P2POp(dist.isend, message, group=wire.group, group_peer=p) for p, message in sends]
+        wire.count(sum(message.nbytes for _, message in sends))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()  # on CUDA the stream waits
+
+    def take(self, place: int) -> tuple[Codec, Tensor]:
+        return self._taken.pop(place)
+
+    def wait_sent(self) -> None:
+        pass
+
+
+def _buffer(codec: Codec, numel: int, out: Tensor | None, wire: Wire) -> Tensor:
+    """Where a message can be received."""
+    if out is not None and isinstance(codec, Raw):
+        return bytes_of(out)
+    capacity = codec.capacity_nbytes(numel, wire.dtype)
+    nbytes = codec.max_nbytes(numel, wire.dtype) if capacity is None else capacity
+    return torch.empty(nbytes, dtype=torch.uint8, device=wire.device)
