@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from laconic.collectives import audit
-from laconic.collectives.choose import choose, observe
+from laconic.collectives.choose import choose, observe, would_talk
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.wire import Wire
-from laconic.cost.wire import MIN_CODED_NBYTES, RAW, Choice
+from laconic.cost.wire import RAW, Choice
 
 __all__ = ["Route", "find_route", "finish", "slices"]
 
@@ -56,9 +56,9 @@ def find_route(wire: Wire, operation: str, numel: int, codec: Codec | str) -> Ro
     """
     if not isinstance(codec, str):
         return Route(codec, None, "asked for")
-    if numel * wire.dtype.itemsize >= MIN_CODED_NBYTES:
-        wire.agree()  # `choose` may talk to the other ranks
-    choice = choose(operation, numel, wire.dtype, wire.group)
+    if would_talk(operation, numel, wire.dtype, wire.group, device=wire.device):
+        wire.agree()
+    choice = choose(operation, numel, wire.dtype, wire.group, device=wire.device)
     found = Raw() if choice.codec == RAW else Lossless(choice.codec)
     return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice)
 
@@ -66,7 +66,15 @@ def find_route(wire: Wire, operation: str, numel: int, codec: Codec | str) -> Ro
 def finish(wire: Wire, operation: str, route: Route) -> None:
     """Write a call down in the audit, and what became of it for later choices."""
     if route.choice is not None:
-        observe(operation, wire.dtype, wire.group, route.choice, wire.raw_nbytes, wire.message_nbytes)
+        observe(
+            operation,
+            wire.dtype,
+            wire.group,
+            route.choice,
+            wire.raw_nbytes,
+            wire.message_nbytes,
+            device=wire.device,
+        )
     audit.record(
         operation,
         wire.dtype,
