@@ -10,6 +10,7 @@
     python -m benchmarks.run collectives --out benchmarks/results/collectives_NAME.md
     python -m benchmarks.run collectives --hosts 4 --rates 1gbit --elements 1048576     # a part of it
     python -m benchmarks.run zip_training --out benchmarks/results/zip_training_NAME.md
+    python -m benchmarks.run choose --rounds 5 --out benchmarks/results/choose_NAME.md
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
@@ -45,6 +46,7 @@ _MODULES = (
     "gradient_error",
     "network",
     "collectives",
+    "choose",
     "zip_training",
     "reduce",
     "planning",

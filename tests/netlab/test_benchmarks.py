@@ -22,6 +22,7 @@ ROWS = {
             "all_reduce, weights",
         )
     ],
+    "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
     "zip_training": ["gloo", "raw", "tiered", "auto"],
 }
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a model; without arguments, a small demo",
     "compare": "put runs side by side: a table and report.html",
     "plan": "predict bytes per rank, and choose what to keep under a budget",
+    "profile": "measure this cluster's links and codecs",
     "explain": "say how a message travels, raw or coded, and why",
     "export": "write a run's model as a Hugging Face directory",
     "zip": "shrink safetensors files and checkpoint directories losslessly",

@@ -36,6 +36,7 @@ __all__ = [
     "WireRates",
     "World",
     "candidates",
+    "coded_seconds",
     "decide",
     "left_raw",
     "sent_nbytes",
@@ -233,24 +234,25 @@ def _seconds_of(
     num_chunks: int,
     levels: int,
 ) -> float:
+    def flat(link: LinkRates, nbytes: float, world: int) -> float:
+        if codec is None:
+            return link.line(operation).seconds(sent_nbytes(operation, nbytes, world))
+        return coded_seconds(operation, nbytes, world, link, codec, ratio, num_chunks)
+
     if levels == 1:
-        link = rates.link(world.kind).at(world.num_ranks)
-        return _flat_seconds(operation, nbytes, world.num_ranks, link, codec, ratio, num_chunks)
+        return flat(rates.link(world.kind).at(world.num_ranks), nbytes, world.num_ranks)
     inside, across_nbytes = _inside(operation, nbytes, world)
     node = rates.link("node").at(world.ranks_per_node)
-    across = rates.link("across").at(world.num_nodes)
-    seconds = _flat_seconds(operation, across_nbytes, world.num_nodes, across, codec, ratio, num_chunks)
+    seconds = flat(rates.link("across").at(world.num_nodes), across_nbytes, world.num_nodes)
     for name, size in inside:
-        seconds += _flat_seconds(name, size, world.ranks_per_node, node, None, 1.0, 1)
+        seconds += node.line(name).seconds(sent_nbytes(name, size, world.ranks_per_node))
     return seconds
 
 
-def _flat_seconds(
-    operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates | None, ratio: float, num_chunks: int
+def coded_seconds(
+    operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
 ) -> float:
-    sent = sent_nbytes(operation, nbytes, world)
-    if codec is None:
-        return link.line(operation).seconds(sent)
+    """Predicted for one coded operation on one level, whose input on each of `world` ranks has `nbytes`."""
     alpha, coding, wire = 0.0, 0.0, 0.0
     for phase in _phases(operation, nbytes, world):
         decode = codec.decode_add if phase.sums else codec.decode
@@ -260,7 +262,8 @@ def _flat_seconds(
         wire += line.seconds_per_byte * phase.sent / num_chunks / ratio
     slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + link.chunk_seconds
     extra = link.extra.get(operation)
-    return alpha + coding + wire + (num_chunks - 1) * slot + (0.0 if extra is None else extra.seconds(sent))
+    unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, world))
+    return alpha + coding + wire + (num_chunks - 1) * slot + unexplained
 
 
 class _Phase(NamedTuple):

@@ -1,0 +1,92 @@
+"""`laconic profile`: measure this cluster, so that messages are coded where that pays."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laconic.cost.wire_rates import default_path
+from laconic.cost.wire_table import rates_text
+from laconic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from laconic.train.world import World
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic profile` with `args`: as one of torchrun's processes, or start some here."""
+    options = _parser().parse_args(args)
+    from laconic.train.world import join_world, read_environment
+
+    place = read_environment(os.environ)
+    if place is None:
+        return _start(options.nproc, args)
+    if place.world_size < 2:
+        raise ConfigError("WORLD_SIZE is 1, but links need two processes; start more with torchrun, or use --nproc")
+    return _measure(join_world(place, timeout_seconds=120.0), Path(options.out), options.quick)
+
+
+def _measure(world: World, path: Path, quick: bool) -> int:
+    from laconic.collectives.profile import profile
+
+    def report(text: str) -> None:
+        if world.is_main:
+            print(f"measuring {text}", file=sys.stderr, flush=True)
+
+    rates = profile(world.device, report, quick)
+    # Every node may look at a disk of its own.
+    if world.local_rank == 0:
+        rates.save(path)
+    if world.is_main:
+        print(rates_text(rates))
+        print(f"\nwrote {path}; see laconic explain")
+        sys.stdout.flush()
+    world.leave()
+    return 0
+
+
+def _start(num_processes: int, args: Sequence[str]) -> int:
+    """Run the command in `num_processes` processes on this machine; the first exit code that is not 0."""
+    if num_processes < 2:
+        raise ConfigError(f"nproc is {num_processes}, but links need at least 2 processes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fixed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
+    fixed |= {"LOCAL_WORLD_SIZE": str(num_processes), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "laconic", "profile", *args],
+            env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        codes = [process.wait() for process in processes]
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
+    return next((code for code in codes if code), 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laconic profile",
+        description="Measure links (every collective, inside nodes, between them and over all) and codecs of this "
+        "cluster, print the fits and write them to a file that choices are made from, in less than two minutes. Start "
+        "it with torchrun on the nodes that will train; alone, it starts processes here and measures this machine.",
+    )
+    add = parser.add_argument
+    add("--nproc", type=int, default=2, metavar="N", help="processes when not under torchrun (default: %(default)s)")
+    add("--out", default=str(default_path()), metavar="FILE", help="where to write (default: %(default)s)")
+    add("--quick", action="store_true", help="small sizes only; shows that it works")
+    return parser

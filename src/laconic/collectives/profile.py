@@ -1,0 +1,205 @@
+"""Measures a cluster: every collective on every kind of group, every code on every dtype, and what does not add up.
+
+All ranks call `profile` together and get the same rates. Sizes grow until one takes half a second, so that slow links
+take no longer than fast ones: some ten seconds per kind of group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import native, operations
+from laconic.collectives.codec import Codec, Lossless, Raw
+from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, world_of
+from laconic.cost.wire import World, coded_seconds, sent_nbytes
+from laconic.cost.wire_rates import ITEM_NBYTES, OPERATIONS, SEND, CodecRates, Line, LinkRates, WireRates, fit_line
+
+__all__ = ["profile"]
+
+_SIZES = tuple(1 << power for power in range(12, 25, 2))
+"""Bytes that a process sends: 4 KB to 16 MB."""
+_CODEC_SIZES = (1 << 14, 1 << 18, 1 << 22)
+_QUICK_SIZES, _QUICK_CODEC_SIZES = (1 << 12, 1 << 18), (1 << 14, 1 << 17)
+_CODED_SIZES = (1 << 17, 3 << 19)
+"""Too small to be cut into chunks."""
+_OVERLAP_NBYTES = 1 << 21
+_DTYPE = torch.bfloat16
+
+_LONGEST_SECONDS = 0.5
+_SECONDS_PER_CASE = 0.1
+_MIN_REPEATS, _MAX_REPEATS = 3, 9
+
+
+def profile(device: torch.device, report: Callable[[str], None] = lambda text: None, quick: bool = False) -> WireRates:
+    """Measure the cluster of the default process group; every rank gets the same rates.
+
+    Arguments:
+        device: whose tensors are sent; this process's GPU or the CPU.
+        report: told what is measured next.
+        quick: small sizes only; shows that it works.
+    """
+    assert dist.group.WORLD is not None
+    ranks = Ranks(dist.group.WORLD, device)
+    hosts = ranks.texts(host_name())
+    world = world_of(hosts)
+    groups = _groups(world, ranks.group.rank())
+    links = {}
+    for kind, group in groups.items():
+        report(f"links, {kind}: {group.size()} ranks")
+        links[kind] = _link(ranks, group, _QUICK_SIZES if quick else _SIZES)
+    codecs, codec_sizes = {}, _QUICK_CODEC_SIZES if quick else _CODEC_SIZES
+    for dtype in ITEM_NBYTES:
+        report(f"codecs, {dtype}")
+        codecs[dtype] = codec_rates(ranks, getattr(torch, dtype), codec_sizes, _MIN_REPEATS)
+    for kind, group in groups.items():
+        report(f"coded, {kind}")
+        links[kind] = replace(links[kind], extra=_extra(ranks, group, links[kind], codecs))
+    nodes = f"{world.num_nodes} node{'s' * (world.num_nodes > 1)}"
+    source = f"laconic profile, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {nodes}, {device.type}"
+    (source,) = dict.fromkeys(ranks.texts(source)[:1])  # clocks differ
+    layout = world.num_nodes, world.ranks_per_node
+    return WireRates(links, codecs, device.type, layout, tuple(dict.fromkeys(hosts)), source)
+
+
+def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
+    """This rank's group of each kind. Every rank takes part in making all of them."""
+    assert dist.group.WORLD is not None
+    if world.kind != "all":
+        return {world.kind: dist.group.WORLD}
+    size, per_node = world.num_ranks, world.ranks_per_node
+    members = {
+        "node": [list(range(first, first + per_node)) for first in range(0, size, per_node)],
+        "across": [list(range(place, size, per_node)) for place in range(per_node)],
+    }
+    groups = {"all": dist.group.WORLD}
+    for kind, lists in members.items():
+        for one in lists:
+            group = dist.new_group(one)
+            if rank in one:
+                assert isinstance(group, dist.ProcessGroup)
+                groups[kind] = group
+    return groups
+
+
+# --- links ---
+
+
+def _link(ranks: Ranks, group: dist.ProcessGroup, sizes: Sequence[int]) -> LinkRates:
+    lines = {}
+    for operation in OPERATIONS:
+        points = []
+        for size in sizes:
+            case, sent = _case(operation, size, group, ranks.device, Raw())
+            (first,) = ranks.seconds(case, 1)
+            repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(_SECONDS_PER_CASE / max(first, 1e-9))))
+            seconds = median(ranks.seconds(case, repeats))
+            points.append((sent, seconds))
+            if 4 * seconds > _LONGEST_SECONDS:
+                break
+        lines[operation] = fit_line(points)
+    return LinkRates(group.size(), lines, _chunk_seconds(ranks, group), _overlap(ranks, group))
+
+
+def _case(
+    operation: str, size: int, group: dist.ProcessGroup, device: torch.device, codec: Codec
+) -> tuple[Callable[[], object], float]:
+    """An operation in which a process of `group` sends about `size` raw bytes, and how many they are."""
+    world = group.size()
+    per_byte = sent_nbytes(operation, 1.0, world)
+    numel = -(-int(size / per_byte / _DTYPE.itemsize) // world) * world
+    x = gaussian(numel, _DTYPE, device)
+    first = dist.get_global_rank(group, 0)
+    is_first = group.rank() == 0
+    large, small = numel * world, numel // world
+    cases: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: operations.all_gather(x.new_empty(large), x, group, codec=codec),
+        "reduce_scatter": lambda: operations.reduce_scatter(x.new_empty(small), x, group, codec=codec),
+        "all_reduce": lambda: operations.all_reduce(x.clone(), group, codec=codec),
+        "all_to_all": lambda: operations.all_to_all(torch.empty_like(x), x, group=group, codec=codec),
+        "broadcast": lambda: operations.broadcast(x, first, group, codec=codec),
+        "gather": lambda: operations.gather(x.new_empty(large) if is_first else None, x, first, group, codec=codec),
+        "scatter": lambda: operations.scatter(x.new_empty(small), x if is_first else None, first, group, codec=codec),
+        SEND: partial(_send_to_neighbour, x, group),
+    }
+    return cases[operation], sent_nbytes(operation, x.nbytes, world)
+
+
+def _send_to_neighbour(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Even places send to the next one; the last one of an odd number rests."""
+    place = group.rank()
+    if place % 2:
+        work = group.recv([torch.empty_like(x)], place - 1, 0)
+    elif place + 1 < group.size():
+        work = group.send([x], place + 1, 0)
+    else:
+        return
+    assert work is not None
+    work.wait()
+
+
+def _chunk_seconds(ranks: Ranks, group: dist.ProcessGroup) -> float:
+    """What one more small message to everybody costs while others are under way."""
+    rows = torch.zeros(group.size(), 64, dtype=torch.uint8, device=ranks.device)
+
+    def several(number: int) -> None:
+        for work in [native.all_to_all(torch.empty_like(rows), rows, group) for _ in range(number)]:
+            work.wait()
+
+    one, many = (median(ranks.seconds(partial(several, number), _MAX_REPEATS)) for number in (1, 9))
+    return max(0.0, many - one) / 8
+
+
+def _overlap(ranks: Ranks, group: dist.ProcessGroup) -> float:
+    """Share of the shorter one of coding and wire that is hidden when both go on at once."""
+    world = group.size()
+    rows = torch.zeros(world, _OVERLAP_NBYTES // world, dtype=torch.uint8, device=ranks.device)
+    received = torch.empty_like(rows)
+    piece = gaussian(1 << 16, _DTYPE, ranks.device)
+    codec = Lossless("tiered")
+
+    def encode(number: int) -> None:
+        for _ in range(number):
+            codec.encode(piece)
+
+    def both(number: int) -> None:
+        work = native.all_to_all(received, rows, group)
+        encode(number)
+        work.wait()
+
+    wire = median(ranks.seconds(partial(both, 0), _MIN_REPEATS))
+    number = max(1, min(1000, round(wire / median(ranks.seconds(partial(encode, 1), _MAX_REPEATS)))))
+    coding = median(ranks.seconds(partial(encode, number), _MIN_REPEATS))
+    together = median(ranks.seconds(partial(both, number), _MIN_REPEATS))
+    return min(1.0, max(0.0, (wire + coding - together) / min(wire, coding)))
+
+
+# --- what does not add up ---
+
+
+def _extra(
+    ranks: Ranks, group: dist.ProcessGroup, link: LinkRates, codecs: Mapping[str, Mapping[str, CodecRates]]
+) -> dict[str, Line]:
+    """Measured minus predicted seconds of coded operations: calls, headers, buffers, caches."""
+    codec = codecs["bfloat16"]["tiered"]
+    world, found = group.size(), {}
+    for operation in OPERATIONS:
+        if operation == SEND:
+            continue  # like a broadcast, below
+        missing = []
+        for size in _CODED_SIZES:
+            case, sent = _case(operation, size, group, ranks.device, Lossless("tiered"))
+            nbytes = sent / sent_nbytes(operation, 1.0, world)
+            predicted = coded_seconds(operation, nbytes, world, link, codec, codec.ratio, num_chunks=1)
+            missing.append((sent, median(ranks.seconds(case, _MAX_REPEATS)) - predicted))
+        (small, less), (large, more) = missing
+        per_byte = max(0.0, (more - less) / (large - small))
+        found[operation] = Line(max(0.0, less - per_byte * small), per_byte)
+    return found | {SEND: found["broadcast"]}

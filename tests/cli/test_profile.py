@@ -1,0 +1,54 @@
+"""`laconic profile`: measures two processes of this machine, writes what choices need, refuses what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laconic.cli.main import main
+from laconic.cost.wire import World, decide
+from laconic.cost.wire_rates import CODES, ITEM_NBYTES, OPERATIONS, WireRates
+from tests.distributed.processes import Ending, environment, finish, free_port, rank_environment, start
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ending, Path]:
+    file = tmp_path_factory.mktemp("profile") / "new" / "rates.json"
+    ending = finish(start(["-m", "laconic", "profile", "--quick", "--out", str(file)], environment()))
+    assert ending.code == 0, ending.err
+    return ending, file
+
+
+def test_everything_is_measured_and_written(measured: tuple[Ending, Path]) -> None:
+    rates = WireRates.load(measured[1])
+    (link,) = rates.links.values()
+    assert list(rates.links) == ["node"]
+    assert (link.world, rates.layout, rates.device, len(rates.hosts)) == (2, (1, 2), "cpu", 1)
+    assert set(link.operations) == set(link.extra) == set(OPERATIONS)
+    assert set(rates.codecs) == set(ITEM_NBYTES)
+    for codes in rates.codecs.values():
+        assert set(codes) == set(CODES)
+    assert rates.codecs["bfloat16"]["tiered"].ratio > rates.codecs["bfloat16"]["window"].ratio > 1.4
+    assert decide("all_gather", 1 << 20, "bfloat16", World(2, 2), rates).predicted_seconds > 0
+
+
+def test_the_tables_are_printed_once(measured: tuple[Ending, Path]) -> None:
+    ending, file = measured
+    assert ending.out.count("links, node: 2 ranks") == 1
+    assert f"wrote {file}" in ending.out
+    assert ending.err.splitlines()[0] == "measuring links, node: 2 ranks"
+
+
+def test_explain_reads_it(measured: tuple[Ending, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--record", str(measured[1]), "--operation", "all_reduce"]) == 0
+    assert "2 ranks on 1 node;" in capsys.readouterr().out
+
+
+def test_one_process_has_no_links(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["profile", "--nproc", "1"]) == 2
+    assert "nproc is 1, but links need at least 2 processes" in capsys.readouterr().err
+    for name, value in rank_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    assert main(["profile"]) == 2
+    assert "WORLD_SIZE is 1, but links need two processes" in capsys.readouterr().err
