@@ -5,6 +5,7 @@
     python -m benchmarks.run compiled --out benchmarks/results/compiled_NAME.md
     python -m benchmarks.run gradients --threads 1 2 --out benchmarks/results/gradients_NAME.md
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
+    python -m benchmarks.run lossless --threads 1 2 --out benchmarks/results/lossless_NAME.md
     python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
     python -m benchmarks.run collectives --out benchmarks/results/collectives_NAME.md
@@ -40,6 +41,7 @@ _MODULES = (
     "compiled",
     "gradients",
     "loss",
+    "lossless",
     "optim",
     "gpu",
     "memory",

@@ -34,6 +34,13 @@ def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
         assert f"\n| {row} | " in text
 
 
+def test_lossless_benchmark_writes_its_tables() -> None:
+    result = run("lossless", "--smoke", "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    for row in ("memcpy", "window", "tiered", "portable, tiered decode_add", "8 KiB"):
+        assert f"\n| {row} | " in result.stdout
+
+
 def test_optimizer_benchmark_writes_its_tables() -> None:
     result = run("optim", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr

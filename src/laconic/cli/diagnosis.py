@@ -75,7 +75,7 @@ def diagnose() -> Diagnosis:
         from laconic.ops import kernels_in_use
 
         kernels = kernels_in_use()
-        self_test = _test_kernels()
+        self_test = _test_kernels() | _test_lossless()
     except LaconicError as error:  # an environment variable asks for kernels that are not there
         problems.append(str(error))
     backends = _backends()
@@ -219,6 +219,50 @@ def _test_one(quantize: Quantize, dequantize: Dequantize, expected: Quantize, de
             return f"{code} gives other bits than the reference"
         if not bool(((values - x).abs() <= bound * largest).all()):
             return f"{code} gives values back that are too far from what went in"
+    return "ok"
+
+
+def _test_lossless() -> dict[str, str]:
+    """Lossless messages of every implementation that can run here: the reference's bytes, and every value back."""
+    from laconic.ops import lossless_decode_, lossless_encode, native, reference
+
+    results = {}
+    for isa in native.supported_isas():
+
+        def encode(x: Tensor, isa: str = isa) -> Tensor:
+            return native.lossless_encode(x, "tiered", None, isa=isa)
+
+        def decode(out: Tensor, message: Tensor, isa: str = isa) -> Tensor:
+            return native.lossless_decode_(out, message, isa=isa)
+
+        results[f"lossless, c++ {isa}"] = _test_messages(encode, decode, reference.lossless_encode, "cpu")
+    if torch.cuda.is_available():
+        results["lossless, cuda"] = _test_messages(lossless_encode, lossless_decode_, reference.lossless_encode, "cuda")
+    return results
+
+
+def _test_messages(
+    encode: Callable[[Tensor], Tensor],
+    decode: Callable[[Tensor, Tensor], Tensor],
+    expected: Callable[..., Tensor],
+    device: str,
+) -> str:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    values[::7] = 0.0
+    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.int8):
+        x = (values * 20).to(dtype)
+        name = str(dtype).removeprefix("torch.")
+        try:
+            buffer = encode(x.to(device)).cpu()
+            message = buffer[: int(buffer[16:24].view(torch.int64))]
+            out = torch.empty_like(x, device=device)
+            status = int(decode(out, message.to(device)))
+        except Exception as error:  # a self test reports whatever goes wrong, it does not stop at it
+            return f"{name} fails: {type(error).__name__}: {error}"
+        if not torch.equal(message, expected(x, "tiered", None)[: message.numel()]):
+            return f"{name} gives other bytes than the reference"
+        if status or not torch.equal(out.cpu().view(torch.uint8), x.view(torch.uint8)):
+            return f"{name} does not give the values back"
     return "ok"
 
 
