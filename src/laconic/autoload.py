@@ -22,13 +22,13 @@ by gloo and CUDA tensors by NCCL, as torch's own default does."""
 
 def register() -> None:
     """Make the backends known to torch. Doing so again changes nothing."""
-    from torch.distributed import Backend, is_available
+    import torch.distributed as dist
 
-    if not is_available():
+    if not dist.is_available():
         return
     for name, devices in NAMES.items():
-        if name.upper() not in Backend._plugins:
-            Backend.register_backend(name, _Creator(name), extended_api=True, devices=list(devices))
+        if name.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(name, _Creator(name), extended_api=True, devices=list(devices))
 
 
 class _Creator:
