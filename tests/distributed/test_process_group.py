@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import laconic.collectives.process_group  # noqa: F401  registers the backends
+from laconic.collectives import audit
+from laconic.collectives.codec import Lossless, Raw
+from laconic.collectives.process_group import ProcessGroupOptions
 from laconic.errors import ConfigError
 from laconic.train.worker import leave
 from tests.distributed import over_backend
@@ -53,14 +55,25 @@ def beside_gloo(rank: int, folder: str) -> None:
     expected = {do.__name__: do() for do in over_backend.EVERYTHING}
     over_backend.save(Path(folder, "from-gloo"))
     dist.destroy_process_group()
-    for number, backend in enumerate(("laconic", "laconic:gloo", "cpu:laconic")):
-        join(backend, rank, 2, folder, str(number))
+    coded, raw = (ProcessGroupOptions(codec, min_nbytes=1) for codec in (Lossless(), Raw()))
+    for name, backend, options, doing in (
+        ("coded", "laconic", coded, over_backend.EVERYTHING),
+        (
+            "raw",
+            "laconic:gloo",
+            raw,
+            (over_backend.collectives, over_backend.points),
+        ),
+        ("auto", "cpu:laconic", None, (over_backend.collectives, over_backend.at_once)),
+    ):
+        join(backend, rank, 2, folder, name, pg_options=options)
         assert dist.get_backend() == backend
-        assert type(dist.group.WORLD).__name__ == "ProcessGroupLaconic"
-        assert dist.get_backend(dist.new_group()) == backend
-        for do in over_backend.EVERYTHING if number == 0 else [over_backend.collectives]:
-            assert_same(do(), expected[do.__name__], f"{backend} {do.__name__}")
-        if number == 0:
+        audit.reset()
+        for do in doing:
+            assert_same(do(), expected[do.__name__], f"{name} {do.__name__}")
+        if name == "coded":
+            check_audit(audit.snapshot())
+            assert dist.new_group().options == options
             loaded = over_backend.load(Path(folder, "from-gloo"))
             over_backend.save(Path(folder, "from-laconic"))
         dist.destroy_process_group()
@@ -69,6 +82,17 @@ def beside_gloo(rank: int, folder: str) -> None:
     assert_same(over_backend.load(Path(folder, "from-laconic")), loaded, "checkpoint")
     dist.barrier()
     leave(0)
+
+
+def check_audit(found: audit.Snapshot) -> None:
+    """All that may be coded was, and is shorter; what was not has its reason."""
+    by_name = {(entry.operation, entry.dtype, entry.codec): entry for entry in found.entries}
+    for operation in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "send"):
+        assert by_name[operation, "bfloat16", "auto"].ratio > 1.3, operation
+        assert by_name[operation, "bfloat16", "auto"].num_calls >= 1
+    assert set(by_name["all_reduce", "bfloat16", "raw"].reasons) == {"neither a sum nor an average", "one rank"}
+    assert set(by_name["all_reduce", "int32", "raw"].reasons) == {"dtype is not coded"}
+    assert set(by_name["gather", "bfloat16", "raw"].reasons) == {"left to the backend"}
 
 
 def test_programs_compute_the_same_bits_as_over_gloo(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from laconic.collectives.operations import (
     reduce_scatter,
     scatter,
 )
+from laconic.collectives.process_group import ProcessGroupLaconic, ProcessGroupOptions
 
 __all__ = [
     "Blockwise",
     "Codec",
     "Lossless",
+    "ProcessGroupLaconic",
+    "ProcessGroupOptions",
     "Raw",
     "TwoLevel",
     "Work",

@@ -1,0 +1,101 @@
+"""The group of torch's own that carries the bytes of a `ProcessGroupLaconic`, and what its ranks compare before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import DebugLevel, _create_process_group_wrapper, _world, get_debug_level
+
+from laconic.collectives.agreement import Settings, first_difference
+from laconic.errors import ConfigError
+
+__all__ = ["Backends", "compare", "connect", "forget", "tell"]
+
+Backends = dict[torch.device, tuple[Any, Any]]
+"""Kind and backend that carry the tensors of a device."""
+
+
+def tell(arguments: Any, mine: object) -> list[Any]:
+    """What each rank has to say, by rank: JSON values through the store, before there is a connection to hang in."""
+    arguments.store.set(f"laconic/told/{arguments.group_rank}", json.dumps(mine))
+    return [json.loads(arguments.store.get(f"laconic/told/{rank}")) for rank in range(arguments.group_size)]
+
+
+def compare(settings: Sequence[Settings], ranks: Sequence[int]) -> None:
+    """Raise ConfigError, as all ranks do, if the `settings` of two of them differ; `ranks` are their global ranks."""
+    found = first_difference(settings)
+    if found is not None:
+        name, place = found
+        raise ConfigError(
+            f"{name} is {settings[0].get(name)!r} on rank {ranks[0]} and {settings[place].get(name)!r} on rank"
+            f" {ranks[place]}, but all ranks must make a process group with the same settings; none was made"
+        )
+
+
+def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
+    """A group that torch does not list, and its backends.
+
+    Arguments:
+        name: one of `laconic.autoload.NAMES`.
+        arguments: torch's DistributedBackendOptions.
+    """
+    kinds = dist.ProcessGroup.BackendType
+    has_nccl = name == "laconic:nccl" or (name == "laconic" and torch.cuda.is_available())
+    backends: Backends = {}
+    if name != "laconic:nccl":
+        backends[torch.device("cpu")] = kinds.GLOO, _gloo(arguments)
+    if has_nccl:
+        backends[torch.device("cuda")] = kinds.NCCL, _nccl(arguments)
+    elif torch.cuda.is_available():
+        backends[torch.device("cuda")] = backends[torch.device("cpu")]
+    group = dist.ProcessGroup(arguments.store, arguments.group_rank, arguments.group_size)
+    group._set_default_backend(kinds.NCCL if has_nccl else kinds.GLOO)
+    for device, (kind, backend) in backends.items():
+        group._register_backend(device, kind, backend)
+    # So that global ranks of its members can be asked for, as of any group.
+    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(global_ranks(arguments))}
+    return group, backends
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Take back what `connect` told torch about the group."""
+    _world.pg_group_ranks.pop(group, None)
+
+
+def global_ranks(arguments: Any) -> list[int]:
+    """Of the group's members. torch has none for the default group."""
+    return list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
+
+
+def _gloo(arguments: Any) -> Any:
+    rank, size, timeout = arguments.group_rank, arguments.group_size, arguments.timeout
+    backend = dist.ProcessGroupGloo(PrefixStore("cpu/", arguments.store), rank, size, timeout=timeout)
+    return _prepared(backend, arguments)
+
+
+def _nccl(arguments: Any) -> Any:
+    if not dist.is_nccl_available():
+        raise ConfigError("backend is 'laconic:nccl', but this torch has no NCCL; use 'laconic:gloo'")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = arguments.timeout
+    rank, size, store = arguments.group_rank, arguments.group_size, PrefixStore("cuda/", arguments.store)
+    return _prepared(dist.ProcessGroupNCCL(store, rank, size, options), arguments)
+
+
+def _prepared(backend: Any, arguments: Any) -> Any:
+    """What torch does with its own backends before it uses them."""
+    backend.options.global_ranks_in_group = arguments.global_ranks_in_group
+    backend.options.group_name = arguments.group_id
+    backend._set_sequence_number_for_group()
+    if get_debug_level() != DebugLevel.DETAIL:
+        return backend
+    rank, size = arguments.group_rank, arguments.group_size
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares the arguments of all ranks before each collective.
+    return _create_process_group_wrapper(
+        backend, arguments.group_id, arguments.store, rank, size, timeout=arguments.timeout
+    )

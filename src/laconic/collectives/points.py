@@ -1,0 +1,110 @@
+"""Sends and receives of a process group, each coded by itself.
+
+They have no common order: both ends of a link may send first and receive then, or the other way round. So nothing is
+asked of the other end. Whether a message is coded follows from its number of elements, its dtype and the rates on which
+the ranks agreed when the group was made, and not from how far earlier ones shrank, which the receiver learns later than
+the sender. How long a message is stands in its header, and gloo delivers a short one into a longer buffer. NCCL does
+not, so CUDA tensors travel as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import audit
+from laconic.collectives.choose import choose
+from laconic.collectives.codec import Codec, Lossless, Raw
+from laconic.collectives.works import AfterWork
+from laconic.cost.wire import NO_CODE, RAW, TOO_SMALL
+from laconic.errors import FormatError
+
+__all__ = ["CODED", "Points", "as_bytes"]
+
+CODED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+"""What is coded. Integers and float64 are not."""
+
+_ASKED_FOR = "asked for"
+_OTHER_DEVICE = "lengths of messages have to be known on this device"
+
+
+class Points:
+    """Sends and receives over `group`.
+
+    Arguments:
+        group: whose tags and order messages keep.
+        codec: a lossless codec, or "auto" for the one that is predicted to be fastest, if the group was prepared.
+        min_nbytes: smaller tensors travel as they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, codec: Codec | str, min_nbytes: int) -> None:
+        self._group = group
+        # With a capacity, a message might have to be sent twice; without, it is as long as it needs to be.
+        self._codec = replace(codec, capacity_bits=None) if isinstance(codec, Lossless) else codec
+        self._min_nbytes = min_nbytes
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        """Send one tensor to the rank `dst` of the group; it may be changed when the work is done."""
+        codec, reason = self._choose(tensors)
+        x = tensors[0]
+        if codec is None:
+            audit.record("send", x.dtype, x.nbytes, x.nbytes, RAW, reason, 0.0)
+            return self._group.send(as_bytes(tensors), dst, tag)
+        started = time.perf_counter()
+        message = codec.encode(x.detach().contiguous().view(-1))
+        audit.record("send", x.dtype, x.nbytes, message.nbytes, codec.name, reason, time.perf_counter() - started)
+        return self._group.send([message], dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
+        """Receive one tensor from the rank `src` of the group, or from any.
+
+        The work's `wait` raises FormatError for a message that is damaged or holds something else.
+        """
+        codec, _ = self._choose(tensors)
+        if codec is None:
+            return self._receive(as_bytes(tensors), src, tag)
+        (tensor,) = tensors
+        buffer = torch.empty(codec.max_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+        work = self._receive([buffer], src, tag)
+
+        def decode() -> None:
+            out = tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+            try:
+                codec.decode_into(codec.cut(buffer), out.view(-1))
+            except FormatError as error:
+                place = work._source_rank() if src is None else src
+                rank = dist.get_global_rank(self._group, place)
+                raise FormatError(f"the message received from rank {rank} cannot be decoded: {error}") from error
+            if not tensor.is_contiguous():
+                tensor.copy_(out)
+
+        return AfterWork(work, tensors, decode)
+
+    def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
+        return self._group.recv_anysource(tensors, tag) if src is None else self._group.recv(tensors, src, tag)
+
+    def _choose(self, tensors: list[Tensor]) -> tuple[Codec | None, str]:
+        """The codec, None for the tensor's own bytes, and why."""
+        x = tensors[0]
+        if x.device.type != "cpu":
+            return None, _OTHER_DEVICE
+        if x.dtype not in CODED:
+            return None, NO_CODE
+        if x.nbytes < max(1, self._min_nbytes):
+            return None, TOO_SMALL
+        if not isinstance(self._codec, str):
+            return None if isinstance(self._codec, Raw) else self._codec, _ASKED_FOR
+        choice = choose("send", x.numel(), x.dtype, self._group)
+        return None if choice.codec == RAW else Lossless(choice.codec), choice.reason
+
+
+def as_bytes(x: Any) -> Any:
+    """Tensors or lists of them, those in fp8 as bytes: gloo does not know it."""
+    if isinstance(x, list):
+        return [as_bytes(each) for each in x]
+    return x.view(torch.uint8) if isinstance(x, Tensor) and x.dtype in CODED and x.dtype.itemsize == 1 else x
