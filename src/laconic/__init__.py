@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
+    from laconic.collectives.zipped import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
@@ -21,6 +22,7 @@ __all__ = [
     "decompress_activations",
     "linear_cross_entropy",
     "compress_gradients",
+    "zip_collectives",
     "AdamW8bit",
     "BlockFormat",
     "BlockTensor",
@@ -36,6 +38,7 @@ _HOME = {
     "decompress_activations": "laconic.activations",
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
+    "zip_collectives": "laconic.collectives.zipped",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",
     "BlockTensor": "laconic.formats",

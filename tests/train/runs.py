@@ -37,6 +37,7 @@ _TINY: dict[str, Any] = {
     "eval_every": 3,
     "eval_sequences": 6,
     "nproc": 1,
+    "zip": "off",  # tests of --zip switch it on; the others count bytes
 }
 
 

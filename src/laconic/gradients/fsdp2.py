@@ -1,7 +1,4 @@
-"""FSDP2's reduce-scatter in 8 bits.
-
-The interface is in a private module of torch, so it is imported here only; should it move, this file says so.
-"""
+"""FSDP2's reduce-scatter in 8 bits."""
 
 from __future__ import annotations
 
@@ -12,19 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.fsdp2 import ReduceScatter
 from laconic.errors import ConfigError
 from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, Op, reduce_scatter_q8
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-except ImportError as error:
-    raise ImportError(
-        f"torch {torch.__version__} has moved FSDP2's interface for custom reduce-scatters; laconic knows the place it"
-        " has in torch 2.11 to 2.13"
-    ) from error
-
-__all__ = ["Q8ReduceScatter", "replicates"]
+__all__ = ["Q8ReduceScatter"]
 
 
 class Q8ReduceScatter(ReduceScatter):
@@ -65,10 +54,3 @@ class Q8ReduceScatter(ReduceScatter):
         name: Op = "avg" if op == dist.ReduceOp.AVG else "sum"
         output_tensor.copy_(reduce_scatter_q8(input_tensor, group, op=name, min_nbytes=self.min_nbytes))
         return None
-
-
-def replicates(module: Any) -> bool:
-    """Whether an FSDPModule holds copies of its shards on other ranks (HSDP), which FSDP2 all-reduces natively."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(group is not None and isinstance(group.mesh_info, HSDPMeshInfo) for group in groups)

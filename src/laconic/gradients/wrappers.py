@@ -78,9 +78,10 @@ def quantize_reduction(
         raise ConfigError("error_feedback is True, but FSDP2 shows no parameters to keep errors for; it needs DDP")
     if isinstance(across, TwoLevel):
         raise ConfigError("across is a TwoLevel, but FSDP2 itself reduces inside the node; pass the group across nodes")
-    from laconic.gradients.fsdp2 import Q8ReduceScatter, replicates
+    from laconic.collectives.fsdp2 import param_groups, replicates
+    from laconic.gradients.fsdp2 import Q8ReduceScatter
 
-    if any(map(replicates, units)):
+    if any(replicates(group) for unit in units for group in param_groups(unit)):
         raise ModelError(
             "the model is sharded over a 2-D mesh (HSDP), whose all-reduce FSDP2 does not let others replace; shard"
             " over the mesh inside the node only and pass the ranks across nodes as `across`"

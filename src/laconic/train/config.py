@@ -316,6 +316,9 @@ class TrainConfig:
     """Local processes to start. Not used under torchrun, which has started them already."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: a full copy per process. fsdp: parameters, gradients and optimizer state sharded (FSDP2)."""
+    zip: Literal["auto", "on", "off"] = "auto"
+    """Whether what processes send each other (gathered parameters, gradients, activations between stages) is shortened
+    losslessly. auto: where the cost model says it pays. on: always. off: torch's own collectives."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32, or bf16 autocast with fp32 parameters and optimizer state."""
     steps: int = 200

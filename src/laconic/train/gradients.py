@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic.collectives import operations
+from laconic.collectives.codec import Codec
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_quantized, compress_gradients
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.parallel import accumulate, clip_gradients, full_value, gradient_norm
+from laconic.train.zipped import zip_codec
 
 __all__ = ["DenseGradients", "Gradients", "StoredGradients", "make_gradients"]
 
@@ -66,9 +69,13 @@ class Gradients(ABC):
 class DenseGradients(Gradients):
     """Gradients as autograd makes them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """`model` is plain, or wrapped in DDP or FSDP2, or the parts of a pipeline whose modules are wrapped."""
+    def __init__(self, model: nn.Module, codec: Codec | str | None = None) -> None:
+        """`model` is plain, or wrapped in DDP or FSDP2, or the parts of a pipeline whose modules are wrapped.
+
+        Copies are added up over `codec`; None means natively.
+        """
         self._model = model
+        self._codec = codec
 
     def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
         return accumulate(self._model, last=True)
@@ -83,7 +90,11 @@ class DenseGradients(Gradients):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local_part(parameter.grad), group=group)
+            gradient = local_part(parameter.grad)
+            if self._codec is None:
+                dist.all_reduce(gradient, group=group)
+            else:
+                operations.all_reduce(gradient, group, op="sum", codec=self._codec)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return full_value(gradient_norm(parameters))
@@ -143,7 +154,7 @@ def make_gradients(config: TrainConfig, layout: Layout, model: nn.Module) -> Gra
     `model` is what `DenseGradients` takes, except that with 8 or 12 bits it is not wrapped in DDP.
     """
     if config.gradients.bits == 32:
-        return DenseGradients(model)
+        return DenseGradients(model, zip_codec(config))
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
     store = compress_gradients(model, None if sharded else layout.stage_group, bits=config.gradients.bits)
     return StoredGradients(store, unpack=config.optimizer.kind == "adamw")

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from laconic.collectives import audit
 from laconic.train.config import TrainConfig
 from laconic.train.loop import StepResult, Trainer
 from laconic.train.memory import MemoryCheck
@@ -34,6 +35,8 @@ class Journal:
         self._last: dict[str, Any] = {}
         self._num_skipped = 0
         self._memory: MemoryCheck | None = None
+        self._wire: list[tuple[int, int]] = []
+        self._audit_before = audit.snapshot()
 
     def message(self, text: str) -> None:
         """Show a line to the user."""
@@ -45,6 +48,7 @@ class Journal:
         step_tokens = config.batch_size * config.sequence_length
         self._step_seconds.append(seconds)
         self._num_skipped += result.skipped
+        self._wire.append((trainer.wire_nbytes or 0, trainer.wire_raw_nbytes or 0))
         self._last |= {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -54,6 +58,7 @@ class Journal:
             "peak_memory_nbytes": peak_memory_nbytes(),
             "saved_nbytes": trainer.saved_nbytes,
             "wire_nbytes": trainer.wire_nbytes,
+            "wire_raw_nbytes": trainer.wire_raw_nbytes,
             "tokens": done * step_tokens,
             "skipped_steps": self._num_skipped,
         }
@@ -86,6 +91,9 @@ class Journal:
         # A copy of the model is as many processes as there are stages.
         saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
         peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
+        sent, raw = (statistics.median(column) for column in zip(*self._wire, strict=True))
+        audits = self._world.gather((audit.snapshot() - self._audit_before).to_dict())
+        coded = sum(map(audit.Snapshot.from_dict, audits), audit.Snapshot(()))
         best: float | None = None
         if self._metrics is not None:
             losses = [row["validation_loss"] for row in read_metrics(self._run_dir) if "validation_loss" in row]
@@ -99,7 +107,9 @@ class Journal:
             "peak_memory_nbytes": peak_nbytes,
             "saved_nbytes_per_token": saved_nbytes / micro_tokens,
             "bf16_nbytes_per_token": bf16_nbytes_per_token,
-            "wire_nbytes_per_step": trainer.wire_nbytes,
+            "wire_nbytes_per_step": sent,
+            "wire_raw_nbytes_per_step": raw,
+            "collectives": coded.to_dict() if coded.entries else None,
             "skipped_steps": self._num_skipped,
             "world_size": self._world.size,
             "parallel": config.parallel,
@@ -137,6 +147,7 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         f"  kept for backward  {kept:,.0f} bytes per token; the unmodified model in bf16 keeps {unmodified:,.0f} "
         f"({unmodified / kept:.2f}x)",
         f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
+        *_wire_words(summary),
         f"  run directory      {run_dir}",
         "next:",
     ]
@@ -147,3 +158,12 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         f"  laconic export {run_dir} DIRECTORY",
     ]
     return "\n".join(lines)
+
+
+def _wire_words(summary: dict[str, Any]) -> list[str]:
+    """What a process sends, and what it would send if nothing were shortened; nothing for a process alone."""
+    sent, raw = summary["wire_nbytes_per_step"], summary["wire_raw_nbytes_per_step"]
+    if not sent:
+        return []
+    shortened = f"; {format_nbytes(raw)} before lossless coding ({raw / sent:.2f}x)" if raw != sent else ""
+    return [f"  sent               {format_nbytes(sent)} per process and step{shortened}"]

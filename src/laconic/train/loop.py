@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations import SavedTensorTracker
+from laconic.collectives import audit
 from laconic.optim import AdamW8bit
 from laconic.train.config import OptimizerConfig, TrainConfig
 from laconic.train.data import TokenDataset, batch
@@ -87,7 +88,10 @@ class Trainer:
         self.saved_nbytes: int | None = None
         """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
         self.wire_nbytes: int | None = None
-        """Bytes this process sends per step; measured in the first step."""
+        """Bytes this process sent in the last step."""
+        self.wire_raw_nbytes: int | None = None
+        """Bytes it would have sent in the last step if nothing had been shortened losslessly."""
+        self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
         self.before_update: Callable[[], None] | None = None
         """Called in each step that updates, when gradients are there and before they are used up."""
 
@@ -110,8 +114,9 @@ class Trainer:
             group["lr"] = rate
         torch.manual_seed(split_mix(split_mix(split_mix(config.seed) ^ step) ^ world.rank))
 
+        before = audit.snapshot()
         with ExitStack() as measuring:
-            counter = measuring.enter_context(WireCounter(world.size)) if self.wire_nbytes is None else None
+            counter = measuring.enter_context(WireCounter(world.size)) if self._other_nbytes is None else None
             loss = self._forward_backward(step)
             norm = self._gradients.norm(self._counted_parameters())
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
@@ -121,8 +126,12 @@ class Trainer:
                 # Each stage knows the norm of its own part; its replicas all know the same.
                 votes.append(norm.double() ** 2 / self._layout.num_replicas)
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
+        coded = audit.snapshot() - before
         if counter is not None:
-            self.wire_nbytes = counter.nbytes
+            self._other_nbytes = counter.nbytes - coded.sent_nbytes
+        assert self._other_nbytes is not None
+        self.wire_nbytes = self._other_nbytes + coded.sent_nbytes
+        self.wire_raw_nbytes = self._other_nbytes + coded.raw_nbytes
         if squares:
             norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 

@@ -40,8 +40,9 @@ class MetricsWriter:
     """Appends rows to `run_dir`/metrics.jsonl and, with `tensorboard`, to event files in `run_dir`/tensorboard.
 
     A training row has step, loss, grad_norm, learning_rate, tokens_per_second, step_seconds, peak_memory_nbytes,
-    saved_nbytes (kept for backward, per process and micro-batch), wire_nbytes (sent per process and step) and tokens
-    (in the run so far). A validation row has step and validation_loss. Use it as a context manager, or call `close`.
+    saved_nbytes (kept for backward, per process and micro-batch), wire_nbytes (sent per process and step),
+    wire_raw_nbytes (the same without lossless coding) and tokens (in the run so far). A validation row has step and
+    validation_loss. Use it as a context manager, or call `close`.
     Raises ConfigError when `tensorboard` is asked for and not installed.
     """
 

@@ -11,6 +11,7 @@ the backwards, so both copies see the gradient of the whole model and stay equal
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from laconic.activations import SavedTensorTracker
+from laconic.collectives.stage import ZipStage
 from laconic.errors import ModelError
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.parallel import autocast, wrap_model
 from laconic.train.stages import Chunk, balanced_split, split_model
 from laconic.train.world import World
+from laconic.train.zipped import stage_codec
 
 __all__ = ["Parts", "Pipeline"]
 
@@ -93,7 +96,8 @@ class Pipeline:
         self.parts = Parts([chunks[index].model for index in own])
         """What this process trains."""
         self._modules = [StageModule(chunks[index], world.device, config.precision, chunked_loss) for index in own]
-        wrapped = [wrap_model(module, config, world, layout) for module in self._modules]
+        self.wrapped = [wrap_model(module, config, world, layout) for module in self._modules]
+        """Its chunks as the schedule calls them, wrapped for their replicas."""
 
         # 1. What a stage takes and gives, known before anything runs.
         micro_size = config.batch_size // (layout.num_replicas * config.micro_batches)
@@ -108,9 +112,12 @@ class Pipeline:
             requires_grad=True,
         )
         loss = torch.empty(1, device="meta", requires_grad=True)
+        codec, self.sends = stage_codec(config, hidden, layout.pipeline_group)
+        """Whether activations and their gradients are shortened between stages, and why, in words."""
+        stage = PipelineStage if codec is None else partial(ZipStage, codec=codec)
         self._has_first, self._has_last = own[0] == 0, own[-1] == num_chunks - 1
         stages: list[Any] = [
-            PipelineStage(
+            stage(
                 module,
                 index,
                 num_chunks,
@@ -119,7 +126,7 @@ class Pipeline:
                 output_args=loss if index == num_chunks - 1 else hidden,
                 group=layout.pipeline_group,
             )
-            for index, module in zip(own, wrapped, strict=True)
+            for index, module in zip(own, self.wrapped, strict=True)
         ]
 
         # 2. The order of forwards and backwards.

@@ -39,6 +39,7 @@ from laconic.train.planned import activation_plan, check_plan, load_plan
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
+from laconic.train.zipped import zip_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,6 +89,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     texts, model_config = _model_texts(plain), plain.config.to_dict()
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
     model = wrap_model(plain, config, world, layout) if pipeline is None else pipeline.parts
+    zipped = zip_model([model] if pipeline is None else pipeline.wrapped, config, world, layout)
     del plain
     gradients = make_gradients(config, layout, model)
     optimizer = make_optimizer(model, config.optimizer)
@@ -138,6 +140,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         stop.armed = True
         trainer.settle()
         journal.message(str(report).splitlines()[-1])
+        for line in [*zipped, *([] if pipeline is None else [pipeline.sends])]:
+            journal.message(line)
         if first_step:
             journal.message(f"resumed after step {first_step}")
         done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save)

@@ -99,6 +99,30 @@ class Run:
         return self.median("wire_nbytes")
 
     @property
+    def wire_raw_nbytes(self) -> float | None:
+        """Bytes that a process would send per step without lossless coding, median."""
+        return self.median("wire_raw_nbytes")
+
+    @property
+    def wire_ratio(self) -> float | None:
+        """Bytes without lossless coding over bytes sent; None where nothing is sent."""
+        raw, sent = self.wire_raw_nbytes, self.wire_nbytes
+        return raw / sent if raw and sent else None
+
+    @property
+    def collectives_table(self) -> str | None:
+        """What the collectives of all processes sent, by operation and type, and what was left raw and why."""
+        counted = self.summary.get("collectives")
+        if not counted:
+            return None
+        from laconic.collectives.audit import Snapshot  # late: a run that has none needs no torch to be looked at
+
+        try:
+            return Snapshot.from_dict(counted).table()
+        except (KeyError, TypeError):
+            return None
+
+    @property
     def kept_nbytes_per_token(self) -> float | None:
         """Bytes kept for backward per token."""
         kept = _number(self.activations, "after_nbytes_per_token")

@@ -58,6 +58,8 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row("unmodified model keeps", lambda run: run.exact_nbytes_per_token, nbytes),
         row("unmodified model in bf16 keeps", lambda run: run.bf16_nbytes_per_token, nbytes),
         row("sent by a process per step", lambda run: run.wire_nbytes, nbytes),
+        row("before lossless coding", lambda run: run.wire_raw_nbytes, nbytes),
+        row("lossless coding's ratio", lambda run: run.wire_ratio, _Form("{:.3f}".format, False, False)),
     ]
 
 
@@ -85,6 +87,9 @@ def text_table(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[R
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
+    for run in runs:
+        if run.collectives_table is not None:
+            text += ["", f"collectives of {run.name}, all processes", *run.collectives_table.splitlines()]
     notes = [f"note: {note}" for run in runs for note in run.notes]
     return "\n".join(line.rstrip() for line in [*text, *([""] if notes else []), *notes])
 

@@ -1,0 +1,74 @@
+"""Collectives that autograd goes through: what experts on other ranks need in forward, and its inverse in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import operations
+from laconic.collectives.codec import Codec
+
+__all__ = ["all_to_all"]
+
+
+def all_to_all(
+    x: Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    codec: Codec | str = "auto",
+) -> Tensor:
+    """Send rows of `x` to every rank of `group`, W of them, and give back what they sent, differentiably.
+
+    Arguments:
+        x: [n, ...]; its first input_splits[0] rows go to rank 0, the next input_splits[1] to rank 1 and so on.
+        output_splits: rows that come from each rank; None means n / W from each.
+        input_splits: rows that go to each rank, summing to n; None means n / W to each.
+        group: the default group if None.
+        codec: as in `operations.all_to_all`; gradients travel over it too, the other way. A lossy one makes both
+            inexact.
+
+    Returns [sum(output_splits), ...] with the rows of rank 0 first. All ranks call it, and if the gradient of one is
+    needed, all of them run backward through it; with a lossless codec it is linear and its gradient exact.
+    """
+    result: Tensor = _AllToAll.apply(x, output_splits, input_splits, group, codec)
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        group: dist.ProcessGroup | None,
+        codec: Codec | str,
+    ) -> Tensor:
+        ctx.reverse = (input_splits, output_splits, group, codec)
+        return _exchanged(x, output_splits, input_splits, group, codec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        # Through apply, so that gradients of gradients travel as well.
+        return _AllToAll.apply(grad, *ctx.reverse), None, None, None, None
+
+
+def _exchanged(
+    x: Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
+    codec: Codec | str,
+) -> Tensor:
+    num_rows = len(x) if output_splits is None else sum(output_splits)
+    output = x.new_empty(num_rows, *x.shape[1:])
+    output_splits, input_splits = (None if s is None else list(s) for s in (output_splits, input_splits))
+    operations.all_to_all(output, x.contiguous(), output_splits, input_splits, group, codec=codec)
+    return output

@@ -1,0 +1,55 @@
+"""DistributedDataParallel's buckets reduced over a codec: a communication hook and its state."""
+
+# No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from laconic.collectives import operations
+from laconic.collectives.codec import Codec
+
+__all__ = ["ZipHookState", "ddp_zip_hook", "zip_hook"]
+
+_Hook = Callable[["ZipHookState", GradBucket], torch.futures.Future[Tensor]]
+
+
+class ZipHookState:
+    """What the hook knows."""
+
+    def __init__(self, group: dist.ProcessGroup | None, codec: Codec | str) -> None:
+        self.group = group
+        """The ranks of the DDP model; the default group if None."""
+        self.codec = codec
+        """As in `operations.all_reduce`."""
+        self.native = False
+        """Average as DDP does without a hook, which a model that has one cannot get rid of."""
+
+
+def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str = "auto") -> tuple[ZipHookState, _Hook]:
+    """What `register_comm_hook` takes: `model.register_comm_hook(*ddp_zip_hook())` sends buckets over a codec.
+
+    Arguments:
+        group: the ranks of the DDP model; the default group if None.
+        codec: as in `operations.all_reduce`.
+
+    Each element is summed in fp32 in the order of ranks, multiplied by fp32(1 / W) and rounded once: the same bits on
+    every rank and in every run, whatever the codec and however DDP cuts its buckets. Buckets travel in the background
+    while backward goes on.
+    """
+    return ZipHookState(group, codec), zip_hook
+
+
+def zip_hook(state: ZipHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook itself: the bucket's gradients [numel], averaged in place."""
+    buffer = bucket.buffer()
+    if state.native:
+        group = dist.group.WORLD if state.group is None else state.group
+        assert group is not None
+        work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+    return operations.all_reduce(buffer, state.group, op="avg", codec=state.codec, async_op=True).get_future()

@@ -1,0 +1,142 @@
+"""FSDP2's all-gather and reduce-scatter over a codec.
+
+The interfaces are in private modules of torch, so they are imported here only; should they move, this file says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import operations
+from laconic.collectives.codec import Codec
+from laconic.collectives.lane import Work
+from laconic.errors import ConfigError
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+except ImportError as error:
+    raise ImportError(
+        f"torch {torch.__version__} has moved FSDP2's interface for custom collectives; laconic knows the place it has"
+        " in torch 2.11 to 2.13"
+    ) from error
+
+__all__ = [
+    "AllGather",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "ReduceScatter",
+    "ZipAllGather",
+    "ZipReduceScatter",
+    "num_shards",
+    "param_groups",
+    "replicates",
+]
+
+
+class ZipAllGather(AllGather):
+    """`operations.all_gather` for `FSDPModule.set_custom_all_gather`; the gathered parameters have the same bits.
+
+    Nothing waits here. On CPU tensors the message travels in the group's lane, and FSDP2 waits when it needs the
+    parameters, so a unit that was prefetched is on its way while the layer before it computes; torch's own all-gather
+    on CPUs is waited for where it starts. On CUDA tensors everything is started on the stream that FSDP2 has for it.
+    """
+
+    def __init__(self, codec: Codec | str = "auto") -> None:
+        """`codec` as in `operations.all_gather`."""
+        self.codec = codec
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An empty buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather input_tensor [n] of each of the W ranks into output_tensor [W * n], of which it may be a part."""
+        if input_tensor.device.type == "cuda" and not async_op:
+            operations.all_gather(output_tensor, input_tensor, group, codec=self.codec)
+            return None
+        return _Waitable(operations.all_gather(output_tensor, input_tensor, group, codec=self.codec, async_op=True))
+
+
+class ZipReduceScatter(ReduceScatter):
+    """`operations.reduce_scatter` for `FSDPModule.set_custom_reduce_scatter`.
+
+    The sum of a shard is made in fp32 in the order of ranks and rounded once to the buffer's type
+    (`MixedPrecisionPolicy.reduce_dtype`): the same bits in every run, whatever the codec. FSDP2 uses the result where
+    it called, so on CPUs this waits, as torch's own does; on CUDA only FSDP2's stream for reductions does.
+    """
+
+    def __init__(self, codec: Codec | str = "auto") -> None:
+        """`codec` as in `operations.reduce_scatter`."""
+        self.codec = codec
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An empty buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce input_tensor [W * n] over the W ranks into output_tensor [n].
+
+        Raises ConfigError for operations other than SUM and AVG.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ConfigError(
+                f"op is {op}, but a reduce-scatter over a codec does SUM and AVG; with a gradient divide factor call"
+                " set_force_sum_reduction_for_comms(True) on the module"
+            )
+        name: operations.Op = "avg" if op == dist.ReduceOp.AVG else "sum"
+        if async_op:
+            started = operations.reduce_scatter(
+                output_tensor, input_tensor, group, op=name, codec=self.codec, async_op=True
+            )
+            return _Waitable(started)
+        operations.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec)
+        return None
+
+
+class _Waitable(dist.Work):
+    """A lane's work as torch's, which FSDP2 looks for by its class."""
+
+    def __init__(self, work: Work[Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
+
+
+def param_groups(module: Any) -> Iterator[Any]:
+    """The groups of parameters that an FSDPModule gathers and reduces together; none if it has no parameters."""
+    state = module._get_fsdp_state()
+    # torch 2.13 knows several groups per module.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return (group for group in groups if group is not None)
+
+
+def num_shards(group: Any) -> int:
+    """Ranks that a group of parameters is sharded over; 1 if it is only replicated."""
+    mesh_info = group.mesh_info
+    return int(mesh_info.shard_mesh_size) if isinstance(mesh_info, FSDPMeshInfo) else 1
+
+
+def replicates(group: Any) -> bool:
+    """Whether other ranks hold copies of a group's shards (HSDP), which FSDP2 all-reduces natively."""
+    return isinstance(group.mesh_info, DDPMeshInfo)

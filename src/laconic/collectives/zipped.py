@@ -1,0 +1,205 @@
+"""Lossless collectives for a model that FSDP2 or DDP has wrapped: one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.collectives import operations
+from laconic.collectives.codec import Codec
+from laconic.collectives.ddp import ddp_zip_hook
+from laconic.errors import ConfigError, ModelError
+
+__all__ = ["ZippedCollectives", "ZippedPart", "zip_collectives"]
+
+
+@dataclass(frozen=True)
+class ZippedPart:
+    """One collective of one unit."""
+
+    unit: str
+    """Name of the module in the model; "" is the model itself."""
+    operation: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    dtype: str
+    """What travels, as the wrapper hands it over: "bfloat16", ...; "uint8" for parameters of several types."""
+    num_elements: int
+    """Of the whole unit."""
+    left: str | None
+    """Why it is left as it was; None if it goes over the codec."""
+
+
+@dataclass(frozen=True)
+class ZippedCollectives:
+    """What `zip_collectives` attached, and what it left as it was and why. Print it."""
+
+    wrapper: Literal["DDP", "FSDP2"]
+    codec: str
+    """"auto" or the codec's name."""
+    parts: tuple[ZippedPart, ...]
+    _undo: list[Callable[[], None]] = field(repr=False)
+
+    def __str__(self) -> str:
+        lines = [f"{self.wrapper}, codec {self.codec}"]
+        for (operation, dtype, left), parts in self._alike().items():
+            what = f"{operation} of {sum(part.num_elements for part in parts):,} {dtype} in {len(parts)} unit(s)"
+            lines.append(f"  {what}" if left is None else f"  left as it was: {what}: {left}")
+        return "\n".join(lines)
+
+    def remove(self) -> None:
+        """Give the model back the collectives it had; more than once is fine."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _alike(self) -> dict[tuple[str, str, str | None], list[ZippedPart]]:
+        found: dict[tuple[str, str, str | None], list[ZippedPart]] = {}
+        for part in sorted(self.parts, key=lambda part: part.left is not None):
+            found.setdefault((part.operation, part.dtype, part.left), []).append(part)
+        return found
+
+
+def zip_collectives(
+    model: nn.Module, *, codec: Codec | str = "auto", across: dist.ProcessGroup | None = None
+) -> ZippedCollectives:
+    """Send what a wrapped model sends over a codec; the model stays as it is. Call it once, before the first backward.
+
+    Arguments:
+        model: a module with fully_shard applied to it or inside it, or a DistributedDataParallel.
+        codec: "auto" lets the cost model decide for each message whether it is shortened; a codec is used for all.
+        across: FSDP2 on a mesh inside one node: the ranks of other nodes that hold the same shards. After the
+            reduce-scatter the shard is averaged over them, over the codec too. They must start alike. This makes hybrid
+            sharding; FSDP2's own (HSDP, on a 2-D mesh) does its all-reduce natively.
+
+    Parameters are gathered bit for bit. Gradients are summed in fp32 in the order of ranks and rounded once, which the
+    native sum need not do: with two ranks and fp32 the bits are the same, with more the last one may differ from the
+    native sum, but neither from run to run nor from codec to codec. `no_sync`, `set_requires_gradient_sync` and the
+    settings for resharding and mixed precision keep their meaning. A collective that something else has replaced, as
+    `quantize_reduction` does the reduce-scatter, is left to it.
+
+    Raises ModelError for a model that is not wrapped or of which nothing can be attached to; ConfigError for arguments
+    that do not go with the wrapper.
+    """
+    undo: list[Callable[[], None]] = []
+    name = codec if isinstance(codec, str) else codec.name
+    if isinstance(model, DistributedDataParallel):
+        if across is not None:
+            raise ConfigError("across is a process group, but DDP reduces over all its ranks; it goes with FSDP2")
+        zipped = ZippedCollectives("DDP", name, tuple(_attach_to_ddp(model, codec, undo)), undo)
+    else:
+        units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        if not units:
+            raise ModelError(
+                f"model is a {type(model).__name__} that neither DDP nor FSDP2 has wrapped; wrap it first"
+                " (DistributedDataParallel(model), fully_shard(model))"
+            )
+        parts = [part for name, unit in units for part in _attach_to_unit(name, unit, codec, across, undo)]
+        zipped = ZippedCollectives("FSDP2", name, tuple(parts), undo)
+    if all(part.left is not None for part in zipped.parts):
+        reasons = "; ".join(dict.fromkeys(f"{part.operation}: {part.left}" for part in zipped.parts))
+        raise ModelError(f"model has no collective that could go over a codec: {reasons or 'it has no parameters'}")
+    return zipped
+
+
+# --- DDP ---
+
+
+def _attach_to_ddp(
+    model: DistributedDataParallel, codec: Codec | str, undo: list[Callable[[], None]]
+) -> Iterator[ZippedPart]:
+    left = None
+    if model.process_group.size() == 1:
+        left = "its group has one rank"
+    elif getattr(model, "_comm_hooks", None):
+        left = "another communication hook is registered; a model takes one"
+    else:
+        state, hook = ddp_zip_hook(model.process_group, codec=codec)
+        model.register_comm_hook(state, hook)
+        undo.append(partial(setattr, state, "native", True))
+    numels: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            dtype = _name(parameter.dtype)
+            numels[dtype] = numels.get(dtype, 0) + parameter.numel()
+    for dtype, numel in numels.items():
+        yield ZippedPart("", "all_reduce", dtype, numel, left)
+
+
+# --- FSDP2 ---
+
+
+def _attach_to_unit(
+    name: str,
+    unit: Any,
+    codec: Codec | str,
+    across: dist.ProcessGroup | None,
+    undo: list[Callable[[], None]],
+) -> Iterator[ZippedPart]:
+    # Imported late: it needs a torch whose FSDP2 is where we know it.
+    from laconic.collectives import fsdp2
+
+    def replace(group: Any, attribute: str, new: Any) -> None:
+        undo.append(partial(setattr, group, attribute, getattr(group, attribute)))
+        setattr(group, attribute, new)
+
+    for group in fsdp2.param_groups(unit):
+        gathered, reduced, numel = _dtypes_of(group)
+        alone = "it is sharded over one rank" if fsdp2.num_shards(group) == 1 else None
+        # Through the attributes and not set_custom_*: those refuse modules with several groups, and none takes back.
+        left = alone or _replaced(group._all_gather_comm, fsdp2.DefaultAllGather, "all-gather")
+        if left is None:
+            replace(group, "_all_gather_comm", fsdp2.ZipAllGather(codec))
+        yield ZippedPart(name, "all_gather", gathered, numel, left)
+        if reduced is None:
+            continue
+        left = alone or _replaced(group._reduce_scatter_comm, fsdp2.DefaultReduceScatter, "reduce-scatter")
+        if left is None:
+            replace(group, "_reduce_scatter_comm", fsdp2.ZipReduceScatter(codec))
+            if group.gradient_divide_factor is not None:  # a plain sum, and FSDP2 divides afterwards
+                replace(group, "force_sum_reduction_for_comms", True)
+        yield ZippedPart(name, "reduce_scatter", reduced, numel, left)
+        left = None
+        if fsdp2.replicates(group):
+            if across is not None:
+                raise ConfigError(
+                    "across is a process group, but the model is sharded over a 2-D mesh (HSDP) and averages over its"
+                    " second dimension; shard over the mesh inside the node only, or leave `across` out"
+                )
+            left = "FSDP2 does not let others replace the all-reduce of a 2-D mesh; pass `across` with a 1-D mesh"
+        elif across is None:
+            continue
+        elif group._all_reduce_hook is not None:
+            left = "another all-reduce hook is set"
+        else:
+            replace(group, "_all_reduce_hook", partial(_average_across, group=across, codec=codec))
+        yield ZippedPart(name, "all_reduce", reduced, numel, left)
+
+
+def _average_across(shard: Tensor, group: dist.ProcessGroup, codec: Codec | str) -> None:
+    operations.all_reduce(shard, group, op="avg", codec=codec)
+
+
+def _replaced(comm: Any, native: type, what: str) -> str | None:
+    return None if isinstance(comm, native) else f"{type(comm).__name__} is set as its {what}"
+
+
+def _dtypes_of(group: Any) -> tuple[str, str | None, int]:
+    """In which types a group's parameters are gathered and its gradients reduced (None: it has none), and its size."""
+    parameters = [parameter.sharded_param for parameter in group.fsdp_params]
+    policy = group.mp_policy
+    gathered = {policy.param_dtype or parameter.dtype for parameter in parameters}
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    reduced = {policy.reduce_dtype or policy.param_dtype or parameter.dtype for parameter in trained}
+    # FSDP2 gathers parameters of several types as bytes.
+    names = "uint8" if len(gathered) > 1 else _name(gathered.pop())
+    return names, _name(reduced.pop()) if reduced else None, sum(parameter.numel() for parameter in parameters)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,72 @@
+"""Runs with `--zip` in two processes: `python -m tests.distributed.zipped FOLDER` with torchrun's variables.
+
+As in `tests.distributed.pair`, each scenario is a run in FOLDER, and the tests read what it left there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.train.worker import leave
+from laconic.train.world import join_world, read_environment
+from tests.distributed.pair import Pair
+from tests.train.runs import AGOQ, resumed, tiny_config
+
+DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
+TWO_STAGES = {"pipeline.stages": 2, "pipeline.micro_batches": 2, "model.num_hidden_layers": 4}
+INTERLEAVED = {"pipeline.schedule": "interleaved-1f1b", "pipeline.virtual_stages": 2}
+GPIPE = {"pipeline.schedule": "gpipe"}
+
+# name: changes; each is run raw, and zipped in one piece ("<name>-on") and with a stop after step 3 ("<name>-broken").
+RUNS: dict[str, dict[str, Any]] = {
+    "ddp": DROPOUT | {"accumulation": 2},
+    "fsdp-bf16": {"parallel": "fsdp", "precision": "bf16", "accumulation": 2},
+    "1f1b": TWO_STAGES | DROPOUT,
+    "gpipe": TWO_STAGES | GPIPE,
+    "interleaved": TWO_STAGES | INTERLEAVED | {"activations.bits": 16},
+    "fsdp-agoq": AGOQ | {"parallel": "fsdp", "precision": "bf16"},
+}
+# Runs on their own.
+OTHERS: dict[str, dict[str, Any]] = {
+    "auto": {"zip": "auto", "parallel": "fsdp"},
+    "ddp-agoq": AGOQ | {"zip": "on"},
+}
+
+
+class Zipped(Pair):
+    """The scenarios, as seen by one of the processes."""
+
+    def runs(self) -> None:
+        for name, changes in RUNS.items():
+            self.train(tiny_config(self.folder, name, changes))
+            on = changes | {"zip": "on"}
+            self.train(tiny_config(self.folder, f"{name}-on", on))
+            broken = tiny_config(self.folder, f"{name}-broken", on)
+            assert self.train(broken, stop_after=3, on_rank=1) == 130
+            torch.manual_seed(self.world.rank + 77)
+            assert self.train(resumed(broken)) == 0
+        for name, changes in OTHERS.items():
+            self.train(tiny_config(self.folder, name, changes))
+
+    def refusals(self) -> None:
+        config = tiny_config(self.folder, "different")
+        self.expect_error("different", replace(config, zip="on" if self.world.is_main else "off"))
+
+
+def main() -> None:
+    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
+    zipped = Zipped(Path(sys.argv[1]), world)
+    zipped.runs()
+    zipped.refusals()
+    world.leave()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
