@@ -201,6 +201,40 @@ class Checks:
                 collectives.scatter(mine, x if self.rank == end else None, self.ranks[end], self.group, codec=codec)
                 assert same(mine, x[self.rank])
 
+    def send_and_receive(self) -> None:
+        if self.world == 1:
+            with pytest.raises(ConfigError, match="which is this rank; copy the tensor instead"):
+                collectives.send(torch.zeros(3), self.ranks[0], self.group)
+            return
+        if self.rank > 1:
+            return
+        other = self.ranks[1 - self.rank]
+        for codec in (*LOSSLESS, INT8, "auto"):
+            for length in LENGTHS:
+                x = values((length,), torch.bfloat16)
+                mine, expected = x if self.rank == 0 else torch.zeros_like(x), x
+                (collectives.send if self.rank == 0 else collectives.recv)(mine, other, self.group, codec=codec)
+                if codec is INT8 and length and self.rank == 1:
+                    expected = INT8.format.quantize(x).dequantize()
+                assert same(mine, expected)
+        # Both send first, several messages, and wait in another order.
+        with chunks_of(1 << 14):
+            sent = [values((20_000,), torch.float32, seed=i) for i in range(3)]
+            works = [collectives.send(x, other, self.group, codec=Lossless(), async_op=True) for x in sent]
+            got = [torch.empty_like(x) for x in sent]
+            receipts = [collectives.recv(x, other, self.group, codec=Lossless(), async_op=True) for x in got]
+            assert receipts[2].get_future().wait() is got[2]
+            while not receipts[1].is_completed():
+                time.sleep(0.001)
+            assert receipts[0].wait() is got[0]
+            for work in works:
+                work.wait()
+        assert all(map(same, sent, got))
+        for async_op in (False, True):
+            call = collectives.send if self.rank == 0 else collectives.recv
+            with pytest.raises(ConfigError, match=r"numel is \d+ on rank .* and \d+ on rank .* in send"):
+                call(torch.zeros(10 + self.rank), other, self.group, codec=Lossless(), async_op=async_op).wait()
+
     def chunks_change_nothing(self) -> None:
         x = values((self.world, 60_000), torch.bfloat16)
         mine, out, echo = x[self.rank].clone(), torch.empty_like(x), x[0].clone()

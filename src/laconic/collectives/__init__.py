@@ -14,6 +14,7 @@ from laconic.collectives.operations import (
     reduce_scatter,
     scatter,
 )
+from laconic.collectives.point_to_point import recv, send
 from laconic.collectives.process_group import ProcessGroupLaconic, ProcessGroupOptions
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "gather",
+    "recv",
     "reduce_scatter",
     "scatter",
+    "send",
 ]

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from laconic.collectives.native import in_background
 
-__all__ = ["Groups", "Job", "Work", "done", "original_of", "run_here", "run_in_background"]
+__all__ = ["Groups", "Job", "Work", "done", "future_of", "original_of", "run_here", "run_in_background"]
 
 T = TypeVar("T")
 
@@ -88,11 +88,16 @@ class _ThreadWork(Work[T]):
         return self.result.done()
 
     def get_future(self) -> torch.futures.Future[T]:
-        done: torch.futures.Future[Future[T]] = torch.futures.Future()
-        # A callback that raises is the one way to give torch's future an error that its C++ callers see too.
-        future = done.then(lambda finished: finished.value().result())
-        self.result.add_done_callback(done.set_result)
-        return future
+        return future_of(self.result)
+
+
+def future_of(result: Future[T]) -> torch.futures.Future[T]:
+    """Python's future as torch's."""
+    done: torch.futures.Future[Future[T]] = torch.futures.Future()
+    # A callback that raises is the one way to give torch's future an error that its C++ callers see too.
+    future = done.then(lambda finished: finished.value().result())
+    result.add_done_callback(done.set_result)
+    return future
 
 
 _Item = tuple[Job[Any], _ThreadWork[Any]]

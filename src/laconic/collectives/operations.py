@@ -14,17 +14,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.arguments import (
+    Group,
+    Op,
+    check_end,
+    check_numel,
+    check_tensors,
+    find_factor,
+    find_groups,
+    find_place,
+    find_splits,
+    flat_group,
+    flatten,
+    numels_of,
+)
 from laconic.collectives.codec import Codec, Raw
-from laconic.collectives.exchange import REDUCIBLE, Exchange
+from laconic.collectives.exchange import Exchange
 from laconic.collectives.lane import Groups, Job, Work, done, run_here, run_in_background
 from laconic.collectives.levels import (
-    TwoLevel,
     all_gather_on_two_levels,
     all_reduce_on_two_levels,
     all_to_all_on_two_levels,
@@ -35,12 +48,6 @@ from laconic.errors import ConfigError, FormatError
 __all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]
 
 T = TypeVar("T")
-
-Op = Literal["sum", "avg"]
-
-Group = dist.ProcessGroup | TwoLevel | None
-
-_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def all_gather(
@@ -55,10 +62,10 @@ def all_gather(
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
-    _check_tensors(output=output, input=input)
-    world, groups = _groups(group)
-    _check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    mine, rows = _flat(input), _flat(output).view(world, -1)
+    check_tensors(output=output, input=input)
+    world, groups = find_groups(group)
+    check_numel("output", output, world * input.numel(), f"{world} times that of input")
+    mine, rows = flatten(input), flatten(output).view(world, -1)
     call = _Call("all_gather", groups, codec, input)
 
     def job(groups: Groups) -> Tensor:
@@ -90,11 +97,11 @@ def reduce_scatter(
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
-    _check_tensors(output=output, input=input)
-    world, groups = _groups(group)
-    _check_numel("input", input, world * output.numel(), f"{world} times that of output")
-    factor = _factor(op, input, world)
-    mine, rows = _flat(output), _flat(input).view(world, -1)
+    check_tensors(output=output, input=input)
+    world, groups = find_groups(group)
+    check_numel("input", input, world * output.numel(), f"{world} times that of output")
+    factor = find_factor(op, input, world)
+    mine, rows = flatten(output), flatten(input).view(world, -1)
     call = _Call("reduce_scatter", groups, codec, input)
 
     def job(groups: Groups) -> Tensor:
@@ -117,10 +124,10 @@ def all_reduce(
 
     Raises FormatError for a tensor that does not fit, ConfigError on every rank when ranks disagree about the call.
     """
-    _check_tensors(tensor=tensor)
-    world, groups = _groups(group)
-    factor = _factor(op, tensor, world)
-    x = _flat(tensor)
+    check_tensors(tensor=tensor)
+    world, groups = find_groups(group)
+    factor = find_factor(op, tensor, world)
+    x = flatten(tensor)
     call = _Call("all_reduce", groups, codec, tensor)
 
     def job(groups: Groups) -> Tensor:
@@ -152,25 +159,25 @@ def all_to_all(
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
-    _check_tensors(output=output, input=input)
-    world, groups = _groups(group)
+    check_tensors(output=output, input=input)
+    world, groups = find_groups(group)
     even = output_split_sizes is None and input_split_sizes is None
     if even:
-        _check_numel("output", output, input.numel(), "that of input")
+        check_numel("output", output, input.numel(), "that of input")
         if input.numel() % world:
             raise FormatError(
                 f"input has {input.numel()} elements, which {world} ranks cannot share evenly; pass split sizes"
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
-    out, into = _flat(output), _flat(input)
+    out, into = flatten(output), flatten(input)
     call = _Call("all_to_all", groups, codec, input)
     if even:
         received, sent = list(out.view(world, -1)), list(into.view(world, -1))
     else:
-        expected = _splits("output_split_sizes", output_split_sizes, output, world)
-        offered = _splits("input_split_sizes", input_split_sizes, input, world)
-        received, sent = list(out.split(_numels(expected, output))), list(into.split(_numels(offered, input)))
+        expected = find_splits("output_split_sizes", output_split_sizes, output, world)
+        offered = find_splits("input_split_sizes", input_split_sizes, input, world)
+        received, sent = list(out.split(numels_of(expected, output))), list(into.split(numels_of(offered, input)))
 
     def job(groups: Groups) -> Tensor:
         if len(groups) == 2:
@@ -178,7 +185,7 @@ def all_to_all(
         elif even:
             call.on(groups[0]).all_to_all(received, sent)
         else:
-            call.on(groups[0]).all_to_all_uneven(received, sent, _numels(expected, output), _numels(offered, input))
+            call.on(groups[0]).all_to_all_uneven(received, sent, numels_of(expected, output), numels_of(offered, input))
         return output
 
     return call.run(job, lambda: received[0].copy_(sent[0]), output, async_op)
@@ -193,9 +200,9 @@ def broadcast(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """`tensor`, of any shape and dtype, of the global rank `src` replaces that of the other ranks of `group`."""
-    _check_tensors(tensor=tensor)
-    _, groups = _groups(_flat_group("broadcast", group))
-    place, x = _place(groups[0], src, "src"), _flat(tensor)
+    check_tensors(tensor=tensor)
+    _, groups = find_groups(flat_group("broadcast", group))
+    place, x = find_place(groups[0], src, "src"), flatten(tensor)
     call = _Call("broadcast", groups, codec, tensor)
 
     def job(groups: Groups) -> Tensor:
@@ -215,14 +222,14 @@ def gather(
     async_op: bool = False,
 ) -> Work[Tensor | None]:
     """The global rank `dst` gets what all ranks have: `output` as in `all_gather` there, None on the others."""
-    _check_tensors(input=input, **({} if output is None else {"output": output}))
-    world, groups = _groups(_flat_group("gather", group))
-    place = _place(groups[0], dst, "dst")
-    _check_end("output", output, place == groups[0].rank(), "dst")
-    mine, rows = _flat(input), None
+    check_tensors(input=input, **({} if output is None else {"output": output}))
+    world, groups = find_groups(flat_group("gather", group))
+    place = find_place(groups[0], dst, "dst")
+    check_end("output", output, place == groups[0].rank(), "dst")
+    mine, rows = flatten(input), None
     if output is not None:
-        _check_numel("output", output, world * input.numel(), f"{world} times that of input")
-        rows = list(_flat(output).view(world, -1))
+        check_numel("output", output, world * input.numel(), f"{world} times that of input")
+        rows = list(flatten(output).view(world, -1))
     call = _Call("gather", groups, codec, input)
 
     def job(groups: Groups) -> Tensor | None:
@@ -242,14 +249,14 @@ def scatter(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Each rank gets its part of `input` of the global rank `src`: [W * n] there, None on the others."""
-    _check_tensors(output=output, **({} if input is None else {"input": input}))
-    world, groups = _groups(_flat_group("scatter", group))
-    place = _place(groups[0], src, "src")
-    _check_end("input", input, place == groups[0].rank(), "src")
-    mine, rows = _flat(output), None
+    check_tensors(output=output, **({} if input is None else {"input": input}))
+    world, groups = find_groups(flat_group("scatter", group))
+    place = find_place(groups[0], src, "src")
+    check_end("input", input, place == groups[0].rank(), "src")
+    mine, rows = flatten(output), None
     if input is not None:
-        _check_numel("input", input, world * output.numel(), f"{world} times that of output")
-        rows = list(_flat(input).view(world, -1))
+        check_numel("input", input, world * output.numel(), f"{world} times that of output")
+        rows = list(flatten(input).view(world, -1))
     call = _Call("scatter", groups, codec, output)
 
     def job(groups: Groups) -> Tensor:
@@ -259,7 +266,7 @@ def scatter(
     return call.run(job, lambda: rows and mine.copy_(rows[0]), output, async_op)
 
 
-# --- arguments ---
+# --- one call ---
 
 
 @dataclass(frozen=True)
@@ -295,90 +302,3 @@ class _Call:
         if async_op:
             return run_in_background(job, self.groups, self.tensor.device)
         return done(run_here(job, self.groups))
-
-
-def _groups(group: Group) -> tuple[int, Groups]:
-    """Number of ranks, and the process groups."""
-    if isinstance(group, TwoLevel):
-        return group.node.size() * group.cluster.size(), (group.node, group.cluster)
-    if group is None and not dist.is_initialized():
-        raise ConfigError("group is None and no process group exists; call torch.distributed.init_process_group first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
-        raise ConfigError("group does not contain this process; call on members of the group only")
-    return found.size(), (found,)
-
-
-def _flat_group(function: str, group: Group) -> dist.ProcessGroup | None:
-    if isinstance(group, TwoLevel):
-        raise ConfigError(f"group is a TwoLevel, which {function} does not take; pass a process group")
-    return group
-
-
-def _place(group: dist.ProcessGroup, rank: int, name: str) -> int:
-    ranks = dist.get_process_group_ranks(group)
-    if rank not in ranks:
-        raise ConfigError(f"{name} is {rank}, but the group has the global ranks {ranks}; pass one of them")
-    return ranks.index(rank)
-
-
-def _check_tensors(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if x.layout != torch.strided or not x.is_contiguous():
-            raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.contiguous()")
-    dtypes, devices = {x.dtype for x in tensors.values()}, {x.device for x in tensors.values()}
-    if len(dtypes) > 1 or len(devices) > 1:
-        found = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in tensors.items())
-        raise FormatError(f"the tensors are {found}, but they must have one dtype and one device; convert one of them")
-
-
-def _check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:
-    if x.numel() != numel:
-        raise FormatError(f"{name} has {x.numel()} elements, but it must have {numel}, {rule}")
-
-
-def _check_end(name: str, x: Tensor | None, is_end: bool, end: str) -> None:
-    if (x is not None) != is_end:
-        raise FormatError(
-            f"{name} is {'None' if x is None else 'a tensor'}, but it must be a tensor on the rank {end} and None on"
-            " the others"
-        )
-
-
-def _splits(name: str, splits: Sequence[int] | None, x: Tensor, world: int) -> list[int]:
-    """Rows for each rank."""
-    num_rows = x.shape[0] if x.dim() else 1
-    if splits is None:
-        if num_rows % world:
-            raise FormatError(f"{name} is None, but {num_rows} rows are no multiple of {world} ranks; pass the sizes")
-        return [num_rows // world] * world
-    if len(splits) != world or sum(splits) != num_rows or min(splits) < 0:
-        raise FormatError(
-            f"{name} is {list(splits)}, but it must be {world} numbers of rows that add up to {num_rows}; count again"
-        )
-    return list(splits)
-
-
-def _numels(splits: Sequence[int], x: Tensor) -> list[int]:
-    row_numel = x.numel() // x.shape[0] if x.dim() and x.shape[0] else 0
-    return [rows * row_numel for rows in splits]
-
-
-def _factor(op: str, x: Tensor, world: int) -> float:
-    if op not in ("sum", "avg"):
-        raise FormatError(
-            f"op is {op!r}, but it must be 'sum' or 'avg': other results need no sum that could be shortened; use"
-            " torch.distributed for them"
-        )
-    if x.dtype not in (*REDUCIBLE, torch.float64, *_INTEGERS):
-        raise FormatError(
-            f"the tensor is {x.dtype}, but sums are of float32, bfloat16, float16, float64, uint8, int8, int32 or"
-            " int64; convert it first"
-        )
-    if op == "avg" and x.dtype in _INTEGERS:
-        raise FormatError(f"op is 'avg' of {x.dtype}, but an average of integers is no integer; use 'sum'")
-    return 1.0 / world if op == "avg" else 1.0
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.detach().view(-1)

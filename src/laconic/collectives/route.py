@@ -46,26 +46,28 @@ def slices(numel: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, numel)) for start in range(0, max(1, numel), step))
 
 
-def find_route(wire: Wire, operation: str, numel: int, codec: Codec | str) -> Route:
+def find_route(wire: Wire, operation: str, numel: int, codec: Codec | str, tag: str = "") -> Route:
     """The route of a call; the same on all its ranks.
 
     Arguments:
         operation: "all_gather", ...
         numel: elements of one rank's input, a number that all ranks share.
         codec: a codec, or "auto" for the one that is predicted to be fastest.
+        tag: as in `choose`.
     """
     if not isinstance(codec, str):
         return Route(codec, None, "asked for")
     if would_talk(operation, numel, wire.dtype, wire.group, device=wire.device):
         wire.agree()
-    choice = choose(operation, numel, wire.dtype, wire.group, device=wire.device)
+    choice = choose(operation, numel, wire.dtype, wire.group, tag=tag, device=wire.device)
     found = Raw() if choice.codec == RAW else Lossless(choice.codec)
     return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice)
 
 
 def finish(wire: Wire, operation: str, route: Route) -> None:
     """Write a call down in the audit, and what became of it for later choices."""
-    if route.choice is not None:
+    # Of sends the two ranks would observe at different times, and could then choose differently.
+    if route.choice is not None and wire.peers.sends is None:
         observe(
             operation,
             wire.dtype,

@@ -1,0 +1,123 @@
+"""Arguments of collectives: what they mean, and refusing those that mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.exchange import REDUCIBLE
+from laconic.collectives.lane import Groups
+from laconic.collectives.levels import TwoLevel
+from laconic.errors import ConfigError, FormatError
+
+__all__ = [
+    "Group",
+    "Op",
+    "check_end",
+    "check_numel",
+    "check_tensors",
+    "find_factor",
+    "find_groups",
+    "find_place",
+    "find_splits",
+    "flat_group",
+    "flatten",
+    "numels_of",
+]
+
+Op = Literal["sum", "avg"]
+
+Group = dist.ProcessGroup | TwoLevel | None
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+
+
+def find_groups(group: Group) -> tuple[int, Groups]:
+    """Number of ranks, and the process groups."""
+    if isinstance(group, TwoLevel):
+        return group.node.size() * group.cluster.size(), (group.node, group.cluster)
+    if group is None and not dist.is_initialized():
+        raise ConfigError("group is None and no process group exists; call torch.distributed.init_process_group first")
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise ConfigError("group does not contain this process; call on members of the group only")
+    return found.size(), (found,)
+
+
+def flat_group(function: str, group: Group) -> dist.ProcessGroup | None:
+    if isinstance(group, TwoLevel):
+        raise ConfigError(f"group is a TwoLevel, which {function} does not take; pass a process group")
+    return group
+
+
+def find_place(group: dist.ProcessGroup, rank: int, name: str) -> int:
+    ranks = dist.get_process_group_ranks(group)
+    if rank not in ranks:
+        raise ConfigError(f"{name} is {rank}, but the group has the global ranks {ranks}; pass one of them")
+    return ranks.index(rank)
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.layout != torch.strided or not x.is_contiguous():
+            raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.contiguous()")
+    dtypes, devices = {x.dtype for x in tensors.values()}, {x.device for x in tensors.values()}
+    if len(dtypes) > 1 or len(devices) > 1:
+        found = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in tensors.items())
+        raise FormatError(f"the tensors are {found}, but they must have one dtype and one device; convert one of them")
+
+
+def check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:
+    if x.numel() != numel:
+        raise FormatError(f"{name} has {x.numel()} elements, but it must have {numel}, {rule}")
+
+
+def check_end(name: str, x: Tensor | None, is_end: bool, end: str) -> None:
+    if (x is not None) != is_end:
+        raise FormatError(
+            f"{name} is {'None' if x is None else 'a tensor'}, but it must be a tensor on the rank {end} and None on"
+            " the others"
+        )
+
+
+def find_splits(name: str, splits: Sequence[int] | None, x: Tensor, world: int) -> list[int]:
+    """Rows for each rank."""
+    num_rows = x.shape[0] if x.dim() else 1
+    if splits is None:
+        if num_rows % world:
+            raise FormatError(f"{name} is None, but {num_rows} rows are no multiple of {world} ranks; pass the sizes")
+        return [num_rows // world] * world
+    if len(splits) != world or sum(splits) != num_rows or min(splits) < 0:
+        raise FormatError(
+            f"{name} is {list(splits)}, but it must be {world} numbers of rows that add up to {num_rows}; count again"
+        )
+    return list(splits)
+
+
+def numels_of(splits: Sequence[int], x: Tensor) -> list[int]:
+    row_numel = x.numel() // x.shape[0] if x.dim() and x.shape[0] else 0
+    return [rows * row_numel for rows in splits]
+
+
+def find_factor(op: str, x: Tensor, world: int) -> float:
+    if op not in ("sum", "avg"):
+        raise FormatError(
+            f"op is {op!r}, but it must be 'sum' or 'avg': other results need no sum that could be shortened; use"
+            " torch.distributed for them"
+        )
+    if x.dtype not in (*REDUCIBLE, torch.float64, *_INTEGERS):
+        raise FormatError(
+            f"the tensor is {x.dtype}, but sums are of float32, bfloat16, float16, float64, uint8, int8, int32 or"
+            " int64; convert it first"
+        )
+    if op == "avg" and x.dtype in _INTEGERS:
+        raise FormatError(f"op is 'avg' of {x.dtype}, but an average of integers is no integer; use 'sum'")
+    return 1.0 / world if op == "avg" else 1.0
+
+
+def flatten(x: Tensor) -> Tensor:
+    return x.detach().view(-1)

@@ -1,0 +1,158 @@
+"""Messages from one rank to another over a codec.
+
+Sends and receives of two ranks may cross in any order that torch allows: on the CPU an asynchronous one is offered to
+gloo in the call, and what is left to do (decoding, complaining) is done by whoever waits for it first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.agreement import Settings
+from laconic.collectives.arguments import check_tensors, find_groups, find_place, flat_group, flatten
+from laconic.collectives.codec import Codec
+from laconic.collectives.lane import Work, done, future_of, run_in_background
+from laconic.collectives.route import Route, find_route, finish, slices
+from laconic.collectives.wire import WIRE_VERSION, Flight, Incoming, Outgoing, Peers, Wire
+from laconic.errors import ConfigError
+
+__all__ = ["recv", "send"]
+
+
+def send(
+    tensor: Tensor,
+    dst: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    codec: Codec | str = "auto",
+    async_op: bool = False,
+) -> Work[Tensor]:
+    """Send `tensor`, of any shape and dtype, to the global rank `dst`, which calls `recv`.
+
+    "auto" is raw in groups that were not prepared with `laconic.collectives.choose.prepare`. Between two ranks messages
+    of one direction are received in the order in which they were sent.
+
+    Raises FormatError for a tensor that does not fit, ConfigError on both ranks when they disagree about the message.
+    """
+    return _start(tensor, dst, True, group, codec, async_op)
+
+
+def recv(
+    tensor: Tensor,
+    src: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    codec: Codec | str = "auto",
+    async_op: bool = False,
+) -> Work[Tensor]:
+    """Receive into `tensor` what the global rank `src` sends: as many elements, the same dtype. Else as `send`."""
+    return _start(tensor, src, False, group, codec, async_op)
+
+
+def _start(
+    tensor: Tensor, other: int, sends: bool, group: dist.ProcessGroup | None, codec: Codec | str, async_op: bool
+) -> Work[Tensor]:
+    check_tensors(tensor=tensor)
+    name = "dst" if sends else "src"
+    _, groups = find_groups(flat_group("send" if sends else "recv", group))
+    place = find_place(groups[0], other, name)
+    if place == groups[0].rank():
+        raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
+
+    def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        flights = _Flights(tensor, group, place, sends, codec)
+        return lambda: flights.finish(tensor)
+
+    if tensor.device.type == "cpu" and async_op:
+        with torch.no_grad():
+            return _LateWork(begin(groups[0]))
+    if async_op:
+        return run_in_background(lambda groups: begin(groups[0])(), groups, tensor.device)
+    with torch.no_grad():
+        return done(begin(groups[0])())
+
+
+class _Flights:
+    """A message in chunks, under way."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, place: int, sends: bool, codec: Codec | str) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        here, there = ranks[group.rank()], ranks[place]
+        src, dst = (here, there) if sends else (there, here)
+        settings: Settings = {
+            "function": "send",
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "numel": tensor.numel(),
+            "src": src,
+            "dst": dst,
+            "codec": codec if isinstance(codec, str) else codec.name,
+            "version": WIRE_VERSION,
+        }
+        self._sends, self._place = sends, place
+        self._wire = Wire(group, Peers(ranks, (place,), sends), settings, tensor.dtype, tensor.device)
+        self._route: Route = find_route(self._wire, "send", tensor.numel(), codec, tag=f"{src}>{dst}")
+        x = flatten(tensor)
+        step = self._route.step(x.numel(), x.dtype)
+        self._parts = [x[part] for part in slices(x.numel(), step)]
+        self._flights = [self._fly(part) for part in self._parts]
+
+    def finish(self, tensor: Tensor) -> Tensor:
+        self._wire.agree()
+        for part, flight in zip(self._parts, self._flights, strict=True):
+            if not self._sends and part.numel():
+                self._wire.decode_into(self._place, *flight.take(self._place), part)
+            flight.wait_sent()
+        if self._sends:
+            finish(self._wire, "send", self._route)
+        return tensor
+
+    def _fly(self, part: Tensor) -> Flight:
+        if self._sends:
+            return self._wire.fly(self._route.codec, [Outgoing((self._place,), part)], [])
+        return self._wire.fly(self._route.codec, [], [Incoming(self._place, part.numel(), part)])
+
+
+class _LateWork(Work[Tensor]):
+    """A message under way; `finish` is run once, by the first who waits or else by a thread."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Future[Tensor] = Future()
+        self._lock = threading.Lock()
+
+    def wait(self) -> Tensor:
+        finish = self._claim()
+        if finish is not None:
+            self._run(finish)
+        return self._result.result()
+
+    def is_completed(self) -> bool:
+        self._go_on()
+        return self._result.done()
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        self._go_on()
+        return future_of(self._result)
+
+    def _claim(self) -> Callable[[], Tensor] | None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+        return finish
+
+    def _go_on(self) -> None:
+        finish = self._claim()
+        if finish is not None:
+            threading.Thread(target=self._run, args=(finish,), name="laconic-message", daemon=True).start()
+
+    def _run(self, finish: Callable[[], Tensor]) -> None:
+        try:
+            with torch.no_grad():
+                self._result.set_result(finish())
+        except BaseException as error:
+            self._result.set_exception(error)

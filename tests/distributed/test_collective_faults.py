@@ -1,0 +1,110 @@
+"""Collectives over codecs when messages are damaged, and ranks die or stop: named, in seconds, without a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from laconic import collectives
+from laconic.collectives import wire
+from laconic.collectives.codec import Lossless, Raw
+from laconic.errors import CollectiveError, FormatError
+from laconic.train.worker import leave
+from tests.distributed.processes import wait_until
+
+
+def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timeout
+    )
+
+
+class FlipsBit:
+    """Sends messages (not notices) with one bit wrong."""
+
+    def __init__(self) -> None:
+        self.bit = 0
+        self._send = wire.Wire.send
+
+    def __call__(self, self_: wire.Wire, place: int, message: torch.Tensor, tag: int) -> dist.Work:
+        if tag >= 1 << 30:
+            message = message.clone()
+            bit = self.bit % (8 * message.numel())
+            message[bit // 8] ^= 1 << bit % 8
+        return self._send(self_, place, message, tag)
+
+
+def damaged(rank: int, world: int, folder: str) -> None:
+    join(rank, world, folder)
+    flips = FlipsBit()
+    if rank == 1:
+        wire.Wire.send = lambda *arguments: flips(*arguments)  # type: ignore[method-assign]
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    # Header, lists of blocks, payload; the last bits.
+    for bit in (*range(0, 8 * 72, 23), *range(8 * 72, 8 * 90, 13), *range(1000, 56_000, 2997), -1, -9):
+        flips.bit = bit
+        out = torch.empty(2, 5000, dtype=torch.bfloat16)
+        part = torch.empty(5000, dtype=torch.bfloat16)
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": lambda out=out: collectives.all_gather(out, x, codec=Lossless()),
+            "reduce_scatter": lambda part=part: collectives.reduce_scatter(part, torch.stack((x, x)), codec=Lossless()),
+        }
+        for name, call in calls.items():
+            if rank == 1:
+                call()
+                continue
+            with pytest.raises(FormatError, match=rf"in {name} of \d+ bfloat16, the message from rank 1: "):
+                call()
+    dist.barrier()
+    leave(0)
+
+
+def test_flipped_bit_is_reported_where_it_arrives_by_operation_and_rank(tmp_path: Path) -> None:
+    mp.spawn(damaged, args=(2, str(tmp_path)), nprocs=2)
+
+
+def survivor(rank: int, world: int, folder: str, fault: str) -> None:
+    """The last rank dies or stops in the middle of a loop of all-reduces; the others say so and end."""
+    join(rank, world, folder, timeout_seconds=4 if fault == "stops" else 60)
+    x = torch.randn(100_000)
+    for step in range(1000):
+        if rank == world - 1 and step == 3:
+            Path(folder, "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
+        try:
+            codec = Raw() if step % 2 else Lossless()
+            collectives.all_reduce(x.clone(), codec=codec, async_op=fault == "dies").wait()
+        except CollectiveError as error:
+            Path(folder, f"error.{rank}.txt").write_text(str(error))
+            return
+
+
+@pytest.mark.parametrize("fault", ["dies", "stops"])
+def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: Path, fault: str) -> None:
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=survivor, args=(rank, 2, str(tmp_path), fault)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        wait_until((tmp_path / "pid").exists)
+        started = time.monotonic()
+        processes[0].join(timeout=40)
+        assert processes[0].exitcode is not None, "still running"
+        assert time.monotonic() - started < 30
+    finally:
+        processes[1].kill()
+        processes[0].kill()
+    message = (tmp_path / "error.0.txt").read_text()
+    assert message.startswith("all_reduce of 100000 float32 broke off on rank 0, which waited for rank 1: ")
+    assert "ended, stopped" in message
