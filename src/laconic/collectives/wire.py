@@ -15,6 +15,7 @@ codec's fallback: the sender knows it from the message that it made, the receive
 from __future__ import annotations
 
 import json
+import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from torch import Tensor
 from laconic.collectives import native
 from laconic.collectives.agreement import Settings, disagreement, start_agreement
 from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.collectives.witness import follow
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Peers", "Wire"]
@@ -208,11 +210,13 @@ class Wire:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rstrip(". ")
+            # gloo puts the place in its own source in front, and advice of its own behind.
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
+            waits = [f"rank {self.peers.ranks[other]}" for other in follow(self.group, place)]
             raise CollectiveError(
-                f"{self._what()} broke off on rank {self.peers.ranks[self.group.rank()]}, which waited for rank"
-                f" {self.peers.ranks[place]}: {reason}; that rank ended, stopped, raised an error or took longer than"
-                " the group's timeout, see its own output"
+                f"{self._what()} broke off on rank {self.peers.ranks[self.group.rank()]}, which waited for"
+                f" {', which waited for '.join(waits)}: {reason}; {waits[-1]} ended, stopped, raised an error or took"
+                " longer than the group's timeout, see its own output"
             ) from error
 
     def _what(self) -> str:

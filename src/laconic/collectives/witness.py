@@ -1,0 +1,56 @@
+"""What ranks tell each other when a collective has broken off, so that the one to blame is found.
+
+A rank that ends, stops or hangs holds up all others, and each of them sees only the peer that it waited for itself:
+often one that waits, too. So a rank whose peer did not answer writes into the group's store whom it waited for. Whoever
+has written is alive; following these notes from rank to rank ends at the one that has written nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch.distributed as dist
+
+__all__ = ["GRACE_SECONDS", "follow"]
+
+GRACE_SECONDS = 2.0
+"""How long the notes of others are waited for. Ranks that waited for each other give up at about the same time."""
+
+_POLL_SECONDS = 0.05
+
+
+def follow(group: dist.ProcessGroup, place: int) -> list[int]:
+    """Write down that this rank waited for `place` in vain; return the places of which each waited for the next.
+
+    The first is `place`. The last has written nothing, or is this rank or one of those before it: then all of them are
+    alive. Takes `GRACE_SECONDS` if somebody is silent. Best effort: the store may have gone with the rank that is to
+    blame, and then `place` alone is returned.
+    """
+    chain = [place]
+    if group.size() == 2:
+        return chain
+    # The store's answers come from another process, which may be the one that has stopped: nobody waits for them.
+    thread = threading.Thread(target=_follow, args=(group, chain), name="laconic-witness", daemon=True)
+    thread.start()
+    thread.join(GRACE_SECONDS + 1.0)
+    return list(chain)
+
+
+def _follow(group: dist.ProcessGroup, chain: list[int]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    try:
+        store = group.get_group_store()
+        store.set(_key(group.rank()), str(chain[0]))
+        while chain[-1] != group.rank() and chain[-1] not in chain[:-1]:
+            while not store.check([_key(chain[-1])]):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_SECONDS)
+            chain.append(int(store.get(_key(chain[-1]))))
+    except RuntimeError:
+        return  # the store's process has ended
+
+
+def _key(place: int) -> str:
+    return f"laconic/waited/{place}"
