@@ -1,0 +1,156 @@
+"""Every parser of bytes that come from outside, as a function that must bear any bytes.
+
+A target either takes its input or raises FormatError, files also CheckpointError; anything else is a finding. Add a
+parser here and both fuzzers, the plain one of `run.py` and atheris, take it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from laconic.errors import CheckpointError, FormatError
+from laconic.formats import lossless
+from laconic.formats.archive import zip_path
+from laconic.formats.container import ContainerFile
+from laconic.formats.safetensors_header import parse_header
+from laconic.ops import lossless_decode_, lossless_decode_add_, reference
+from laconic.ops.lossless import LAYOUTS, TOO_LONG, DamagedMessage, Status, front_checksum
+
+__all__ = ["TARGETS", "Target", "try_once"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser under test."""
+
+    run: Callable[[bytes], object]
+    """Returns something true where it got past the outermost checks, so that a run can say whether it got deep."""
+    seeds: Callable[[], list[bytes]]
+    reseal: Callable[[bytes], bytes] = lambda data: data
+    """Makes the outer checksum fit again, so that what is behind it is reached."""
+
+
+def _messages() -> list[bytes]:
+    """A message of every dtype and code; with zeros left out, a capacity, two blocks."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for dtype in LAYOUTS:
+        x = torch.randn(150, generator=generator)
+        x[::3] *= torch.arange(50) % 2
+        for code in ("raw", "window", "tiered"):
+            y = (x * 40).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
+            found.append(lossless.encode(y.view(3, 50), code))
+    found.append(lossless.encode(torch.randn(4200, generator=generator).bfloat16(), capacity_nbytes=9000))
+    found.append(lossless.encode(torch.zeros(5000), "window"))
+    found.append(lossless.encode(torch.randn(90, generator=generator), capacity_nbytes=100))
+    return [bytes(message.tolist()) for message in found]
+
+
+def _decode(data: bytes) -> object:
+    """The whole way in, without knowing what to expect: the header decides what is allocated."""
+    buffer = _tensor(data)
+    header = lossless.read_header(buffer)
+    x = lossless.decode(buffer)
+    assert (x.dtype, tuple(x.shape)) == (header.dtype, header.shape)
+    assert x.untyped_storage().nbytes() <= 32 * len(data)
+    again = lossless.decode(lossless.encode(x))
+    assert again.view(-1).view(torch.uint8).equal(x.view(-1).view(torch.uint8))
+    return True
+
+
+def _compare(data: bytes) -> object:
+    """Both decoders come to the same status and, where that is sound, to the same values."""
+    buffer = _tensor(data)
+    try:
+        header = lossless.read_header(buffer)
+        shape, dtype = header.shape, header.dtype
+    except FormatError:
+        shape, dtype = (3, 50), torch.bfloat16
+    out, expected = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    status = lossless_decode_(out, buffer)
+    assert status == reference.lossless_decode_(expected, buffer), (status, data.hex())
+    # A sum takes any dtype.
+    added = lossless_decode_add_(torch.zeros(shape), buffer)
+    assert added == status or status == Status.MISMATCH
+    if status == Status.SOUND:
+        assert out.view(-1).view(torch.uint8).equal(expected.view(-1).view(torch.uint8))
+    return status >= Status.DIRECTORY or status == Status.SOUND
+
+
+def _reseal_message(data: bytes) -> bytes:
+    if len(data) < 64:
+        return data
+    (numel,) = struct.unpack_from("<Q", data, 8)
+    lists = 5 * -(-numel // 4096) if 0 < data[6] < TOO_LONG else 0
+    front = data[: min(len(data), 64 + 8 * data[7] + lists)]
+    return data[:48] + struct.pack("<Q", front_checksum(_tensor(front))) + data[56:]
+
+
+def _containers() -> list[bytes]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"a": torch.randn(20, 30, generator=generator).bfloat16(), "b": torch.zeros(7), "c": torch.ones(())}
+    with tempfile.TemporaryDirectory() as directory:
+        path, zipped = Path(directory) / "seed.safetensors", Path(directory) / "seed.laconic"
+        save_file(tensors, path, {"format": "pt"})
+        zip_path(path, zipped)
+        return [zipped.read_bytes()]
+
+
+def _reseal_container(data: bytes) -> bytes:
+    (tail,) = struct.unpack_from("<Q", data.ljust(64), 16)
+    return data[:32] + hashlib.sha256(data[:32] + data[tail:]).digest() + data[64:]
+
+
+def _read_container(data: bytes) -> object:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "fuzz.laconic"
+        path.write_bytes(data)
+        file = ContainerFile(path)
+        for name in file.entries:
+            file.tensor(name)
+    return True
+
+
+def _safetensors_headers() -> list[bytes]:
+    matrix = b'{"a":{"dtype":"BF16","shape":[5,40],"data_offsets":[0,400]},'
+    return [
+        matrix + b'"b":{"dtype":"F32","shape":[],"data_offsets":[400,404]}}',
+        b"{}",
+        b'{"__metadata__":{"format":"pt"},"a":{"dtype":"I64","shape":[0],"data_offsets":[0,0]}} ',
+    ]
+
+
+def _read_safetensors_header(data: bytes) -> object:
+    entries, _ = parse_header(data, 404 if len(data) > 100 else 0, "fuzz")
+    return len(entries) > 0
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+TARGETS = {
+    "decode": Target(_decode, _messages, _reseal_message),
+    "compare": Target(_compare, _messages, _reseal_message),
+    "container": Target(_read_container, _containers, _reseal_container),
+    "safetensors_header": Target(_read_safetensors_header, _safetensors_headers),
+}
+
+
+def try_once(target: Target, data: bytes) -> bool:
+    """Whether the target got deep into `data`. Raises what the target must not raise."""
+    try:
+        return bool(target.run(data))
+    except DamagedMessage as damage:
+        return damage.status >= Status.DIRECTORY
+    except (FormatError, CheckpointError):
+        return False
