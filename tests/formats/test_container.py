@@ -122,6 +122,18 @@ def test_tensors_are_loaded_without_unzipping(plain: Path) -> None:
         loaded["wait"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_are_decoded_on_a_gpu(pair: tuple[Path, Path]) -> None:
+    plain, later = pair
+    for loaded, expected in (
+        (laconic.load_zipped(zip_path(plain).path, device="cuda"), tensors()),
+        (laconic.load_zipped(zip_path(later, base=plain).path, base=plain, device="cuda"), touched(tensors())),
+    ):
+        assert all(loaded[name].is_cuda for name in expected)
+        assert all(same(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
 def test_a_plain_file_is_loaded_too(plain: Path) -> None:
     loaded = laconic.load_zipped(plain)
     assert all(same(loaded[name], tensor) for name, tensor in tensors().items())

@@ -121,13 +121,12 @@ class ContainerFile:
             out[first - start : last - start] = chunk[first - begin : last - begin]
         return out
 
-    def tensor(self, name: str, num_threads: int = 1) -> Tensor:
-        """All bytes of a tensor, uint8 [nbytes], their checksum compared with the index."""
-        out = torch.empty(self.entries[name].nbytes, dtype=torch.uint8)
-        numbers = range(len(self.stored[name].messages))
-        calls = (partial(self.chunk, name, number, self._part(out, number)) for number in numbers)
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """All bytes of a tensor, uint8 [nbytes], decoded on `device`, their checksum compared with the index."""
+        out = torch.empty(self.entries[name].nbytes, dtype=torch.uint8, device=device)
         total = Checksum()
-        for chunk, sums in in_order(num_threads, calls):
+        for number in range(len(self.stored[name].messages)):
+            chunk, sums = self.chunk(name, number, self._part(out, number))
             total.add(*sums, len(chunk))
         self._compare(name, total)
         return out
@@ -168,14 +167,15 @@ class ContainerFile:
         sums = None
         if nbytes:
             try:
-                sums = decode_chunk(self.content[offset : offset + nbytes], entry.element, out, where)
+                message = self.content[offset : offset + nbytes].to(out.device)
+                sums = decode_chunk(message, entry.element, out, where)
             except FormatError as error:
                 raise FormatError(f"{where}: damaged, in chunk {number}: {error}") from error
         else:
             out.zero_()
         if stored.base_checksum is not None and not only_difference:
             base = self._base_of(name, stored)
-            difference(out, base.read(name, start, start + len(out)), out)
+            difference(out, base.read(name, start, start + len(out)).to(out.device), out)
             sums = None
         return out, checksum_of(out) if sums is None else sums
 

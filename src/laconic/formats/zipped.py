@@ -30,6 +30,7 @@ def load_zipped(
     """The tensors of a file or directory that `laconic zip` wrote, without unzipping it.
 
     The files are mapped into memory; a tensor is read and decoded, its checksums compared, each time it is asked for.
+    To a GPU it travels as it lies in the file and is decoded there.
     Directories may hold several shards, and plain safetensors files among them. A checkpoint that was zipped with
     `--delta BASE` needs that base, zipped or plain, or its tensors.
 
@@ -51,14 +52,14 @@ class ZippedTensors(Mapping[str, Tensor]):
         self.device = device
 
     def __getitem__(self, name: str) -> Tensor:
-        data = self._files.tensor(name)
+        data = self._files.tensor(name, self.device)
         entry = self._files.entries[name]
         dtype = entry.element.torch_dtype
         if dtype is None:
             raise FormatError(
                 f"tensor {name!r} has dtype {entry.dtype}, which torch cannot hold; unzip the file instead"
             )
-        return data.view(dtype).view(entry.shape).to(self.device)
+        return data.view(dtype).view(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files.entries)
@@ -108,12 +109,12 @@ class TensorFiles:
     def checksum(self, name: str) -> str:
         return self._home[name].checksum(name)
 
-    def tensor(self, name: str) -> Tensor:
-        """All bytes of a tensor, uint8 [nbytes], in memory of its own."""
+    def tensor(self, name: str, device: torch.device) -> Tensor:
+        """All bytes of a tensor, uint8 [nbytes], on `device` in memory of its own."""
         file = self._home[name]
         if isinstance(file, ContainerFile):
-            return file.tensor(name)
-        return file.read(name, 0, file.entries[name].nbytes).clone()
+            return file.tensor(name, device)
+        return file.read(name, 0, file.entries[name].nbytes).to(device, copy=True)
 
 
 def is_zipped(path: Path) -> bool:
