@@ -230,6 +230,22 @@ def functional_collectives(group: dist.ProcessGroup | None = None) -> list[Tenso
     ]
 
 
+def compiled(backend: str, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Collectives inside of a compiled graph, forward and backward."""
+    group = group or dist.group.WORLD
+    world = dist.get_world_size(group)
+
+    def program(x: Tensor) -> Tensor:
+        total = functional.all_reduce(x * 2, "sum", group)
+        rows = functional_all_gather(total[: NUMEL // world] + 1, 0, group)
+        mine = functional_reduce_scatter(rows[: NUMEL // world * world], "sum", 0, group)
+        return functional.wait_tensor(mine).relu()
+
+    torch._dynamo.reset()
+    found = torch.compile(program, backend=backend, fullgraph=True)
+    return [found(values(dtype)) for dtype in (torch.bfloat16, torch.float32)]
+
+
 def meshes() -> dict[str, Any]:
     """Groups of a mesh, subgroups with one rank, redistribution."""
     world = dist.get_world_size()

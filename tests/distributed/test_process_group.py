@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from laconic.collectives import audit
-from laconic.collectives.codec import Lossless, Raw
+from laconic.collectives.codec import Blockwise, Lossless, Raw
 from laconic.collectives.process_group import ProcessGroupOptions
-from laconic.errors import ConfigError
+from laconic.errors import CollectiveError, ConfigError, FormatError
+from laconic.formats import BlockFormat
 from laconic.train.worker import leave
 from tests.distributed import over_backend
+from tests.distributed.processes import finish, free_port, rank_environment, start
+
+CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
 
 
 def join(backend: str, rank: int, world: int, folder: str, name: str, **options: Any) -> None:
@@ -55,13 +60,12 @@ def beside_gloo(rank: int, folder: str) -> None:
     expected = {do.__name__: do() for do in over_backend.EVERYTHING}
     over_backend.save(Path(folder, "from-gloo"))
     dist.destroy_process_group()
-    coded, raw = (ProcessGroupOptions(codec, min_nbytes=1) for codec in (Lossless(), Raw()))
     for name, backend, options, doing in (
-        ("coded", "laconic", coded, over_backend.EVERYTHING),
+        ("coded", "laconic", CODED, over_backend.EVERYTHING),
         (
             "raw",
             "laconic:gloo",
-            raw,
+            ProcessGroupOptions(Raw(), min_nbytes=1),
             (over_backend.collectives, over_backend.points),
         ),
         ("auto", "cpu:laconic", None, (over_backend.collectives, over_backend.at_once)),
@@ -73,7 +77,7 @@ def beside_gloo(rank: int, folder: str) -> None:
             assert_same(do(), expected[do.__name__], f"{name} {do.__name__}")
         if name == "coded":
             check_audit(audit.snapshot())
-            assert dist.new_group().options == options
+            assert dist.new_group().options == CODED
             loaded = over_backend.load(Path(folder, "from-gloo"))
             over_backend.save(Path(folder, "from-laconic"))
         dist.destroy_process_group()
@@ -99,12 +103,115 @@ def test_programs_compute_the_same_bits_as_over_gloo(tmp_path: Path) -> None:
     mp.spawn(beside_gloo, args=(str(tmp_path),), nprocs=2)
 
 
+def compiled(rank: int, folder: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    found = []
+    for name, options in (("gloo", None), ("laconic", CODED)):
+        join(name, rank, 2, folder, name, pg_options=options)
+        found.append(over_backend.compiled(backend))
+        dist.destroy_process_group()
+    assert_same(*found, backend)
+    leave(0)
+
+
+def test_traced_collectives_compute_the_same_bits(tmp_path: Path) -> None:
+    mp.spawn(compiled, args=(str(tmp_path), "aot_eager"), nprocs=2)
+
+
+@pytest.mark.slow
+def test_compiled_collectives_compute_the_same_bits(tmp_path: Path) -> None:
+    mp.spawn(compiled, args=(str(tmp_path), "inductor"), nprocs=2)
+
+
+def failures(rank: int, folder: str) -> None:
+    """What goes wrong is said by the call that waits for it, and the group goes on."""
+    torch.set_num_threads(1)
+    join("laconic", rank, 2, folder, "failures", pg_options=CODED)
+    x = over_backend.values()
+    inner = dist.group.WORLD._inner
+
+    # A message that was damaged on its way, and one of another type.
+    if rank == 0:
+        message = Lossless().encode(x)
+        message[message.numel() // 2] ^= 4
+        inner.send([message], 1, 0).wait()
+        dist.send(x.half(), 1)
+        dist.send(x, 1)
+    else:
+        for _ in range(2):
+            with pytest.raises(FormatError, match="the message received from rank 0 cannot be decoded"):
+                dist.recv(torch.empty_like(x), 0)
+        dist.recv(torch.empty_like(x), 0)
+
+    # Ranks that mean different things, in a blocking call, in `wait` and in the future.
+    for wait in (lambda work: work.wait(), lambda work: work.get_future().wait()):
+        work = dist.all_reduce(x[: 5000 + rank].clone(), async_op=True)
+        with pytest.raises(
+            (ConfigError, RuntimeError), match=r"numel is 5000 on rank 0 and 5001 on rank 1 in all_reduce"
+        ):
+            wait(work)
+    with pytest.raises(ConfigError, match="dtype is 'bfloat16' on rank 0 and 'float32' on rank 1"):
+        dist.all_reduce(x.float() if rank else x)
+    dist.all_reduce(x)
+
+    # A call for which another rank is late.
+    if rank == 0:
+        late = dist.all_reduce(x, async_op=True)
+        with pytest.raises(TimeoutError):
+            late.wait(timedelta(seconds=0.2))
+    dist.barrier()
+    if rank == 1:
+        late = dist.all_reduce(x, async_op=True)
+    assert late.wait()
+
+    # A rank that is gone.
+    dist.barrier()
+    if rank == 1:
+        leave(0)
+    started = time.monotonic()
+    with pytest.raises(CollectiveError, match="rank 1"):
+        dist.all_reduce(x)
+    assert time.monotonic() - started < 30
+    dist.destroy_process_group()
+    leave(0)
+
+
+def test_what_goes_wrong_is_said_where_it_is_waited_for(tmp_path: Path) -> None:
+    mp.spawn(failures, args=(str(tmp_path),), nprocs=2)
+
+
+ENDING = """
+import torch, torch.distributed as dist
+from laconic.collectives import Lossless, ProcessGroupOptions
+dist.init_process_group("laconic", pg_options=ProcessGroupOptions(Lossless(), min_nbytes=1))
+group = dist.new_group()
+x = torch.randn(6000)
+dist.all_reduce(x)
+dist.all_reduce(x, group=group, async_op=True).wait()
+print("done")
+"""
+
+
+def test_a_program_that_leaves_its_groups_behind_ends() -> None:
+    port = free_port()
+    processes = [start(["-c", ENDING], rank_environment(rank, 2, port, PYTHONWARNINGS="default")) for rank in range(2)]
+    for ending in [finish(process, 60) for process in processes]:
+        assert (ending.code, ending.out) == (0, "done\n"), ending.err
+
+
 def refusals(rank: int, folder: str) -> None:
     for backends in (("laconic", "laconic:gloo"),):
         with pytest.raises(ConfigError, match=r"backend is 'laconic' on rank 0 and 'laconic:gloo' on rank 1"):
             join(backends[rank], rank, 2, folder, "different")
     with pytest.raises(ConfigError, match=r"pg_options is a dict, but backend 'laconic' takes"):
         join("laconic", rank, 2, folder, "dict", pg_options={"codec": "zstd"})
+    # Before any process group exists.
+    with pytest.raises(ConfigError, match="codec is 'zstd', but it must be 'auto' or a codec"):
+        ProcessGroupOptions("zstd")
+    with pytest.raises(ConfigError, match=r"codec is nf4-b64-bfloat16, but a process group also carries checkpoints"):
+        ProcessGroupOptions(Blockwise(BlockFormat("nf4", 64, torch.bfloat16)))
+    with pytest.raises(ConfigError, match="min_nbytes is -1"):
+        ProcessGroupOptions(min_nbytes=-1)
     leave(0)
 
 
