@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from laconic.collectives import all_gather, audit
 from laconic.collectives import choose as choosing
 from laconic.collectives.choose import choose, observe, prepare, use_rates, would_talk
 from laconic.collectives.lane import run_in_background
@@ -103,6 +104,24 @@ def talking(group: dist.ProcessGroup) -> list[bool]:
     return found
 
 
+def carried_out(group: dist.ProcessGroup) -> Any:
+    """All-gathers on a link that pays for coding: of values that shrink, and of random bits."""
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    numel = 1 << 17
+    found: dict[str, Any] = {}
+    generator = torch.Generator().manual_seed(group.rank())
+    for name, dtype in (("weights", torch.bfloat16), ("noise", torch.float16)):
+        bits = torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16, generator=generator)
+        x = bits.view(dtype) if name == "noise" else torch.randn(numel, generator=generator).to(dtype)
+        out = torch.empty(group.size() * numel, dtype=dtype)
+        audit.reset()
+        for _ in range(4):
+            all_gather(out, x, group)
+        assert torch.equal(out.view(group.size(), -1)[group.rank()].view(torch.int16), x.view(torch.int16))
+        found[name] = audit.snapshot().to_dict()
+    return found
+
+
 def texts(group: dist.ProcessGroup) -> Any:
     """Texts of different lengths."""
     ranks = Ranks(group, CPU)
@@ -112,7 +131,7 @@ def texts(group: dist.ProcessGroup) -> Any:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    scenarios = (measured, from_rank_0, unreadable, prepared, talking, texts)
+    scenarios = (measured, from_rank_0, unreadable, prepared, talking, carried_out, texts)
     for scenario in scenarios:
         name = scenario.__name__
         # A group of its own for each, so that nothing is remembered.

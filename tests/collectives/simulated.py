@@ -18,7 +18,7 @@ def made_up_rates(bytes_per_second: float = 125e6, coding_bytes_per_second: floa
     coding = Line(2e-5, 1 / coding_bytes_per_second)
     link = LinkRates(4, dict.fromkeys(OPERATIONS, line), 2e-4, overlap=0.5)
     codes = {"window": CodecRates(coding, coding, coding, 1.43), "tiered": CodecRates(coding, coding, coding, 1.49)}
-    return WireRates({"across": link}, {"bfloat16": codes, "float32": codes})
+    return WireRates({"across": link}, dict.fromkeys(("bfloat16", "float16", "float32"), codes))
 
 
 def on_ranks(num_ranks: int, job: Callable[[int, Exchange], T]) -> list[T]:

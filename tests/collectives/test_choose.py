@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laconic.collectives import audit
 from laconic.collectives.choose import Chooser
 from laconic.collectives.measure import Exchange, world_of
 from laconic.cost.wire import LOW_RATIO, NOT_PREPARED, PAYS, PROBE, RAW, Choice, World, decide
@@ -175,7 +176,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What three processes found, by scenario and rank."""
     folder = tmp_path_factory.mktemp("choosing")
     (folder / "damaged.json").write_text('{"format": "laconic wire rates", "version": 9}')
-    names = ["measured", "from_rank_0", "unreadable", "prepared", "talking", "texts"]
+    names = ["measured", "from_rank_0", "unreadable", "prepared", "talking", "carried_out", "texts"]
     arguments = ["-m", "tests.collectives.choosing", str(folder)]
     port, home = free_port(), str(folder / "cache")
     environments = [rank_environment(rank, WORLD, port, XDG_CACHE_HOME=home) for rank in range(WORLD)]
@@ -227,6 +228,18 @@ def test_sends_are_chosen_for_in_prepared_groups(found: dict[str, list[Any]]) ->
 def test_ranks_know_when_choosing_will_communicate(found: dict[str, list[Any]]) -> None:
     # A small message and a send never; the first call, then after 1, 2 and 4 coded ones.
     assert found["talking"] == [[False, False, True, True, False, True]] * WORLD
+
+
+def test_what_was_chosen_is_what_travels(found: dict[str, list[Any]]) -> None:
+    for rank in found["carried_out"]:
+        (weights,) = audit.Snapshot.from_dict(rank["weights"]).entries
+        assert (weights.codec, weights.num_calls, weights.reasons) == ("tiered", 4, {PAYS: 4})
+        assert 1.45 < weights.ratio < 1.5
+        assert weights.saved_seconds > 0
+        # Random bits do not shrink: after the first message all ranks leave them raw.
+        raw, coded = audit.Snapshot.from_dict(rank["noise"]).entries
+        assert (raw.codec, raw.num_calls, raw.reasons) == ("raw", 3, {LOW_RATIO: 3})
+        assert (coded.codec, coded.num_calls) == ("tiered", 1)
 
 
 def test_texts_of_all_ranks_arrive(found: dict[str, list[Any]]) -> None:

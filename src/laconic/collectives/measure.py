@@ -67,15 +67,22 @@ class Ranks:
 
     def seconds(self, case: Callable[[], object], repeats: int) -> list[float]:
         """The slowest rank's seconds of each repeat; a first one is not counted. The same numbers on every rank."""
+        return [seconds for (seconds,) in self.in_turn([case], repeats)]
+
+    def in_turn(self, cases: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+        """The same for several cases that take turns: [repeat][case]."""
         found = []
         for _ in range(repeats + 1):
-            self.exchange([0])
-            started = time.perf_counter()
-            case()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            taken = time.perf_counter() - started
-            found.append(max(nanoseconds for (nanoseconds,) in self.exchange([round(taken * 1e9)])) * 1e-9)
+            taken = []
+            for case in cases:
+                self.exchange([0])
+                started = time.perf_counter()
+                case()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                taken.append(time.perf_counter() - started)
+            gathered = self.exchange([round(seconds * 1e9) for seconds in taken])
+            found.append([max(column) * 1e-9 for column in zip(*gathered, strict=True)])
         return found[1:]
 
 

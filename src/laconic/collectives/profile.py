@@ -19,6 +19,7 @@ from torch import Tensor
 from laconic.collectives import native, operations
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, world_of
+from laconic.collectives.route import Route
 from laconic.cost.wire import World, coded_seconds, sent_nbytes
 from laconic.cost.wire_rates import ITEM_NBYTES, OPERATIONS, SEND, CodecRates, Line, LinkRates, WireRates, fit_line
 
@@ -28,8 +29,7 @@ _SIZES = tuple(1 << power for power in range(12, 25, 2))
 """Bytes that a process sends: 4 KB to 16 MB."""
 _CODEC_SIZES = (1 << 14, 1 << 18, 1 << 22)
 _QUICK_SIZES, _QUICK_CODEC_SIZES = (1 << 12, 1 << 18), (1 << 14, 1 << 17)
-_CODED_SIZES = (1 << 17, 3 << 19)
-"""Too small to be cut into chunks."""
+_CODED_SIZES = (1 << 17, 1 << 22)
 _OVERLAP_NBYTES = 1 << 21
 _DTYPE = torch.bfloat16
 
@@ -187,7 +187,8 @@ def _overlap(ranks: Ranks, group: dist.ProcessGroup) -> float:
 def _extra(
     ranks: Ranks, group: dist.ProcessGroup, link: LinkRates, codecs: Mapping[str, Mapping[str, CodecRates]]
 ) -> dict[str, Line]:
-    """Measured minus predicted seconds of coded operations: calls, headers, buffers, caches."""
+    """What coding an operation really costs or saves against raw, minus what is predicted: calls, headers, buffers,
+    caches. Raw and coded take turns, so that what disturbs one disturbs the other."""
     codec = codecs["bfloat16"]["tiered"]
     world, found = group.size(), {}
     for operation in OPERATIONS:
@@ -195,11 +196,21 @@ def _extra(
             continue  # like a broadcast, below
         missing = []
         for size in _CODED_SIZES:
-            case, sent = _case(operation, size, group, ranks.device, Lossless("tiered"))
+            raw, sent = _case(operation, size, group, ranks.device, Raw())
+            coded, _ = _case(operation, size, group, ranks.device, Lossless("tiered"))
+            differences = [second - first for first, second in ranks.in_turn([raw, coded], _MAX_REPEATS)]
             nbytes = sent / sent_nbytes(operation, 1.0, world)
-            predicted = coded_seconds(operation, nbytes, world, link, codec, codec.ratio, num_chunks=1)
-            missing.append((sent, median(ranks.seconds(case, _MAX_REPEATS)) - predicted))
+            num_chunks = _num_chunks(operation, nbytes, world)
+            predicted = coded_seconds(operation, nbytes, world, link, codec, codec.ratio, num_chunks)
+            missing.append((sent, median(differences) - (predicted - link.line(operation).seconds(sent))))
         (small, less), (large, more) = missing
         per_byte = max(0.0, (more - less) / (large - small))
         found[operation] = Line(max(0.0, less - per_byte * small), per_byte)
     return found | {SEND: found["broadcast"]}
+
+
+def _num_chunks(operation: str, nbytes: float, world: int) -> int:
+    """Into how many chunks the operations cut what goes from one rank to another, if no choice tells them."""
+    parts = world if operation in ("reduce_scatter", "all_reduce", "all_to_all", "scatter") else 1
+    numel = int(nbytes / _DTYPE.itemsize / parts)
+    return -(-numel // Route(Raw(), None, "").step(numel, _DTYPE))

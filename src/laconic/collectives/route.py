@@ -57,11 +57,12 @@ def find_route(wire: Wire, operation: str, numel: int, codec: Codec | str, tag: 
     """
     if not isinstance(codec, str):
         return Route(codec, None, "asked for")
-    if would_talk(operation, numel, wire.dtype, wire.group, device=wire.device):
+    if would_talk(operation, numel, wire.dtype, wire.group, tag=tag, device=wire.device):
         wire.agree()
     choice = choose(operation, numel, wire.dtype, wire.group, tag=tag, device=wire.device)
-    found = Raw() if choice.codec == RAW else Lossless(choice.codec)
-    return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice)
+    if choice.codec == RAW:
+        return Route(Raw(), None, choice.reason, choice=choice)
+    return Route(Lossless(choice.codec), choice.num_chunks, choice.reason, choice.saved_seconds, choice)
 
 
 def finish(wire: Wire, operation: str, route: Route) -> None:
