@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
@@ -137,8 +137,22 @@ class Snapshot:
 
 
 _Key = tuple[str, str, str]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """An `Entry` in the making: what a call adds to, in place."""
+
+    num_calls: int = 0
+    raw_nbytes: int = 0
+    sent_nbytes: int = 0
+    coding_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
 _lock = threading.Lock()
-_entries: dict[_Key, Entry] = {}
+_sums: dict[_Key, _Sums] = {}
 
 
 def record(
@@ -165,22 +179,38 @@ def record(
         saved_seconds: `choice.raw_seconds - choice.predicted_seconds`, if a choice was made.
     """
     key = (operation, str(dtype).removeprefix("torch."), codec)
-    new = Entry(*key, 1, raw_nbytes, sent_nbytes, seconds, saved_seconds, {reason: 1})
     with _lock:
-        known = _entries.get(key)
-        _entries[key] = new if known is None else _plus(known, new)
+        sums = _sums.get(key)
+        if sums is None:
+            sums = _sums[key] = _Sums()
+        sums.num_calls += 1
+        sums.raw_nbytes += raw_nbytes
+        sums.sent_nbytes += sent_nbytes
+        sums.coding_seconds += seconds
+        sums.saved_seconds += saved_seconds
+        _count(sums.reasons, reason, 1)
 
 
 def snapshot() -> Snapshot:
     """Everything counted since the program began or `reset` was called."""
     with _lock:
-        return Snapshot(_sorted(_entries.values()))
+        return Snapshot(_sorted(Entry(*key, **_values(sums)) for key, sums in _sums.items()))
 
 
 def reset() -> None:
     """Begin anew."""
     with _lock:
-        _entries.clear()
+        _sums.clear()
+
+
+def _count(reasons: dict[str, int], reason: str, count: int) -> None:
+    name = reason if reason in reasons or len(reasons) < _MAX_REASONS else "other reasons"
+    reasons[name] = reasons.get(name, 0) + count
+
+
+def _values(sums: _Sums) -> dict[str, Any]:
+    values = {name: getattr(sums, name) for name in _Sums.__slots__}
+    return values | {"reasons": dict(sums.reasons)}
 
 
 def _key(entry: Entry) -> _Key:
@@ -194,8 +224,7 @@ def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 def _plus(a: Entry, b: Entry, sign: int = 1) -> Entry:
     reasons = dict(a.reasons)
     for reason, count in b.reasons.items():
-        name = reason if reason in reasons or len(reasons) < _MAX_REASONS else "other reasons"
-        reasons[name] = reasons.get(name, 0) + sign * count
+        _count(reasons, reason, sign * count)
     return replace(
         a,
         num_calls=a.num_calls + sign * b.num_calls,
