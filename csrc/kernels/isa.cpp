@@ -8,20 +8,21 @@ const std::vector<Isa>& supported_isas() {
                                &kReducePortable, &kAdamWPortable, &kLosslessPortable}};
 #ifdef LACONIC_X86
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+                      __builtin_cpu_supports("popcnt");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq");
     if (avx2) {
-      found.push_back({"avx2", &kBlockwiseAvx2, &kAccumulateAvx2, &kReduceAvx2, &kAdamWAvx2,
-                       &kLosslessPortable});
+      found.push_back(
+          {"avx2", &kBlockwiseAvx2, &kAccumulateAvx2, &kReduceAvx2, &kAdamWAvx2, &kLosslessAvx2});
     }
     const bool vbmi2 = __builtin_cpu_supports("avx512vbmi") &&
                        __builtin_cpu_supports("avx512vbmi2") &&
                        __builtin_cpu_supports("avx512vpopcntdq");
     if (avx512) {
       found.push_back({"avx512", &kBlockwiseAvx512, &kAccumulateAvx512, &kReduceAvx512,
-                       &kAdamWAvx512, vbmi2 ? &kLosslessAvx512 : &kLosslessPortable});
+                       &kAdamWAvx512, vbmi2 ? &kLosslessAvx512 : &kLosslessAvx2});
     }
 #endif
     return found;

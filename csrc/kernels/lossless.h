@@ -69,7 +69,7 @@ struct LosslessKernels {
 };
 
 extern const LosslessKernels kLosslessPortable;
-extern const LosslessKernels kLosslessAvx2;    // and BMI2, POPCNT
+extern const LosslessKernels kLosslessAvx2;    // and POPCNT
 extern const LosslessKernels kLosslessAvx512;  // and VBMI, VBMI2, VPOPCNTDQ
 
 }  // namespace laconic

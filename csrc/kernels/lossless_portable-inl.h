@@ -55,8 +55,13 @@ struct LosslessPortable {
   // exponents are wide, 255 counts only in the total. `exponents` is scratch memory.
   static Histogram histogram(const uint8_t* exponents, int n, int removed_exponent, int removed,
                              bool wide) {
-    uint16_t counts[256] = {};
-    for (int i = 0; i < n; ++i) ++counts[exponents[i]];
+    // Four counts of each, because one waits for the one before it and neighbours are alike.
+    uint16_t quarters[4][256] = {}, counts[256];
+    for (int i = 0; i < n; ++i) ++quarters[i % 4][exponents[i]];
+    for (int e = 0; e < 256; ++e) {
+      counts[e] =
+          static_cast<uint16_t>(quarters[0][e] + quarters[1][e] + quarters[2][e] + quarters[3][e]);
+    }
     counts[removed_exponent] -= static_cast<uint16_t>(removed);
     Histogram histogram;
     histogram.total = n - removed;
@@ -233,17 +238,18 @@ struct LosslessPortable {
   // 0.
   static int count_ones(int num_planes, const uint8_t* planes, int n) {
     const int stride = plane_nbytes(n);
-    int count = 0, i = 0;
-    for (; i < stride; i += 8) {
-      const int left = std::min(stride - i, 8);
+    const auto ones = [&](int i, int nbytes) {
       uint64_t all = ~uint64_t{0};
       for (int p = 0; p < num_planes; ++p) {
         uint64_t bits = 0;
-        std::memcpy(&bits, planes + p * stride + i, left);
+        std::memcpy(&bits, planes + p * stride + i, nbytes);
         all &= bits;
       }
-      count += __builtin_popcountll(all);
-    }
+      return __builtin_popcountll(all);
+    };
+    int count = 0, i = 0;
+    for (; i + 8 <= stride; i += 8) count += ones(i, 8);
+    if (i < stride) count += ones(i, stride - i);
     return count;
   }
 
