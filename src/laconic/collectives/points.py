@@ -10,6 +10,7 @@ not, so CUDA tensors travel as they are.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
+from laconic.collectives.batch import Batches
 from laconic.collectives.choose import choose
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.works import AfterWork
@@ -47,6 +49,7 @@ class Points:
         # With a capacity, a message might have to be sent twice; without, it is as long as it needs to be.
         self._codec = replace(codec, capacity_bits=None) if isinstance(codec, Lossless) else codec
         self._min_nbytes = min_nbytes
+        self._batches = Batches(group)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """Send one tensor to the rank `dst` of the group; it may be changed when the work is done."""
@@ -54,7 +57,7 @@ class Points:
         x = tensors[0]
         if codec is None:
             audit.record("send", x.dtype, x.nbytes, x.nbytes, RAW, reason, 0.0)
-            return self._group.send(as_bytes(tensors), dst, tag)
+            return self._together(x, lambda: self._group.send(as_bytes(tensors), dst, tag))
         started = time.perf_counter()
         message = codec.encode(x.detach().contiguous().view(-1))
         audit.record("send", x.dtype, x.nbytes, message.nbytes, codec.name, reason, time.perf_counter() - started)
@@ -67,7 +70,7 @@ class Points:
         """
         codec, _ = self._choose(tensors)
         if codec is None:
-            return self._receive(as_bytes(tensors), src, tag)
+            return self._together(tensors[0], lambda: self._receive(as_bytes(tensors), src, tag))
         (tensor,) = tensors
         buffer = torch.empty(codec.max_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
         work = self._receive([buffer], src, tag)
@@ -84,6 +87,16 @@ class Points:
                 tensor.copy_(out)
 
         return AfterWork(work, tensors, decode)
+
+    def start(self) -> None:
+        """Start what was put off; to be called before the group is used for something else."""
+        self._batches.start()
+
+    def _together(self, x: Tensor, start: Callable[[], dist.Work]) -> dist.Work:
+        """Start at once where every operation makes progress by itself, and as one of a batch elsewhere."""
+        if x.device.type == "cpu" or not self._group._get_backend(x.device).supports_coalescing:
+            return start()
+        return self._batches.add(x, start)
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
         return self._group.recv_anysource(tensors, tag) if src is None else self._group.recv(tensors, src, tag)

@@ -136,8 +136,8 @@ class ProcessGroupLaconic(_Base):
         pass
 
     def shutdown(self) -> None:
+        self._direct.shutdown()
         forget(self._inner)
-        self._inner.shutdown()
 
     def abort(self) -> None:
         self._inner.abort()
@@ -150,7 +150,7 @@ class ProcessGroupLaconic(_Base):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.AllreduceOptions) and self._takes("all_reduce", tensors, tensors[0], opts.reduceOp):
             return self._all_reduce(tensors[0], opts)
-        return self._inner.allreduce(*_given(tensors, opts, timeout))
+        return self._direct.allreduce(*_given(tensors, opts, timeout))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.AllreduceCoalescedOptions)
@@ -158,14 +158,14 @@ class ProcessGroupLaconic(_Base):
         works = [self._all_reduce(x, opts) for x, is_taken in zip(tensors, taken, strict=True) if is_taken]
         rest = [x for x, is_taken in zip(tensors, taken, strict=True) if not is_taken]
         if rest:
-            works.append(self._inner.allreduce_coalesced(*_given(rest, opts)))
+            works.append(self._direct.allreduce_coalesced(*_given(rest, opts)))
         return Together(works, tensors)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.ReduceScatterOptions)
         if known and self._takes("reduce_scatter", [input], input, opts.reduceOp):
             return self._reduce_scatter(output, input, opts)
-        return _named(self._inner, "reduce_scatter_single", "_reduce_scatter_base")(*_given(output, input, opts))
+        return _named(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*_given(output, input, opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
@@ -178,22 +178,22 @@ class ProcessGroupLaconic(_Base):
             rows = torch.stack([x.reshape(-1) for x in inputs[0]])
             if self._takes("reduce_scatter", inputs, rows, opts.reduceOp):
                 return self._reduce_scatter(outputs[0], rows, opts)
-        return self._inner.reduce_scatter(*_given(outputs, inputs, opts, timeout))
+        return self._direct.reduce_scatter(*_given(outputs, inputs, opts, timeout))
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         x, op, codec = tensor.contiguous(), _op_of(opts), self.options.codec
-        return _after(operations.all_reduce(x, self._inner, op=op, codec=codec, async_op=True), tensor, x)
+        return _after(operations.all_reduce(x, self._direct, op=op, codec=codec, async_op=True), tensor, x)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         out, x, op, codec = _dense(output), input.contiguous(), _op_of(opts), self.options.codec
-        return _after(operations.reduce_scatter(out, x, self._inner, op=op, codec=codec, async_op=True), output, out)
+        return _after(operations.reduce_scatter(out, x, self._direct, op=op, codec=codec, async_op=True), output, out)
 
     # --- movements ---
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         if self._takes("all_gather", [input], input):
             return self._all_gather(output, input)
-        method = _named(self._inner, "all_gather_single", "_allgather_base")
+        method = _named(self._direct, "all_gather_single", "_allgather_base")
         return method(*_given(as_bytes(output), as_bytes(input), opts))
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -211,7 +211,7 @@ class ProcessGroupLaconic(_Base):
                     output.copy_(row.view(output.shape))
 
             return AfterWork(work, outputs[0], spread)
-        return self._inner.allgather(*_given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
+        return self._direct.allgather(*_given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -221,20 +221,20 @@ class ProcessGroupLaconic(_Base):
         if self._takes("all_to_all", [input], input, any_size=uneven):
             out, x, codec = _dense(output), input.contiguous(), self.options.codec
             splits = (list(output_splits) or None, list(input_splits) or None)
-            return _after(operations.all_to_all(out, x, *splits, self._inner, codec=codec, async_op=True), output, out)
-        method = _named(self._inner, "all_to_all_single", "alltoall_base")
+            return _after(operations.all_to_all(out, x, *splits, self._direct, codec=codec, async_op=True), output, out)
+        method = _named(self._direct, "all_to_all_single", "alltoall_base")
         return method(*_given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
             x, src = tensors[0].contiguous(), dist.get_global_rank(self._inner, opts.rootRank)
-            work = operations.broadcast(x, src, self._inner, codec=self.options.codec, async_op=True)
+            work = operations.broadcast(x, src, self._direct, codec=self.options.codec, async_op=True)
             return _after(work, tensors[0], x)
-        return self._inner.broadcast(*_given(as_bytes(tensors), opts, timeout))
+        return self._direct.broadcast(*_given(as_bytes(tensors), opts, timeout))
 
     def _all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
         out, x, codec = _dense(output), input.contiguous(), self.options.codec
-        return _after(operations.all_gather(out, x, self._inner, codec=codec, async_op=True), output, out)
+        return _after(operations.all_gather(out, x, self._direct, codec=codec, async_op=True), output, out)
 
     # --- between two ranks ---
 
@@ -251,22 +251,22 @@ class ProcessGroupLaconic(_Base):
 
     def reduce(self, *args: Any, **kwargs: Any) -> dist.Work:
         self._leave("reduce", args)
-        return self._inner.reduce(*args, **kwargs)
+        return self._direct.reduce(*args, **kwargs)
 
     def gather(self, *args: Any, **kwargs: Any) -> dist.Work:
         self._leave("gather", args)
-        return self._inner.gather(*args, **kwargs)
+        return self._direct.gather(*args, **kwargs)
 
     def scatter(self, *args: Any, **kwargs: Any) -> dist.Work:
         self._leave("scatter", args)
-        return self._inner.scatter(*args, **kwargs)
+        return self._direct.scatter(*args, **kwargs)
 
     def alltoall(self, *args: Any, **kwargs: Any) -> dist.Work:
         self._leave("all_to_all", args)
-        return self._inner.alltoall(*args, **kwargs)
+        return self._direct.alltoall(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.barrier(*args, **kwargs)
+        return self._direct.barrier(*args, **kwargs)
 
     # What torch 2.12 and older call, and other code may still.
     _allgather_base = all_gather_single
@@ -276,6 +276,12 @@ class ProcessGroupLaconic(_Base):
     alltoall_base = all_to_all_single
 
     # --- which way ---
+
+    @property
+    def _direct(self) -> dist.ProcessGroup:
+        """The group inside, with nothing put off."""
+        self._points.start()
+        return self._inner
 
     def _takes(
         self, operation: str, tensors: Sequence[Tensor], message: Tensor, reduce_op: Any = None, any_size: bool = False
