@@ -6,6 +6,7 @@
     python -m benchmarks.run gradients --threads 1 2 --out benchmarks/results/gradients_NAME.md
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
     python -m benchmarks.run lossless --threads 1 2 --out benchmarks/results/lossless_NAME.md
+    python -m benchmarks.run files --threads 1 2 --rounds 5 --out benchmarks/results/files_NAME.md
     python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
     python -m benchmarks.run collectives --out benchmarks/results/collectives_NAME.md
@@ -52,6 +53,7 @@ _MODULES = (
     "zip_training",
     "reduce",
     "planning",
+    "files",
 )
 _SMOKE_ELEMENTS = 1 << 12
 
