@@ -30,6 +30,8 @@ class Options:
     """Hosts of the benchmarks over slow links; empty: their own choice."""
     rates: Sequence[float] = ()
     """Bits per second of their links; empty: their own choice."""
+    profile: bool = False
+    """Whether `laconic profile` measures each network first; choices otherwise rest on a brief measurement."""
 
 
 @dataclass(frozen=True)

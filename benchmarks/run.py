@@ -71,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds; the median counts")
     parser.add_argument("--hosts", type=int, nargs="+", default=[], help="over slow links: how many hosts")
     parser.add_argument("--rates", nargs="+", default=[], help="over slow links: their rates, as in 100mbit 2.5gbit")
+    parser.add_argument("--profile", action="store_true", help="over slow links: run laconic profile on each first")
     parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
     parser.add_argument("--out", type=Path, help="Markdown file to write as well")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(threads)
         elements, rounds = (_SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
         rates = [bits_per_second_of(rate) for rate in chosen.rates]
-        for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds, chosen.hosts, rates)):
+        for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile)):
             print(table.render())
         return 0
 
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         part = [chosen.name, "--elements", str(chosen.elements), "--rounds", str(chosen.rounds)]
         part += ["--hosts", *map(str, chosen.hosts)] * bool(chosen.hosts)
         part += ["--rates", *chosen.rates] * bool(chosen.rates)
+        part += ["--profile"] * chosen.profile
         part += ["--smoke"] * chosen.smoke + ["--threads", str(threads), "--part"]
         result = subprocess.run(
             [sys.executable, "-m", "benchmarks.run", *part],

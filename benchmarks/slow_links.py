@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,17 +23,30 @@ __all__ = ["Timed", "format_size", "join", "leave", "run_ranks", "seconds_of_all
 _LONGEST_SECONDS = 3600
 
 
-def run_ranks(lab: Lab, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
+def run_ranks(lab: Lab, module: str, task: Mapping[str, Any], profile: bool = False) -> dict[str, Any]:
     """Run `python -m module TASK` on every host of the lab and return what rank 0 printed last, as JSON.
+
+    Choices rest on what `laconic profile` measures in the lab first, if so asked, else on what they measure themselves;
+    never on a file that this machine has.
 
     Raises RuntimeError with its error output when a rank fails.
     """
-    endings = finish(lab.start_ranks([sys.executable, "-m", module, json.dumps(task)]), _LONGEST_SECONDS)
+    with TemporaryDirectory() as folder:
+        environment = {"XDG_CACHE_HOME": folder}
+        if profile:
+            environment["LACONIC_WIRE_RATES"] = f"{folder}/wire_rates.json"
+            _run(lab, ["-m", "laconic", "profile", "--out", environment["LACONIC_WIRE_RATES"]], environment)
+        out = _run(lab, ["-m", module, json.dumps(task)], environment)
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
+
+
+def _run(lab: Lab, arguments: list[str], environment: dict[str, str]) -> str:
+    endings = finish(lab.start_ranks([sys.executable, *arguments], environment), _LONGEST_SECONDS)
     for rank, ending in enumerate(endings):
         if ending.code:
             raise RuntimeError(f"rank {rank} ended with {ending.code}:\n{ending.err}")
-    result: dict[str, Any] = json.loads(endings[0].out.splitlines()[-1])
-    return result
+    return endings[0].out
 
 
 def format_size(nbytes: int) -> str:

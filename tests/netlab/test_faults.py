@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -147,19 +146,3 @@ def test_ranks_with_different_codecs_are_told_at_once(make_lab: MakeLab) -> None
         for word in ("rank 0", "rank 1", "tiered", "window", "all_reduce"):
             assert word in last
     assert time.monotonic() - started < 10  # most of it is the interpreter's end
-
-
-@pytest.mark.parametrize("codec", ["raw", "tiered"])
-def test_the_audit_agrees_with_the_interface(codec: str, make_lab: MakeLab) -> None:
-    lab = make_lab(2, 1e9)
-    before = lab.traffic()
-    task = Task(rounds=8, numel=1 << 20, codecs=(codec,))
-    endings = finish(lab.start_ranks(task.as_arguments(), environment(), cwd=ROOT), 60)
-    passed = {name: traffic - before[name] for name, traffic in lab.traffic().items()}
-    for rank, ending in enumerate(endings):
-        assert ending.code == 0, ending.err
-        counted = json.loads(ending.out.splitlines()[-1])
-        assert counted["raw"] == pytest.approx(8 * 2 * (1 << 20), rel=0.001)  # two halves of a bf16 tensor, 8 times
-        assert counted["sent"] < counted["raw"] * (1.001 if codec == "raw" else 0.72)
-        # Headers are 66 bytes for 1,448, answers as much for twice that; the rendezvous takes a few messages.
-        assert counted["sent"] < passed[f"host {rank}"].sent_nbytes < 1.08 * counted["sent"] + 100_000
