@@ -3,19 +3,21 @@
 Hosts are network namespaces on this machine, one process and one thread each. First `laconic profile` measures the lab;
 then each collective is timed raw, raw a second time (the difference is noise), with both codes forced, and as chosen.
 Seconds are the slowest rank's, from a barrier to the result; cases take turns, round after round, and medians count.
+What auto costs against raw is the median of the quotients of each round, so that what disturbs both cancels.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import format_size, join, leave, run_ranks, seconds_of_all
+from benchmarks.slow_links import format_size, join, leave, run_ranks
 from laconic.testing.netlab import Lab, why_not
 
 _NUM_HOSTS, _RATES = (2,), (1e9,)
@@ -23,7 +25,7 @@ _SIZES = tuple(1 << power for power in range(10, 27, 2))
 _SMOKE = 1 << 12
 _SMOKE_SIZES = (1 << 12, 1 << 18)
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-_KINDS = ("raw", "raw again", "window", "tiered", "auto")
+_KINDS = ("raw", "auto", "raw again", "window", "tiered")
 # A case runs at least `rounds` times, and until it has taken about this long, but no more often than this.
 _SECONDS_PER_CASE, _MAX_ROUNDS = 0.3, 51
 
@@ -52,7 +54,7 @@ def _table(num_hosts: int, rate: float, result: dict[str, Any]) -> Table:
             row["operation"],
             format_size(row["nbytes"]) if row["nbytes"] >= 1024 else f"{row['nbytes']} B",
             *(f"{row['seconds'][kind] * 1e3:.2f}" for kind in _KINDS),
-            f"{row['seconds']['raw'] / row['seconds']['auto']:.2f}x",
+            f"{1 / row['over raw']['auto']:.2f}x",
             f"{_slower(row, 'auto'):+.1%}",
             f"{_slower(row, 'raw again'):+.1%}",
             f"{row['predicted'] * 1e3:.2f}",
@@ -78,19 +80,18 @@ def _table(num_hosts: int, rate: float, result: dict[str, Any]) -> Table:
 
 def _slower(row: dict[str, Any], kind: str) -> float:
     """Share of time more than raw."""
-    return float(row["seconds"][kind] / row["seconds"]["raw"]) - 1
+    return float(row["over raw"][kind]) - 1
 
 
 def _gain(row: dict[str, Any]) -> float:
-    best = min(row["seconds"]["window"], row["seconds"]["tiered"])
-    return max(0.0, float(row["seconds"]["raw"] / best) - 1)
+    return max(0.0, 1 / min(row["over raw"]["window"], row["over raw"]["tiered"]) - 1)
 
 
 # --- what each rank does ---
 
 
-def _cases(operation: str, nbytes: int) -> dict[str, Callable[[], object]]:
-    """By kind. The input is what counts as the tensor, but for an all-gather, where the output is."""
+def _cases(operation: str, nbytes: int) -> list[Callable[[], object]]:
+    """In the order of `_KINDS`. The input is what counts as the tensor, but for an all-gather, where the output is."""
     from laconic import collectives
     from laconic.collectives import Lossless, Raw
 
@@ -103,9 +104,9 @@ def _cases(operation: str, nbytes: int) -> dict[str, Callable[[], object]]:
     function = getattr(collectives, operation)
     if operation == "all_reduce":
         out = torch.empty_like(x)
-        return {kind: lambda codec=codecs[kind]: function(out.copy_(x), codec=codec) for kind in _KINDS}
+        return [lambda codec=codecs[kind]: function(out.copy_(x), codec=codec) for kind in _KINDS]
     out = torch.empty(numel // world if operation == "reduce_scatter" else numel, dtype=x.dtype)
-    return {kind: lambda codec=codecs[kind]: function(out, x, codec=codec) for kind in _KINDS}
+    return [lambda codec=codecs[kind]: function(out, x, codec=codec) for kind in _KINDS]
 
 
 def _numel(nbytes: int, world: int) -> int:
@@ -115,6 +116,7 @@ def _numel(nbytes: int, world: int) -> int:
 def main(task: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures."""
     from laconic.collectives.choose import choose, use_rates
+    from laconic.collectives.measure import Ranks
     from laconic.collectives.profile import profile
 
     started = time.perf_counter()
@@ -122,20 +124,25 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     profile_seconds = time.perf_counter() - started
     group = dist.group.WORLD
     assert group is not None
+    ranks = Ranks(group, torch.device("cpu"))
     rows = []
     for operation in _OPERATIONS:
         for nbytes in task["sizes"]:
             cases = _cases(operation, nbytes)
-            once = max(seconds_of_all(cases, 1).values())
-            rounds = min(_MAX_ROUNDS, max(task["rounds"], int(_SECONDS_PER_CASE / once)))
-            seconds = seconds_of_all(cases, rounds, warm_ups=2)
+            (once,) = ranks.in_turn(cases, 1)
+            rounds = min(_MAX_ROUNDS, max(task["rounds"], int(_SECONDS_PER_CASE / max(once))))
+            ranks.in_turn(cases, 1)  # once more, for the first observations
+            found = ranks.in_turn(cases, rounds)
             numel = _numel(nbytes, group.size()) // (group.size() if operation == "all_gather" else 1)
             choice = choose(operation, numel, torch.bfloat16, group)
             rows.append(
                 {
                     "operation": operation,
                     "nbytes": nbytes,
-                    "seconds": seconds,
+                    "seconds": dict(zip(_KINDS, map(median, zip(*found, strict=True)), strict=True)),
+                    "over raw": {
+                        kind: median(one[place] / one[0] for one in found) for place, kind in enumerate(_KINDS)
+                    },
                     "predicted": choice.predicted_seconds,
                     "chosen": f"{choice.codec}, {choice.num_chunks} chunks: {choice.reason}",
                 }
