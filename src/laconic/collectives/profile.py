@@ -7,10 +7,10 @@ take no longer than fast ones: some ten seconds per kind of group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -198,15 +198,23 @@ def _extra(
         for size in _CODED_SIZES:
             raw, sent = _case(operation, size, group, ranks.device, Raw())
             coded, _ = _case(operation, size, group, ranks.device, Lossless("tiered"))
-            differences = [second - first for first, second in ranks.in_turn([raw, coded], _MAX_REPEATS)]
+            ((once, _),) = ranks.in_turn([raw, coded], 1)
+            repeats = min(3 * _MAX_REPEATS, max(_MAX_REPEATS, int(_SECONDS_PER_CASE / once)))
+            # Lower quartiles: what disturbs a machine only ever makes things slower, and a difference of two medians of
+            # disturbed times is mostly disturbance.
+            without, with_codec = map(_lower_quartile, zip(*ranks.in_turn([raw, coded], repeats), strict=True))
             nbytes = sent / sent_nbytes(operation, 1.0, world)
             num_chunks = _num_chunks(operation, nbytes, world)
             predicted = coded_seconds(operation, nbytes, world, link, codec, codec.ratio, num_chunks)
-            missing.append((sent, median(differences) - (predicted - link.line(operation).seconds(sent))))
+            missing.append((sent, with_codec - without - (predicted - link.line(operation).seconds(sent))))
         (small, less), (large, more) = missing
         per_byte = max(0.0, (more - less) / (large - small))
         found[operation] = Line(max(0.0, less - per_byte * small), per_byte)
     return found | {SEND: found["broadcast"]}
+
+
+def _lower_quartile(values: Iterable[float]) -> float:
+    return quantiles(values, n=4)[0]
 
 
 def _num_chunks(operation: str, nbytes: float, world: int) -> int:
