@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -66,7 +67,11 @@ class ZippedCollectives:
 
 
 def zip_collectives(
-    model: nn.Module, *, codec: Codec | str = "auto", across: dist.ProcessGroup | None = None
+    model: nn.Module,
+    *,
+    codec: Codec | str = "auto",
+    across: dist.ProcessGroup | None = None,
+    prefetch: bool = False,
 ) -> ZippedCollectives:
     """Send what a wrapped model sends over a codec; the model stays as it is. Call it once, before the first backward.
 
@@ -76,6 +81,9 @@ def zip_collectives(
         across: FSDP2 on a mesh inside one node: the ranks of other nodes that hold the same shards. After the
             reduce-scatter the shard is averaged over them, over the codec too. They must start alike. This makes hybrid
             sharding; FSDP2's own (HSDP, on a 2-D mesh) does its all-reduce natively.
+        prefetch: FSDP2 on CPUs: in forward, the parameters of each unit travel while the unit before it computes, which
+            keeps one more unit in memory. Units follow each other as they do in the model. On GPUs FSDP2 does so by
+            itself, and in backward everywhere.
 
     Parameters are gathered bit for bit. Gradients are summed in fp32 in the order of ranks and rounded once, which the
     native sum need not do: with two ranks and fp32 the bits are the same, with more the last one may differ from the
@@ -89,8 +97,9 @@ def zip_collectives(
     undo: list[Callable[[], None]] = []
     name = codec if isinstance(codec, str) else codec.name
     if isinstance(model, DistributedDataParallel):
-        if across is not None:
-            raise ConfigError("across is a process group, but DDP reduces over all its ranks; it goes with FSDP2")
+        for argument, value in (("across", across), ("prefetch", prefetch)):
+            if value:
+                raise ConfigError(f"{argument} is {value}, but DDP has whole parameters; it goes with FSDP2")
         zipped = ZippedCollectives("DDP", name, tuple(_attach_to_ddp(model, codec, undo)), undo)
     else:
         units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -101,6 +110,10 @@ def zip_collectives(
             )
         parts = [part for name, unit in units for part in _attach_to_unit(name, unit, codec, across, undo)]
         zipped = ZippedCollectives("FSDP2", name, tuple(parts), undo)
+        if prefetch:
+            for (_, unit), (_, following) in pairwise(units):
+                unit.set_modules_to_forward_prefetch([following])
+                undo.append(partial(unit.set_modules_to_forward_prefetch, []))
     if all(part.left is not None for part in zipped.parts):
         reasons = "; ".join(dict.fromkeys(f"{part.operation}: {part.left}" for part in zipped.parts))
         raise ModelError(f"model has no collective that could go over a codec: {reasons or 'it has no parameters'}")

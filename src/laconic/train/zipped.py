@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from laconic.cost.wire import NOT_PREPARED, RAW
 from laconic.errors import ModelError
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
-from laconic.train.parallel import decoder_layers
 from laconic.train.world import World
 
 __all__ = ["stage_codec", "zip_codec", "zip_model"]
@@ -40,23 +38,11 @@ def zip_model(modules: Sequence[nn.Module], config: TrainConfig, world: World, l
     lines = []
     for module in modules:
         try:
-            lines += str(zip_collectives(module, codec=codec)).splitlines()
+            prefetch = world.device.type == "cpu" and isinstance(module, FSDPModule)
+            lines += str(zip_collectives(module, codec=codec, prefetch=prefetch)).splitlines()
         except ModelError as error:
             lines.append(f"nothing is shortened losslessly: {error}")
-            continue
-        if world.device.type == "cpu":
-            _gather_ahead(module)
     return list(dict.fromkeys(lines))
-
-
-def _gather_ahead(module: nn.Module) -> None:
-    """Let each layer's parameters travel while the layer before it computes.
-
-    On GPUs they do so by themselves, as the program runs ahead of the device; in backward they do everywhere.
-    """
-    units = [unit for unit in (module, *decoder_layers(module)) if isinstance(unit, FSDPModule)]
-    for unit, following in pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
 
 
 def stage_codec(config: TrainConfig, hidden: Tensor, group: dist.ProcessGroup | None) -> tuple[Lossless | None, str]:
