@@ -130,33 +130,49 @@ struct LosslessPortable {
   }
   static void split(Float16Word, const uint8_t* words, int n, uint8_t* exponents,
                     uint8_t* const (&bytes)[3], uint8_t* bits) {
-    const int stride = plane_nbytes(n);
-    std::memset(bits, 0, 3 * stride);
+    uint8_t high[kLosslessBlock + kSlack];
     for (int i = 0; i < n; ++i) {
       const auto word = load<uint16_t>(words + 2 * i);
       exponents[i] = static_cast<uint8_t>(word >> 10 & 31);
       bytes[0][i] = static_cast<uint8_t>(word);
-      set_bit(bits, i, word >> 8 & 1);
-      set_bit(bits + stride, i, word >> 9 & 1);
-      set_bit(bits + 2 * stride, i, word >> 15);
+      high[i] = static_cast<uint8_t>(word >> 8);
     }
+    std::memset(high + n, 0, 8);
+    const int stride = plane_nbytes(n);
+    take_plane(high, 0, n, bits);
+    take_plane(high, 1, n, bits + stride);
+    take_plane(high, 7, n, bits + 2 * stride);
   }
   template <int kShift, int kMask, int kFlipped, int... kBits>
   static void split(ByteWord<kShift, kMask, kFlipped, kBits...>, const uint8_t* words, int n,
                     uint8_t* exponents, uint8_t* const (&)[3], uint8_t* bits) {
-    const int stride = plane_nbytes(n);
-    std::memset(bits, 0, sizeof...(kBits) * stride);
+    uint8_t padded[kLosslessBlock + kSlack];
     for (int i = 0; i < n; ++i) {
-      const uint8_t word = words[i];
-      exponents[i] = static_cast<uint8_t>((word >> kShift & kMask) ^ kFlipped);
-      uint8_t* plane = bits;
-      ((set_bit(plane, i, word >> kBits & 1), plane += stride), ...);
+      padded[i] = words[i];
+      exponents[i] = static_cast<uint8_t>((words[i] >> kShift & kMask) ^ kFlipped);
+    }
+    std::memset(padded + n, 0, 8);
+    ((take_plane(padded, kBits, n, bits), bits += plane_nbytes(n)), ...);
+  }
+
+  // Bit `bit` of n bytes, behind which are 8 zeros, as a plane; eight at a time in one register.
+  static constexpr uint64_t kOnes = 0x0101010101010101;
+  static void take_plane(const uint8_t* bytes, int bit, int n, uint8_t* plane) {
+    for (int i = 0; i < plane_nbytes(n); ++i) {
+      // The product moves the bit of byte k to place 56 + k.
+      const uint64_t ones = load<uint64_t>(bytes + 8 * i) >> bit & kOnes;
+      plane[i] = static_cast<uint8_t>(ones * 0x0102040810204080 >> 56);
     }
   }
-  static void set_bit(uint8_t* plane, int i, int bit) {
-    plane[i / 8] = static_cast<uint8_t>(plane[i / 8] | bit << i % 8);
+  // Sets bit `bit` of bytes, in scratch memory, that do not have it yet where the plane has ones.
+  static void put_plane(const uint8_t* plane, int bit, int n, uint8_t* bytes) {
+    for (int i = 0; i < plane_nbytes(n); ++i) {
+      // Byte k keeps bit k; adding carries it, whichever it is, to the byte's highest.
+      const uint64_t chosen = plane[i] * kOnes & 0x8040201008040201;
+      const uint64_t ones = (chosen + 0x7F * kOnes) >> 7 & kOnes;
+      store(bytes + 8 * i, load<uint64_t>(bytes + 8 * i) | ones << bit);
+    }
   }
-  static int bit_of(const uint8_t* plane, int i) { return plane[i / 8] >> i % 8 & 1; }
 
   // The reverse: exponents (scratch memory) and planes -> words. Byte planes left out are null.
   static void join(BFloat16Word, const uint8_t* exponents, int n, const uint8_t* const (&bytes)[3],
@@ -179,40 +195,50 @@ struct LosslessPortable {
   }
   static void join(Float16Word, const uint8_t* exponents, int n, const uint8_t* const (&bytes)[3],
                    const uint8_t* bits, uint8_t* words) {
+    uint8_t high[kLosslessBlock + kSlack];
+    for (int i = 0; i < n; ++i) high[i] = static_cast<uint8_t>(exponents[i] << 2);
     const int stride = plane_nbytes(n);
+    put_plane(bits, 0, n, high);
+    put_plane(bits + stride, 1, n, high);
+    put_plane(bits + 2 * stride, 7, n, high);
     for (int i = 0; i < n; ++i) {
-      const int high = bit_of(bits, i) | bit_of(bits + stride, i) << 1 | exponents[i] << 2 |
-                       bit_of(bits + 2 * stride, i) << 7;
-      store(words + 2 * i, static_cast<uint16_t>(high << 8 | bytes[0][i]));
+      store(words + 2 * i, static_cast<uint16_t>(high[i] << 8 | bytes[0][i]));
     }
   }
   template <int kShift, int kMask, int kFlipped, int... kBits>
   static void join(ByteWord<kShift, kMask, kFlipped, kBits...>, const uint8_t* exponents, int n,
                    const uint8_t* const (&)[3], const uint8_t* bits, uint8_t* words) {
-    const int stride = plane_nbytes(n);
+    uint8_t padded[kLosslessBlock + kSlack];
     for (int i = 0; i < n; ++i) {
-      int word = (exponents[i] ^ kFlipped) << kShift;
-      const uint8_t* plane = bits;
-      ((word |= bit_of(plane, i) << kBits, plane += stride), ...);
-      words[i] = static_cast<uint8_t>(word);
+      padded[i] = static_cast<uint8_t>((exponents[i] ^ kFlipped) << kShift);
     }
+    ((put_plane(bits, kBits, n, padded), bits += plane_nbytes(n)), ...);
+    std::memcpy(words, padded, n);
   }
 
   // Codes of n exponents as bit planes, one behind the other; exponents that the tier passes on go
   // to `passed` in order. Both exponent arrays are scratch memory. Returns how many it passes on.
   static int encode_tier(const Tier& tier, const uint8_t* exponents, int n, uint8_t* planes,
                          uint8_t* passed) {
-    const int stride = plane_nbytes(n), last = (1 << tier.width) - 1;
-    std::memset(planes, 0, tier.width * stride);
+    // Bytes throughout, for the compiler to make vectors of.
+    const uint8_t start = tier.start, below = tier.below, inner = tier.inner;
+    const auto last = static_cast<uint8_t>((1 << tier.width) - 1);
+    uint8_t codes[kLosslessBlock + kSlack];
+    for (int i = 0; i < n; ++i) {
+      // A word of the inner window never comes here, so code does not become negative.
+      const auto distance = static_cast<uint8_t>(exponents[i] - start);
+      const auto code = static_cast<uint8_t>(distance - (distance >= below ? inner : 0));
+      codes[i] = std::min(code, last);
+    }
+    std::memset(codes + n, 0, 8);
+    for (int b = 0; b < tier.width; ++b) {
+      take_plane(codes, b, n, planes);
+      planes += plane_nbytes(n);
+    }
     int num_passed = 0;
     for (int i = 0; i < n; ++i) {
-      int code = static_cast<uint8_t>(exponents[i] - tier.start);
-      if (code >= tier.below) code -= tier.inner;
-      // A word of the inner window never comes here, so code is not negative.
-      if (code > last) code = last;
       passed[num_passed] = exponents[i];
-      num_passed += code == last;
-      for (int b = 0; b < tier.width; ++b) set_bit(planes + b * stride, i, code >> b & 1);
+      num_passed += codes[i] == last;
     }
     return num_passed;
   }
@@ -220,17 +246,22 @@ struct LosslessPortable {
   // The reverse.
   static void decode_tier(const Tier& tier, const uint8_t* planes, int n, const uint8_t* passed,
                           uint8_t* exponents) {
-    const int stride = plane_nbytes(n), last = (1 << tier.width) - 1;
-    int num_passed = 0;
+    const int last = (1 << tier.width) - 1;
+    uint8_t table[8], codes[kLosslessBlock + kSlack];
+    for (int code = 0; code <= last; ++code) {
+      table[code] = static_cast<uint8_t>(tier.start + code + (code >= tier.below ? tier.inner : 0));
+    }
+    std::memset(codes, 0, 8 * plane_nbytes(n));
+    for (int b = 0; b < tier.width; ++b) {
+      put_plane(planes, b, n, codes);
+      planes += plane_nbytes(n);
+    }
     for (int i = 0; i < n; ++i) {
-      int code = 0;
-      for (int b = 0; b < tier.width; ++b) code |= bit_of(planes + b * stride, i) << b;
-      if (code == last) {
-        exponents[i] = passed[num_passed++];
-      } else {
-        exponents[i] =
-            static_cast<uint8_t>(tier.start + code + (code >= tier.below ? tier.inner : 0));
-      }
+      // Without a branch: which words are passed on cannot be predicted.
+      const int is_passed = codes[i] == last;
+      const int own = table[codes[i]];
+      exponents[i] = static_cast<uint8_t>(own ^ ((own ^ *passed) & -is_passed));
+      passed += is_passed;
     }
   }
 
