@@ -7,6 +7,7 @@
     python -m benchmarks.run loss --out benchmarks/results/loss_NAME.md
     python -m benchmarks.run lossless --threads 1 2 --out benchmarks/results/lossless_NAME.md
     python -m benchmarks.run files --threads 1 2 --rounds 5 --out benchmarks/results/files_NAME.md
+    python -m benchmarks.run lossless-ratio --out benchmarks/results/lossless_ratio_NAME.md
     python -m benchmarks.run reduce --threads 1 2 --out benchmarks/results/reduce_NAME.md
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
     python -m benchmarks.run collectives --out benchmarks/results/collectives_NAME.md
@@ -43,6 +44,7 @@ _MODULES = (
     "gradients",
     "loss",
     "lossless",
+    "lossless_ratio",
     "optim",
     "gpu",
     "memory",

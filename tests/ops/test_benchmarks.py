@@ -41,6 +41,17 @@ def test_lossless_benchmark_writes_its_tables() -> None:
         assert f"\n| {row} | " in result.stdout
 
 
+@pytest.mark.slow
+def test_lossless_ratio_benchmark_compares_real_tensors_with_their_entropy() -> None:
+    result = run("lossless-ratio", "--smoke", "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
+    for name in ("tokens for experts, bf16", "weights, bf16", "Gaussian, fp32", "llama, weights in nf4, blocks of 64"):
+        (bound, window, tiered), *_ = [map(float, row[3:6]) for row in rows if row[0] == name]
+        # No code is shorter than the bound where there are no zeros to leave out.
+        assert bound < tiered <= window
+
+
 def test_optimizer_benchmark_writes_its_tables() -> None:
     result = run("optim", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr
