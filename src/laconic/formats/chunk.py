@@ -16,8 +16,9 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.formats.checksum import checksum_of
-from laconic.formats.lossless import decode_into, encode, read_header
+from laconic.formats.lossless import decode_into, read_header
 from laconic.formats.safetensors_header import Element
+from laconic.ops import lossless_encode
 
 __all__ = ["Code", "decode_chunk", "difference", "difference_pays", "encode_chunk"]
 
@@ -38,8 +39,8 @@ def encode_chunk(data: Tensor, element: Element, code: Code, base: Tensor | None
         if not changed.any():
             return None, *sums
         layout = _best_layout(changed, element, code)[1]
-        return encode(_laid_out(changed, element, layout), code), *sums
-    message = encode(_laid_out(data, element, element.coded), code)
+        return _message(_laid_out(changed, element, layout), code), *sums
+    message = _message(_laid_out(data, element, element.coded), code)
     if element.coded == torch.uint8 and element.itemsize > 1:
         return message, *checksum_of(data)
     header = read_header(message)
@@ -51,7 +52,7 @@ def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) ->
     changed = difference(data, base)
     if not changed.any():
         return True
-    return _best_layout(changed, element, code)[0] < len(encode(_laid_out(data, element, element.coded), code))
+    return _best_layout(changed, element, code)[0] < len(_message(_laid_out(data, element, element.coded), code))
 
 
 def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> tuple[int, int] | None:
@@ -95,8 +96,14 @@ def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, to
     """In how many bytes and as what the beginning of a difference is shortest."""
     sample = changed[:_SAMPLE_NBYTES]
     layouts = [element.coded] + [torch.uint8] * (element.itemsize > 1 and element.coded != torch.uint8)
-    sizes = [len(encode(_laid_out(sample, element, layout), code)) for layout in layouts]
+    sizes = [len(_message(_laid_out(sample, element, layout), code)) for layout in layouts]
     return min(zip(sizes, layouts, strict=True), key=lambda pair: pair[0])
+
+
+def _message(x: Tensor, code: Code) -> Tensor:
+    """As `encode`, but without a copy of its own: messages are written and dropped at once."""
+    message = lossless_encode(x, code="tiered" if code == "auto" else code)
+    return message[: int(message[16:24].view(torch.int64))]
 
 
 def _laid_out(data: Tensor, element: Element, layout: torch.dtype) -> Tensor:

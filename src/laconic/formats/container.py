@@ -31,7 +31,7 @@ __all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
 
 SUFFIX = ".laconic"
 """What the name of a zipped file ends with."""
-CHUNK_NBYTES = 1 << 23
+CHUNK_NBYTES = 1 << 22
 """Bytes of a tensor that make one message."""
 
 _MAGIC = b"LCNZFILE"
