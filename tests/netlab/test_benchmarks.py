@@ -23,6 +23,7 @@ ROWS = {
         )
     ],
     "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
+    "process_group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
     "zip_training": ["gloo", "raw", "tiered", "auto"],
 }
 
