@@ -46,7 +46,7 @@ from laconic.cost.wire import (
 from laconic.cost.wire_rates import ITEM_NBYTES, SEND, CodecRates, WireRates, default_path
 from laconic.errors import ConfigError
 
-__all__ = ["Chooser", "choose", "observe", "prepare", "use_rates", "would_talk"]
+__all__ = ["Chooser", "choose", "foresee", "observe", "prepare", "use_rates", "would_talk"]
 
 _WEIGHT = 0.25
 """Of a new observation in the running estimate."""
@@ -60,6 +60,9 @@ _MAX_SILENCE = 32
 _FINENESS = 64
 """Estimates are rounded to this fraction when a choice is made, so that choices can be kept."""
 
+
+_UNTAUGHT = "untaught"
+"""Tag of estimates that nobody updates."""
 
 _CPU = torch.device("cpu")
 
@@ -95,6 +98,20 @@ def choose(
         return left_raw(reason)
     chooser = _chooser_of(operation, group, device)
     return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(operation, numel, _name(dtype), tag, levels)
+
+
+def foresee(
+    operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, device: torch.device = _CPU
+) -> Choice:
+    """The choice by the rates of a prepared group alone: the same on all its ranks, in whatever order and thread they
+    ask, because nothing is learnt from earlier messages. Never communicates; arguments as in `choose`."""
+    reason = _obvious(numel, dtype, group)
+    if reason is not None:
+        return left_raw(reason)
+    chooser = _chooser_of(SEND, group, device)
+    return (
+        left_raw(NOT_PREPARED) if chooser is None else chooser.choose(operation, numel, _name(dtype), _UNTAUGHT, (1,))
+    )
 
 
 def would_talk(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laconic.collectives import audit
 from laconic.collectives.batch import Batches
-from laconic.collectives.choose import choose
+from laconic.collectives.choose import foresee
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.works import AfterWork
 from laconic.cost.wire import NO_CODE, RAW, TOO_SMALL
@@ -112,7 +112,7 @@ class Points:
             return None, TOO_SMALL
         if not isinstance(self._codec, str):
             return None if isinstance(self._codec, Raw) else self._codec, _ASKED_FOR
-        choice = choose("send", x.numel(), x.dtype, self._group)
+        choice = foresee("send", x.numel(), x.dtype, self._group)
         return None if choice.codec == RAW else Lossless(choice.codec), choice.reason
 
 

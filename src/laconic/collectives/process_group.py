@@ -5,9 +5,10 @@
 
 DDP, FSDP2, DeviceMesh, functional collectives, torch.compile and checkpoints run over it unchanged. A
 `ProcessGroupLaconic` has a group inside, gloo for CPU tensors and NCCL for CUDA tensors. Floating-point tensors of some
-size go through `laconic.collectives.operations`, in the background and in the order of calls; all else goes straight to
-the group inside. Which way a call takes follows from operation, number of elements, dtype, reduction and the group's
-options only, so all ranks take the same, and a sum is always computed in the same order, whether it was coded or not.
+size, for which coding is predicted to pay, go through `laconic.collectives.operations`, in the background and in the
+order of calls; all else goes straight to the group inside. Which way a call takes follows from operation, number of
+elements, dtype, reduction, the group's options and the rates on which its ranks agreed when it was made, so all ranks
+take the same.
 
 Sends and receives are coded by themselves, outside of that order: two ranks may send to each other at the same time.
 
@@ -28,12 +29,12 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from laconic.autoload import register
 from laconic.collectives import audit, lane, operations
-from laconic.collectives.choose import prepare
+from laconic.collectives.choose import foresee, prepare
 from laconic.collectives.codec import Codec
 from laconic.collectives.inner import compare, connect, forget, global_ranks, tell
 from laconic.collectives.points import CODED, Points, as_bytes
 from laconic.collectives.works import AfterWork, LaneWork, Together
-from laconic.cost.wire import MIN_CODED_NBYTES, NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
+from laconic.cost.wire import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create"]
@@ -41,6 +42,8 @@ __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create"]
 register()
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+
+_LARGE_NUMEL = 1 << 25
 
 # Why a call went to the group inside, beside the cost model's reasons.
 _OTHER_OP = "neither a sum nor an average"
@@ -56,10 +59,10 @@ class ProcessGroupOptions:
     """
 
     codec: Codec | str = "auto"
-    """"auto": per message, by what `laconic profile` measured (docs/choosing.md). Or a lossless codec for all of them:
-    `Lossless()`; `Raw()` sends everything as it is and sums in the same order."""
-    min_nbytes: int = MIN_CODED_NBYTES
-    """Tensors of fewer bytes go straight to the group inside."""
+    """"auto": per message, by what `laconic profile` measured, or this group when it was made (docs/choosing.md). Or a
+    lossless codec for all of them: `Lossless()`; `Raw()` sends everything as it is and sums in the same order."""
+    min_nbytes: int = 1 << 16
+    """Tensors of fewer bytes go straight to the group inside, which takes a fraction of a millisecond for them."""
     _timeout: timedelta | None = None
     """DeviceMesh looks for it in the options of every backend."""
 
@@ -217,7 +220,8 @@ class ProcessGroupLaconic(_Base):
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
         uneven = bool(output_splits or input_splits)
-        # Of uneven parts no rank knows how many bytes the others have: all are taken, and decided on together.
+        # Of uneven parts no rank knows how many bytes the others have. If large ones would be coded, all are taken, and
+        # the ranks decide together.
         if self._takes("all_to_all", [input], input, any_size=uneven):
             out, x, codec = _dense(output), input.contiguous(), self.options.codec
             splits = (list(output_splits) or None, list(input_splits) or None)
@@ -301,6 +305,10 @@ class ProcessGroupLaconic(_Base):
             reason = ONE_RANK
         elif message.nbytes < self.options.min_nbytes and not any_size:
             reason = TOO_SMALL
+        elif isinstance(self.options.codec, str):
+            numel = _LARGE_NUMEL if any_size else message.numel()
+            choice = foresee(operation, numel, message.dtype, self._inner, device=message.device)
+            reason = choice.reason if choice.codec == RAW else None
         if reason is not None:
             self._record_raw(operation, message, reason)
         return reason is None
