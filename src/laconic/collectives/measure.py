@@ -27,7 +27,7 @@ __all__ = ["Exchange", "Ranks", "brief_codec", "brief_link", "codec_rates", "hos
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather of whole numbers: what every rank of a group passed, in rank order."""
 
-_SHORT_NBYTES, _LONG_NBYTES = 1 << 16, 1 << 20
+_SHORT_NBYTES, _LONG_NBYTES = 1 << 16, 1 << 19
 _LONG_SECONDS = 0.05
 """The long message of the brief measurement is left out where the short one takes longer than this."""
 
