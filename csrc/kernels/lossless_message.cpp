@@ -168,7 +168,6 @@ uint64_t front_sum(const LosslessKernels& kernels, const uint8_t* message, uint6
 
 LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode& task,
                            Header& header) {
-  using Wide = unsigned __int128;
   if (task.message_nbytes < kHeaderNbytes) return LosslessStatus::kTruncated;
   std::memcpy(&header, task.message, kHeaderNbytes);
   if (std::memcmp(header.magic, kMagic, sizeof(kMagic))) return LosslessStatus::kNotAMessage;
@@ -185,25 +184,29 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
   const uint64_t itemsize = lossless_itemsize(static_cast<LosslessType>(header.type));
   uint64_t front = kHeaderNbytes + 8 * uint64_t{header.num_dims};
   if (is_raw) {
-    if (header.nbytes != front + Wide{header.numel} * itemsize) return LosslessStatus::kLength;
+    const uint64_t left = header.nbytes - front;
+    if (header.nbytes < front || left % itemsize || left / itemsize != header.numel) {
+      return LosslessStatus::kLength;
+    }
   } else if (is_coded) {
     // No block has more than 8 elements per byte of payload.
-    const Wide lists = Wide{num_blocks_of(header.numel)} * kEntryNbytes;
+    const uint64_t lists = num_blocks_of(header.numel) * kEntryNbytes;  // below 2^55
     if (!header.numel || header.nbytes < front + lists ||
-        header.numel > 8 * (header.nbytes - front - lists)) {
+        (header.numel - 1) / 8 >= header.nbytes - front - lists) {
       return LosslessStatus::kLength;
     }
   } else if (header.nbytes != front) {
     return LosslessStatus::kLength;
   }
-  Wide product = 1;
+  uint64_t product = 1;
   bool is_empty = false;
   for (int d = 0; d < header.num_dims; ++d) {
     uint64_t size;
     std::memcpy(&size, task.message + kHeaderNbytes + 8 * d, 8);
     is_empty |= size == 0;
-    product *= std::max<uint64_t>(size, 1);
-    if (product >> 63) return LosslessStatus::kField;
+    size = std::max<uint64_t>(size, 1);
+    if (size > (~uint64_t{0} >> 1) / product) return LosslessStatus::kField;
+    product *= size;
   }
   if (header.numel != (is_empty ? 0 : product)) return LosslessStatus::kField;
   if (is_coded) front += num_blocks_of(header.numel) * kEntryNbytes;
