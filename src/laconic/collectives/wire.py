@@ -212,7 +212,9 @@ class Wire:
         except RuntimeError as error:
             # gloo puts the place in its own source in front, and advice of its own behind.
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
-            waits = [f"rank {self.peers.ranks[other]}" for other in follow(self.group, place)]
+            # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
+            wake = self.peers.sends is None and self.device.type == "cpu"
+            waits = [f"rank {self.peers.ranks[other]}" for other in follow(self.group, place, wake)]
             raise CollectiveError(
                 f"{self._what()} broke off on rank {self.peers.ranks[self.group.rank()]}, which waited for"
                 f" {', which waited for '.join(waits)}: {reason}; {waits[-1]} ended, stopped, raised an error or took"

@@ -3,13 +3,19 @@
 A rank that ends, stops or hangs holds up all others, and each of them sees only the peer that it waited for itself:
 often one that waits, too. So a rank whose peer did not answer writes into the group's store whom it waited for. Whoever
 has written is alive; following these notes from rank to rank ends at the one that has written nothing.
+
+A rank that broke off also wakes the others of its group, which would else find out when it ends, and with it perhaps
+the store.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["GRACE_SECONDS", "follow"]
@@ -19,22 +25,35 @@ GRACE_SECONDS = 2.0
 
 _POLL_SECONDS = 0.05
 
+_TAG = (1 << 25) - 1  # nobody sends with it
 
-def follow(group: dist.ProcessGroup, place: int) -> list[int]:
+
+def follow(group: dist.ProcessGroup, place: int, wake: bool = False) -> list[int]:
     """Write down that this rank waited for `place` in vain; return the places of which each waited for the next.
 
     The first is `place`. The last has written nothing, or is this rank or one of those before it: then all of them are
     alive. Takes `GRACE_SECONDS` if somebody is silent. Best effort: the store may have gone with the rank that is to
-    blame, and then `place` alone is returned.
+    blame, and then `place` alone is returned. With `wake`, calls of the other ranks on this group break off, too.
     """
     chain = [place]
     if group.size() == 2:
         return chain
+    if wake:
+        _wake(group)
     # The store's answers come from another process, which may be the one that has stopped: nobody waits for them.
     thread = threading.Thread(target=_follow, args=(group, chain), name="laconic-witness", daemon=True)
     thread.start()
     thread.join(GRACE_SECONDS + 1.0)
     return list(chain)
+
+
+def _wake(group: dist.ProcessGroup) -> None:
+    """gloo closes a group's connections when a receive has timed out, and those who wait on them are told at once."""
+    for place in range(group.size()):
+        if place != group.rank():
+            with suppress(RuntimeError):  # the time-out, and afterwards that the connection is closed
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], place, _TAG)
+                work.wait(timedelta(milliseconds=1))
 
 
 def _follow(group: dist.ProcessGroup, chain: list[int]) -> None:
