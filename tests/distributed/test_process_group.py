@@ -123,12 +123,39 @@ def test_compiled_collectives_compute_the_same_bits(tmp_path: Path) -> None:
     mp.spawn(compiled, args=(str(tmp_path), "inductor"), nprocs=2)
 
 
+def odd_tensors() -> None:
+    """fp8, which gloo does not know, and tensors that are not contiguous, coded and raw."""
+    rank = dist.get_rank()
+    for group in (dist.group.WORLD, dist.new_group(backend="laconic:gloo", pg_options=ProcessGroupOptions())):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            x, y = over_backend.values(dtype), torch.empty(over_backend.NUMEL, dtype=dtype)
+            rows = torch.empty(2 * x.numel(), dtype=dtype)
+            over_backend.all_gather_single(rows, x, group=group)
+            assert_same(rows.chunk(2)[rank].clone(), x, "all_gather")
+            dist.broadcast(x, 0, group=group)
+            assert_same(x, rows.chunk(2)[0].clone(), "broadcast")
+            if rank == 0:
+                dist.send(x, 1, group=group)
+            else:
+                dist.recv(y, 0, group=group)
+                assert_same(y, x, "recv")
+    x = over_backend.values().view(60, 100)
+    rows = torch.empty(100, 120, dtype=x.dtype).t()
+    over_backend.all_gather_single(rows, x)
+    assert_same(rows[60 * rank :][:60].contiguous(), x, "all_gather")
+    total = x.t()
+    dist.all_reduce(total)
+    assert_same(x, rows[:60] + rows[60:], "all_reduce")
+
+
 def failures(rank: int, folder: str) -> None:
     """What goes wrong is said by the call that waits for it, and the group goes on."""
     torch.set_num_threads(1)
     join("laconic", rank, 2, folder, "failures", pg_options=CODED)
     x = over_backend.values()
     inner = dist.group.WORLD._inner
+
+    odd_tensors()
 
     # A message that was damaged on its way, and one of another type.
     if rank == 0:

@@ -130,10 +130,11 @@ def would_talk(
     return chooser is None or chooser.would_talk(operation, _name(dtype), tag)
 
 
-def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
+def prepare(group: dist.ProcessGroup, device: torch.device = _CPU, *, like: dist.ProcessGroup | None = None) -> None:
     """Agree on rates with all ranks of `group` now, instead of at its first large message, and for sends too.
 
-    Every rank of the group must call it, before the group's first message.
+    Every rank of the group must call it, before the group's first message. What a prepared group `like`, of which all
+    of them are members, knows of codecs is not measured again.
 
     Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
     """
@@ -141,6 +142,9 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
         return
     ranks = Ranks(group, device)
     world, rates = _agreed_rates(ranks)
+    known = None if like is None else _prepared.get(like, {}).get(device.type)
+    if known is not None:
+        rates = replace(rates, codecs={**known[1].codecs, **rates.codecs})
     measured = {_name(dtype): brief_codec(ranks, dtype) for dtype in _SENT if _name(dtype) not in rates.codecs}
     _prepared.setdefault(group, {})[device.type] = world, replace(rates, codecs={**rates.codecs, **measured})
 

@@ -118,7 +118,8 @@ class ProcessGroupLaconic(_Base):
             self._register_backend(device, kind, backend)
         if options.codec == "auto" and torch.device("cpu") in backends:
             # Here, where all ranks are: a program may send before its first collective, or with one under way.
-            prepare(self._inner)
+            default = dist.group.WORLD
+            prepare(self._inner, like=default._inner if isinstance(default, ProcessGroupLaconic) else None)
         self._points = Points(self._inner, options.codec, options.min_nbytes)
 
     # --- what it is ---
