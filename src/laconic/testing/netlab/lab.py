@@ -104,6 +104,8 @@ class Lab:
         handled = threading.current_thread() is threading.main_thread() and self._on_sigterm is not None
         if handled:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for host in range(self.num_hosts):
+            _kill_inside(self._host(host))  # what left its program's session, too
         for program in self._programs:
             program.kill()
         for name in (*map(self._host, range(self.num_hosts)), self._switch):
@@ -258,12 +260,18 @@ def _add_cable(near: End, far: End) -> None:
     )
 
 
-def _remove(namespace: str) -> None:
-    """Kill what is left inside of a namespace and delete it."""
+def _kill_inside(namespace: str) -> None:
+    """Kill all processes of a namespace; one that was never made has none."""
     with suppress(RuntimeError):
         for pid in run_tool("ip", "netns", "pids", namespace).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
+
+
+def _remove(namespace: str) -> None:
+    """Kill what is left inside of a namespace and delete it."""
+    _kill_inside(namespace)
+    with suppress(RuntimeError):
         run_tool("ip", "netns", "delete", namespace)
 
 
