@@ -7,6 +7,7 @@ bit for bit, over gloo and over laconic where two ranks add.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,35 @@ functional_all_gather_coalesced = _named(functional, "all_gather_single_coalesce
 functional_reduce_scatter_coalesced = _named(
     functional, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
 )
+
+
+def join(backend: str, rank: int, world: int, folder: str, name: str, **options: Any) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/{name}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+        **options,
+    )
+
+
+def assert_same(a: Any, b: Any, where: str) -> None:
+    """Equal to the last bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where} {key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for number, pair in enumerate(zip(a, b, strict=True)):
+            assert_same(*pair, f"{where} {number}")
+    else:
+        assert a == b, where
 
 
 def values(dtype: torch.dtype = torch.bfloat16, numel: int = NUMEL, seed: int = 0) -> Tensor:

@@ -6,7 +6,6 @@ import gc
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,38 +19,10 @@ from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.formats import BlockFormat
 from laconic.train.worker import leave
 from tests.distributed import over_backend
+from tests.distributed.over_backend import assert_same, join
 from tests.distributed.processes import finish, free_port, rank_environment, start
 
 CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
-
-
-def join(backend: str, rank: int, world: int, folder: str, name: str, **options: Any) -> None:
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/{name}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-        **options,
-    )
-
-
-def assert_same(a: Any, b: Any, where: str) -> None:
-    """Equal to the last bit."""
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where} {key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for number, pair in enumerate(zip(a, b, strict=True)):
-            assert_same(*pair, f"{where} {number}")
-    else:
-        assert a == b, where
 
 
 def beside_gloo(rank: int, folder: str) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from laconic.collectives import Lossless, ProcessGroupOptions, Raw
 from laconic.train.worker import leave
 from tests.distributed import over_backend
-from tests.distributed.over_backend import all_gather_single, reduce_scatter_single, values
-from tests.distributed.test_process_group import assert_same, join
+from tests.distributed.over_backend import all_gather_single, assert_same, join, reduce_scatter_single, values
 
 WORLD = 4
 
