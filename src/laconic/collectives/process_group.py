@@ -172,8 +172,10 @@ class ProcessGroupLaconic(_Base):
         return _named(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*_given(output, input, opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return Together(works, outputs)
+        known = isinstance(opts, dist.ReduceScatterOptions)
+        taken = [known and self._takes("reduce_scatter", [x], x, opts.reduceOp) for x in inputs]
+        method = _named(self._direct, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+        return _split(taken, outputs, inputs, opts, self._reduce_scatter, method)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -201,8 +203,9 @@ class ProcessGroupLaconic(_Base):
         return method(*_given(as_bytes(output), as_bytes(input), opts))
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return Together(works, outputs)
+        taken = [self._takes("all_gather", [x], x) for x in inputs]
+        method = _named(self._direct, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        return _split(taken, outputs, inputs, opts, self._all_gather, method)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         known = isinstance(opts, AllgatherOptions) and len(outputs) == 1 and _alike(outputs[0])
@@ -237,7 +240,7 @@ class ProcessGroupLaconic(_Base):
             return _after(work, tensors[0], x)
         return self._direct.broadcast(*_given(as_bytes(tensors), opts, timeout))
 
-    def _all_gather(self, output: Tensor, input: Tensor) -> dist.Work:
+    def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         out, x, codec = _dense(output), input.contiguous(), self.options.codec
         return _after(operations.all_gather(out, x, self._direct, codec=codec, async_op=True), output, out)
 
@@ -344,6 +347,24 @@ def _given(*arguments: Any) -> list[Any]:
 
 def _named(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dist.Work]:
     return getattr(group, new, None) or getattr(group, old)
+
+
+def _split(
+    taken: Sequence[bool],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    opts: Any,
+    each: Callable[[Tensor, Tensor, Any], dist.Work],
+    rest: Callable[..., dist.Work],
+) -> dist.Work:
+    """Those pairs that are taken go one by one, the others together."""
+    pairs = list(zip(outputs, inputs, taken, strict=True))
+    works = [each(output, input, opts) for output, input, is_taken in pairs if is_taken]
+    left = [(output, input) for output, input, is_taken in pairs if not is_taken]
+    if left:
+        sides = [as_bytes(list(side)) for side in zip(*left, strict=True)]
+        works.append(rest(*_given(*sides, opts)))
+    return Together(works, outputs)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
