@@ -15,6 +15,7 @@ from torch import Tensor
 from laconic.collectives import native
 from laconic.collectives.agreement import Settings
 from laconic.collectives.codec import Codec, Raw
+from laconic.collectives.notices import Peers
 from laconic.collectives.overlap import overlap
 from laconic.collectives.pieces import (
     all_reduce_piece,
@@ -24,7 +25,7 @@ from laconic.collectives.pieces import (
     reduce_scatter_piece,
 )
 from laconic.collectives.route import Route, find_route, finish, slices
-from laconic.collectives.wire import WIRE_VERSION, Outgoing, Peers, Wire
+from laconic.collectives.wire import WIRE_VERSION, Outgoing, Wire
 from laconic.errors import ConfigError
 
 __all__ = ["REDUCIBLE", "Exchange"]

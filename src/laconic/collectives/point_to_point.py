@@ -18,8 +18,9 @@ from laconic.collectives.agreement import Settings
 from laconic.collectives.arguments import check_tensors, find_groups, find_place, flat_group, flatten
 from laconic.collectives.codec import Codec
 from laconic.collectives.lane import Work, done, future_of, run_in_background
+from laconic.collectives.notices import Peers
 from laconic.collectives.route import Route, find_route, finish, slices
-from laconic.collectives.wire import WIRE_VERSION, Flight, Incoming, Outgoing, Peers, Wire
+from laconic.collectives.wire import WIRE_VERSION, Flight, Incoming, Outgoing, Wire
 from laconic.errors import ConfigError
 
 __all__ = ["recv", "send"]

@@ -1,9 +1,8 @@
-"""The messages of one collective: who means what, bytes out, bytes in, and who is to blame.
+"""The messages of one collective: bytes out, bytes in, and who is to blame.
 
-Before values are used, every two ranks have told each other in a *notice* of 256 bytes what they are about to do.
-Nobody waits for it at once: values are encoded and offered meanwhile. That is safe because gloo moves no byte before a
-receive with the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls never
-meet.
+Before values are used, every two ranks have told each other in *notices* what they are about to do. Nobody waits for
+them at once: values are encoded and offered meanwhile. That is safe because gloo moves no byte before a receive with
+the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls never meet.
 
 Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header
 says how long it is. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
@@ -20,7 +19,6 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,19 +29,17 @@ from torch import Tensor
 from laconic.collectives import native
 from laconic.collectives.agreement import Settings, disagreement, start_agreement
 from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.collectives.notices import MAX_INSIDE_NBYTES, Notices, Peers, line_of
 from laconic.collectives.witness import follow
 from laconic.errors import CollectiveError, FormatError
 
-__all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Peers", "Wire"]
+__all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Wire"]
 
 WIRE_VERSION = 1
 """Changes with anything here that ranks of different releases would understand differently."""
 
-_NOTICE_NBYTES = 256
-
-# Tags: those of notices, and those of messages (see `Wire.tag`). native.py and programs stay below.
-_NOTICE_TAG = 1 << 25
 _MESSAGE_TAG = 1 << 30
+"""And above (see `Wire.tag`); notices, native.py and programs stay below."""
 
 
 class Outgoing(NamedTuple):
@@ -66,18 +62,6 @@ class Incoming(NamedTuple):
     """How many they are."""
     out: Tensor | None = None
     """Where they may be received if they travel raw: contiguous, [numel]."""
-
-
-@dataclass(frozen=True)
-class Peers:
-    """With whom this rank exchanges notices."""
-
-    ranks: tuple[int, ...]
-    """Global ranks of the group's places, for errors."""
-    places: tuple[int, ...]
-    """Places of the other ranks that take part."""
-    sends: bool | None = None
-    """Whether this rank sends to or receives from its only peer; None in a collective of the whole group."""
 
 
 _num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictionary()
@@ -107,45 +91,36 @@ class Wire:
         self.coding_seconds = 0.0
         """Spent in encoding and decoding so far; on CUDA in starting it."""
         self._num_flights = 0
-        self._line = json.dumps(settings, separators=(",", ":")).encode().ljust(_NOTICE_NBYTES)
-        assert len(self._line) == _NOTICE_NBYTES, settings
+        self._line = line_of(settings)
         kind = None if peers.sends is None else (peers.sends, *peers.places)
         calls = _num_calls.setdefault(group, {})
         self._call = calls[kind] = calls.get(kind, 0) + 1
-        self._notices: list[tuple[int, Tensor, dist.Work]] = []
+        self._notices: Notices | None = None
+        self._agreed = device.type != "cpu"
         self._early: list[Flight] = []
         if device.type == "cpu":
-            self._exchange_notices()
+            self._notices = Notices(group, peers, self._line, self.send, self.blame)
         elif kind is None:
             # The host would wait for the device to read what others say: only once for the same settings.
             start_agreement(settings, group, device)()
 
     # --- agreement ---
 
-    def _exchange_notices(self) -> None:
-        # A sender's notices stay apart from a receiver's, because two ranks may send to each other at the same time.
-        tag_out, tag_in = {None: (0, 0), True: (1, 2), False: (2, 1)}[self.peers.sends]
-        for place in self.peers.places:
-            row = torch.empty(_NOTICE_NBYTES, dtype=torch.uint8)
-            with self.blame(place):
-                self._notices.append((place, row, self.group.recv([row], place, _NOTICE_TAG + tag_in)))
-        line = torch.frombuffer(bytearray(self._line), dtype=torch.uint8)
-        self._line_works = [self.send(place, line, _NOTICE_TAG + tag_out) for place in self.peers.places]
-
     def agree(self) -> None:
         """Wait until all ranks are known to do the same. Raises ConfigError, on each of them, if they do not."""
-        notices, self._notices = self._notices, []
-        lines = {self.group.rank(): self._line}
-        for place, row, work in notices:
-            with self.blame(place):
-                work.wait()
-            lines[place] = row.numpy().tobytes()
+        if self._agreed or self._notices is None:
+            return
+        self._agreed = True
         early, self._early = self._early, []
+        lines = self._notices.read()
         if any(line != self._line for line in lines.values()):
             # Ranks that mean the same do exchange their first messages: gloo has to be done with those buffers.
             for flight in early:
                 flight.drain([place for place, line in lines.items() if line == self._line])
+            lines[self.group.rank()] = self._line
             raise disagreement({self.peers.ranks[place]: json.loads(lines[place]) for place in sorted(lines)})
+
+    # --- messages ---
 
     # --- messages ---
 
@@ -154,8 +129,9 @@ class Wire:
         number, self._num_flights = self._num_flights, self._num_flights + 1
         kind = Flight if self.device.type == "cpu" else _BatchedFlight
         sends = [out for out in outgoing if out.values.numel()]
-        flight = kind(self, codec, number, sends, [entry for entry in incoming if entry.numel])
-        if self._notices:
+        notices = self._notices if number == 0 and not self._agreed else None
+        flight = kind(self, codec, number, sends, [entry for entry in incoming if entry.numel], notices)
+        if not self._agreed:
             self._early.append(flight)
         return flight
 
@@ -231,29 +207,53 @@ class Flight:
     """A message to and from each of some ranks, under way through gloo."""
 
     def __init__(
-        self, wire: Wire, codec: Codec, number: int, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+        self,
+        wire: Wire,
+        codec: Codec,
+        number: int,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        notices: Notices | None,
     ) -> None:
-        self._wire, self._codec, self._number = wire, codec, number
+        self._wire, self._codec, self._number, self._notices = wire, codec, number, notices
         self._sent: list[tuple[int, dist.Work]] = []
         self._sent_again: list[tuple[int, dist.Work]] = []
         self._receipts: dict[int, tuple[int, Tensor, dist.Work]] = {}
+        self._inside: dict[int, int] = {}
+        if notices is not None:
+            notices.tell_all_but(
+                {place for out in outgoing if self._is_short(out.values.numel()) for place in out.places}
+            )
         # Receives first: what the others have ready can flow while this rank encodes.
         for place, numel, out in incoming:
+            if notices is not None and self._is_short(numel):
+                self._inside[place] = numel
+                continue
             buffer = _buffer(codec, numel, out, wire)
             self._receipts[place] = (numel, buffer, self._receive(place, buffer, wire.tag(number, numel)))
         for places, values, made in outgoing:
             wire.raw_nbytes += values.nbytes * len(places)
             message = wire.encode(codec, values) if made is None else made
-            self._send(places, message, values.numel())
+            if notices is not None and self._is_short(values.numel()):
+                wire.message_nbytes += message.nbytes * len(places)
+                for place in places:
+                    notices.tell(place, message)
+            else:
+                self._send(places, message, values.numel())
             if not codec.fits(message):
                 self._send(places, wire.encode(codec.fallback, values), values.numel(), again=True)
 
     def take(self, place: int) -> tuple[Codec, Tensor]:
-        """Wait for the message from `place`: it, and the codec to decode it with."""
+        """Wait for the message from `place`: it, and the codec to decode it with. Call `Wire.agree` before."""
         wire = self._wire
-        numel, buffer, work = self._receipts.pop(place)
         with wire.blame(place):
-            work.wait()
+            if place in self._inside:
+                assert self._notices is not None
+                numel = self._inside.pop(place)
+                buffer = self._notices.inside(place, _buffer_nbytes(self._codec, numel, wire.dtype))
+            else:
+                numel, buffer, work = self._receipts.pop(place)
+                work.wait()
             message = self._codec.cut(buffer)
         if self._codec.fits(message):
             return self._codec, message
@@ -280,6 +280,9 @@ class Flight:
                 with self._wire.blame(place):
                     work.wait()
 
+    def _is_short(self, numel: int) -> bool:
+        return _buffer_nbytes(self._codec, numel, self._wire.dtype) <= MAX_INSIDE_NBYTES
+
     def _receive(self, place: int, buffer: Tensor, tag: int) -> dist.Work:
         with self._wire.blame(place):
             work = self._wire.group.recv([buffer], place, tag)
@@ -300,7 +303,13 @@ class _BatchedFlight(Flight):
     """
 
     def __init__(
-        self, wire: Wire, codec: Codec, number: int, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+        self,
+        wire: Wire,
+        codec: Codec,
+        number: int,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        notices: Notices | None,
     ) -> None:
         self._wire, self._codec = wire, codec
         wire.raw_nbytes += sum(out.values.nbytes * len(out.places) for out in outgoing)
@@ -358,6 +367,9 @@ def _buffer(codec: Codec, numel: int, out: Tensor | None, wire: Wire) -> Tensor:
     """Where a message can be received."""
     if out is not None and isinstance(codec, Raw):
         return bytes_of(out)
-    capacity = codec.capacity_nbytes(numel, wire.dtype)
-    nbytes = codec.max_nbytes(numel, wire.dtype) if capacity is None else capacity
-    return torch.empty(nbytes, dtype=torch.uint8, device=wire.device)
+    return torch.empty(_buffer_nbytes(codec, numel, wire.dtype), dtype=torch.uint8, device=wire.device)
+
+
+def _buffer_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    capacity = codec.capacity_nbytes(numel, dtype)
+    return codec.max_nbytes(numel, dtype) if capacity is None else capacity
