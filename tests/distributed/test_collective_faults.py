@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,18 @@ def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> Non
 
 
 class FlipsBit:
-    """Sends messages (not notices) with one bit wrong."""
+    """Sends messages with one bit wrong, also those inside of notices; the settings in front of these stay."""
 
     def __init__(self) -> None:
         self.bit = 0
         self._send = wire.Wire.send
 
     def __call__(self, self_: wire.Wire, place: int, message: torch.Tensor, tag: int) -> dist.Work:
-        if tag >= 1 << 30:
+        start = 0 if tag >= 1 << 30 else 256
+        if message.numel() > start:
             message = message.clone()
-            bit = self.bit % (8 * message.numel())
-            message[bit // 8] ^= 1 << bit % 8
+            bit = self.bit % (8 * (message.numel() - start))
+            message[start + bit // 8] ^= 1 << bit % 8
         return self._send(self_, place, message, tag)
 
 
@@ -50,15 +52,16 @@ def damaged(rank: int, world: int, folder: str) -> None:
     flips = FlipsBit()
     if rank == 1:
         wire.Wire.send = lambda *arguments: flips(*arguments)  # type: ignore[method-assign]
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    # Header, lists of blocks, payload; the last bits.
-    for bit in (*range(0, 8 * 72, 23), *range(8 * 72, 8 * 90, 13), *range(1000, 56_000, 2997), -1, -9):
+    # Header, lists of blocks, payload; the last bits. Short enough for a notice, and longer.
+    for number, bit in enumerate(
+        (*range(0, 8 * 72, 23), *range(8 * 72, 8 * 90, 13), *range(1000, 56_000, 2997), -1, -9)
+    ):
         flips.bit = bit
-        out = torch.empty(2, 5000, dtype=torch.bfloat16)
-        part = torch.empty(5000, dtype=torch.bfloat16)
+        x = torch.randn((5000, 9000)[number % 2], generator=torch.Generator().manual_seed(0)).bfloat16()
+        out, part, rows = x.new_empty(2, x.numel()), torch.empty_like(x), torch.stack((x, x))
         calls: dict[str, Callable[[], object]] = {
-            "all_gather": lambda out=out: collectives.all_gather(out, x, codec=Lossless()),
-            "reduce_scatter": lambda part=part: collectives.reduce_scatter(part, torch.stack((x, x)), codec=Lossless()),
+            "all_gather": partial(collectives.all_gather, out, x, codec=Lossless()),
+            "reduce_scatter": partial(collectives.reduce_scatter, part, rows, codec=Lossless()),
         }
         for name, call in calls.items():
             if rank == 1:
