@@ -1,0 +1,421 @@
+"""Encoding of lossless messages in Triton: blocks are measured, places come from a prefix sum, blocks are written.
+
+The places are 64-bit sums over the blocks in order, so messages are the same in every run, and the host never waits:
+the lengths, whether coding pays and whether the message fits stay on the device.
+"""
+
+# The parameters of kernels have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.ops.lossless import CODES, DTYPE_NUMBERS
+from laconic.ops.triton import lossless_words as shared
+from laconic.ops.triton.blockwise import _on_device
+
+__all__ = ["encode"]
+
+_SAMPLE = tl.constexpr(256)
+_SPAN = tl.constexpr(32)
+_RAW = shared.RAW
+_TOO_LONG = shared.TOO_LONG
+_BLOCK = shared.BLOCK
+_COUNTS = ("numel", "num_blocks")
+"""Compiled once for all tensors, not anew for 1 or for multiples of 16."""
+
+_NUM_WARPS = 16
+"""Of the writing kernel, so that 4096 words and what is known of each fit the registers."""
+_MAX_PROGRAMS = 2048
+"""Of the writing kernel; each has 4096 bytes of scratch, so that all of it stays in the L2 cache."""
+
+
+# --- what a block becomes ---
+
+
+@triton.jit
+def _load_words(words_ptr, block, i, n, NBYTES: tl.constexpr):
+    words = tl.load(words_ptr + block * _BLOCK + i, mask=i < n, other=0).to(tl.int32)
+    if NBYTES == 2:
+        words = words & 0xFFFF
+    return words
+
+
+@triton.jit
+def _exponent(words, LAYOUT: tl.constexpr):
+    mask: tl.constexpr = (1 << ((LAYOUT >> 8) & 15)) - 1
+    return ((words >> ((LAYOUT >> 3) & 31)) & mask) ^ ((LAYOUT >> 21) & 15)
+
+
+@triton.jit
+def _cover(count, starts, SIZE: tl.constexpr):
+    """How much of count [32] lies in windows of SIZE from each of `starts` [k] on."""
+    p = tl.arange(0, _SPAN)
+    inside = (p[None, :] >= starts[:, None]) & (p[None, :] < starts[:, None] + SIZE)
+    return tl.sum(tl.where(inside, count[None, :], 0), axis=1)
+
+
+@triton.jit
+def _widen_window(count, start, SIZE: tl.constexpr, CODES: tl.constexpr):
+    """The best window around the one at `start`: how far it starts below, and how much it covers."""
+    offset = tl.arange(0, 8)
+    cover = _cover(count, start - offset, SIZE)
+    # Of equal ones the lowest start.
+    best = tl.max(tl.where(offset <= CODES, cover * 64 + offset, -1), axis=0)
+    return best & 63, best >> 6
+
+
+@triton.jit
+def _fit(count, num_counted, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr):
+    """Windows for three tiers: bits on the sample, the innermost one's start in the span, o2, o3."""
+    c1: tl.constexpr = (1 << W1) - 1
+    c2: tl.constexpr = (1 << W2) - 1
+    c3: tl.constexpr = (1 << W3) - 1
+    p = tl.arange(0, _SPAN)
+    cover = _cover(count, p, c1)
+    best = tl.max(tl.where(p <= _SPAN - c1, cover * 64 + (_SPAN - 1 - p), -1), axis=0)
+    start = _SPAN - 1 - (best & 63)
+    left = num_counted - (best >> 6)
+    cost = W1 * num_counted + W2 * left
+    o2, covered = _widen_window(count, start, c1 + c2, c2)
+    left = num_counted - covered
+    cost += W3 * left
+    o3, covered = _widen_window(count, start - o2, c1 + c2 + c3, c3)
+    return cost + 8 * (num_counted - covered), start, o2, o3
+
+
+@triton.jit
+def _choose(words_ptr, block, n, LAYOUT: tl.constexpr, CODE: tl.constexpr):
+    """The encoder's decisions (docs/formats.md, steps 1 to 3): bits 0-3 of the kind, base, o2, o3."""
+    # 1. The sample and its zeros.
+    s = tl.arange(0, _SAMPLE)
+    i = (s // 32) * 512 + s % 32
+    sampled = i < n
+    words = _load_words(words_ptr, block, i, n, LAYOUT & 7)
+    num_zeros = tl.sum((sampled & (words == 0)).to(tl.int32), axis=0)
+    zeros_out = 8 * num_zeros > tl.sum(sampled.to(tl.int32), axis=0)
+    counted = sampled & ((words | (zeros_out == 0).to(tl.int32)) != 0)
+    num_counted = tl.sum(counted.to(tl.int32), axis=0)
+
+    # 2. How often each exponent of the span came.
+    e = _exponent(words, LAYOUT)
+    finite = counted
+    if (LAYOUT >> 8) & 15 == 8:
+        finite = counted & (e != 255)
+    first = tl.max(tl.where(finite, e, 0), axis=0) - (_SPAN - 1)
+    place = first + tl.arange(0, _SPAN)
+    count = tl.sum((finite[:, None] & (e[:, None] == place[None, :])).to(tl.int32), axis=0)
+
+    # 3. Windows.
+    if CODE == 1:
+        start = _fit(count, num_counted, 3, 0, 0)[1]
+        kind = tl.zeros_like(start) + 1
+        o2 = tl.zeros_like(start)
+        o3 = tl.zeros_like(start)
+    else:
+        cost, start, o2, o3 = _fit(count, num_counted, 2, 2, 3)
+        other_cost, other_start, other_o2, other_o3 = _fit(count, num_counted, 3, 2, 2)
+        is_other = other_cost < cost
+        kind = tl.where(is_other, 3, 2)
+        start = tl.where(is_other, other_start, start)
+        o2 = tl.where(is_other, other_o2, o2)
+        o3 = tl.where(is_other, other_o3, o3)
+    kind += tl.where(zeros_out, shared.ZEROS_LEFT_OUT, 0)
+    return kind, (first + start) & 255, o2, o3
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _measure_kernel(words_ptr, numel, measures_ptr, choices_ptr, LAYOUT: tl.constexpr, CODE: tl.constexpr):
+    """Of each block the payload's length and the checksum's parts, int64 [3], and kind, base and nest, int32."""
+    block = tl.program_id(0).to(tl.int64)
+    n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
+    i = tl.arange(0, _BLOCK)
+    words = _load_words(words_ptr, block, i, n, LAYOUT & 7)
+    total, weighted = shared.block_sums(words, block, LAYOUT & 7)
+    tl.store(measures_ptr + 3 * block + 1, total)
+    tl.store(measures_ptr + 3 * block + 2, weighted)
+    if CODE == 0:
+        tl.store(measures_ptr + 3 * block, 0)
+    else:
+        num_bits: tl.constexpr = ((LAYOUT >> 3) & 31) - ((LAYOUT >> 15) & 31) + ((LAYOUT >> 20) & 1)
+        kind, base, o2, o3 = _choose(words_ptr, block, n, LAYOUT, CODE)
+        is_masked = (kind & shared.ZEROS_LEFT_OUT) != 0
+        kept = (i < n) & ((words | (is_masked == 0).to(tl.int32)) != 0)
+        m = tl.sum(kept.to(tl.int32), axis=0)
+        length = tl.where(is_masked, (n + 7) // 8, 0) + num_bits * ((m + 7) // 8)
+
+        # Byte planes; of float32's lower two only those that are not all zeros.
+        for plane in tl.static_range((LAYOUT >> 12) & 3):
+            if (LAYOUT & 7 == 4) and (plane < 2):
+                is_left_out = tl.max(tl.where(kept, (words >> (8 * plane)) & 255, 0), axis=0) == 0
+                kind += tl.where(is_left_out, shared.PLANE_LEFT_OUT << plane, 0)
+                length += tl.where(is_left_out, 0, m)
+            else:
+                length += m
+
+        # Windows contain each other, so what a tier passes on is what its window does not hold.
+        e = _exponent(words, LAYOUT)
+        start = base
+        size = 0
+        k = m
+        for tier in tl.static_range(3):
+            if tier == 1:
+                start -= o2
+            if tier == 2:
+                start -= o3
+            width = shared.tier_width(kind & 7, tier)
+            size += (1 << width) - 1
+            length += width * ((k + 7) // 8)
+            k = tl.sum((kept & (((e - start) & 255) >= size)).to(tl.int32), axis=0)
+        length += k
+
+        raw_nbytes = n * (LAYOUT & 7)
+        is_raw = length >= raw_nbytes
+        tl.store(measures_ptr + 3 * block, tl.where(is_raw, raw_nbytes, length).to(tl.int64))
+        choice = kind | (base << 8) | (o2 << 16) | (o3 << 19)
+        tl.store(choices_ptr + block, tl.where(is_raw, 0, choice))
+
+
+# --- the message ---
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, "message_nbytes", "num_dims", *(f"size{d}" for d in range(8))])
+def _write_header_kernel(
+    message_ptr,
+    info_ptr,
+    totals_ptr,
+    numel,
+    num_blocks,
+    message_nbytes,
+    num_dims,
+    size0,
+    size1,
+    size2,
+    size3,
+    size4,
+    size5,
+    size6,
+    size7,
+    ITEM_NBYTES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CODE: tl.constexpr,
+    HAS_CAPACITY: tl.constexpr,
+):
+    """Whether coding pays, whether the message fits, and the header and shape, but for header_sum."""
+    total = tl.load(totals_ptr)
+    shape_end = (tl.zeros_like(total) + num_dims) * 8 + shared.HEADER_NBYTES
+    original_nbytes = (tl.zeros_like(total) + numel) * ITEM_NBYTES
+    capacity = tl.zeros_like(total) + message_nbytes
+    coded_nbytes = total + num_blocks * shared.ENTRY_NBYTES
+    is_coded = (coded_nbytes < original_nbytes) & (CODE != 0)
+    nbytes = shape_end + tl.where(is_coded, coded_nbytes, original_nbytes)
+    fits = nbytes <= capacity
+    nbytes = tl.where(fits, nbytes, shape_end)
+    code = tl.where(fits, tl.where(is_coded, CODE, _RAW), _TOO_LONG).to(tl.int64)
+    payload = tl.where(is_coded & fits, shape_end + num_blocks * shared.ENTRY_NBYTES, shape_end)
+    if not HAS_CAPACITY:
+        capacity = nbytes
+
+    tl.store(info_ptr + shared.CODE, code)
+    tl.store(info_ptr + shared.NBYTES, nbytes)
+    tl.store(info_ptr + shared.CAPACITY, nbytes)  # the zeros behind are not looked at
+    tl.store(info_ptr + shared.DIRECTORY, shape_end)
+    tl.store(info_ptr + shared.PAYLOAD, payload)
+    front = (tl.zeros_like(total) + num_dims) << 56
+    front = front | (code << 48) | (tl.full([], DTYPE, tl.int64) << 40) | (tl.full([], shared.VERSION, tl.int64) << 32)
+    shared.store_u64(message_ptr, 0, front | shared.MAGIC)
+    shared.store_u64(message_ptr, 8, numel)
+    shared.store_u64(message_ptr, 16, nbytes)
+    shared.store_u64(message_ptr, 24, capacity)
+    shared.store_u64(message_ptr, 32, tl.load(totals_ptr + 1))
+    shared.store_u64(message_ptr, 40, tl.load(totals_ptr + 2))
+    shared.store_u64(message_ptr, 56, 0)
+    if num_dims > 0:
+        shared.store_u64(message_ptr, 64, size0)
+    if num_dims > 1:
+        shared.store_u64(message_ptr, 72, size1)
+    if num_dims > 2:
+        shared.store_u64(message_ptr, 80, size2)
+    if num_dims > 3:
+        shared.store_u64(message_ptr, 88, size3)
+    if num_dims > 4:
+        shared.store_u64(message_ptr, 96, size4)
+    if num_dims > 5:
+        shared.store_u64(message_ptr, 104, size5)
+    if num_dims > 6:
+        shared.store_u64(message_ptr, 112, size6)
+    if num_dims > 7:
+        shared.store_u64(message_ptr, 120, size7)
+
+
+@triton.jit
+def _store_planes(ptr, codes, num_codes, width, MAX_WIDTH: tl.constexpr):
+    """The planes of codes [4096], of which the first num_codes count; return their bytes."""
+    bit = tl.arange(0, 8)
+    rows = tl.reshape(codes, [_BLOCK // 8, 8])
+    byte = tl.arange(0, _BLOCK // 8)
+    nbytes = (num_codes + 7) // 8
+    for plane in tl.static_range(MAX_WIDTH):
+        packed = tl.sum(((rows >> plane) & 1) << bit[None, :], axis=1)
+        tl.store(ptr + plane * nbytes + byte, packed.to(tl.uint8), mask=byte < tl.where(plane < width, nbytes, 0))
+    return width * nbytes
+
+
+@triton.jit
+def _move_together(scratch_ptr, values, left, rank, count):
+    """values [4096] where `left`, in order and at the front; zeros follow. Through memory that the program owns."""
+    i = tl.arange(0, _BLOCK)
+    tl.debug_barrier()
+    tl.store(scratch_ptr + rank, values.to(tl.uint8), mask=left)
+    tl.debug_barrier()
+    return tl.load(scratch_ptr + i, mask=i < count, other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _write_kernel(
+    words_ptr,
+    numel,
+    num_blocks,
+    info_ptr,
+    ends_ptr,
+    measures_ptr,
+    choices_ptr,
+    scratch_ptr,
+    message_ptr,
+    LAYOUT: tl.constexpr,
+):
+    NBYTES: tl.constexpr = LAYOUT & 7
+    first_bit: tl.constexpr = (LAYOUT >> 15) & 31
+    low_bits: tl.constexpr = ((LAYOUT >> 3) & 31) - first_bit
+    num_bits: tl.constexpr = low_bits + ((LAYOUT >> 20) & 1)
+    code = tl.load(info_ptr + shared.CODE)
+    lists_ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY)
+    payload_ptr = message_ptr + tl.load(info_ptr + shared.PAYLOAD)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * _BLOCK
+    i = tl.arange(0, _BLOCK)
+    end = tl.where(code == _TOO_LONG, 0, num_blocks)
+    for index in range(tl.program_id(0), end, tl.num_programs(0)):
+        # 1. What and where.
+        block = tl.zeros_like(code) + index
+        n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
+        words = _load_words(words_ptr, block, i, n, NBYTES)
+        kind = tl.zeros_like(n)
+        choice = tl.zeros_like(n)
+        ptr = payload_ptr + block * _BLOCK * NBYTES
+        if code != _RAW:
+            choice = tl.load(choices_ptr + block)
+            kind = choice & 255
+            length = tl.load(measures_ptr + 3 * block)
+            ptr = payload_ptr + tl.load(ends_ptr + block) - length
+            tl.store(lists_ptr + 2 * block, (length & 255).to(tl.uint8))
+            tl.store(lists_ptr + 2 * block + 1, (length >> 8).to(tl.uint8))
+            tl.store(lists_ptr + 2 * num_blocks + block, kind.to(tl.uint8))
+            tl.store(lists_ptr + 3 * num_blocks + block, ((choice >> 8) & 255).to(tl.uint8))
+            tl.store(lists_ptr + 4 * num_blocks + block, (choice >> 16).to(tl.uint8))
+
+        if kind == 0:
+            # 2. The original bytes.
+            for k in tl.static_range(NBYTES):
+                tl.store(ptr + i * NBYTES + k, ((words >> (8 * k)) & 255).to(tl.uint8), mask=i < n)
+        else:
+            # 3. Zero mask, mantissas and signs.
+            left = i < n
+            if (kind & shared.ZEROS_LEFT_OUT) != 0:
+                ptr += _store_planes(ptr, (words != 0).to(tl.int32), n, 1, 1)
+                left = left & (words != 0)
+            rank = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
+            m = tl.sum(left.to(tl.int32), axis=0)
+            for plane in tl.static_range((LAYOUT >> 12) & 3):
+                value = (words >> (8 * plane)) & 255
+                if ((LAYOUT >> 14) & 1 == 1) and (plane == ((LAYOUT >> 12) & 3) - 1):
+                    value = (value & 127) | (((words >> (8 * NBYTES - 1)) & 1) << 7)
+                is_there = (kind & (shared.PLANE_LEFT_OUT << plane)) == 0
+                tl.store(ptr + rank, value.to(tl.uint8), mask=left & (rank < tl.where(is_there, m, 0)))
+                ptr += tl.where(is_there, m, 0)
+            if num_bits > 0:
+                value = (words >> first_bit) & ((1 << low_bits) - 1)
+                if (LAYOUT >> 20) & 1 == 1:
+                    value = value | (((words >> (8 * NBYTES - 1)) & 1) << low_bits)
+                value = _move_together(scratch_ptr, value, left, rank, m)
+                ptr += _store_planes(ptr, value, m, num_bits, num_bits)
+
+            # 4. Exponents, tier by tier.
+            e = _exponent(words, LAYOUT)
+            start = (choice >> 8) & 255
+            inner = 0
+            for tier in tl.static_range(3):
+                offset = tl.zeros_like(kind)
+                if tier > 0:
+                    offset = (choice >> (13 + 3 * tier)) & 7
+                start -= offset
+                width = shared.tier_width(kind & 7, tier)
+                if width > 0:
+                    passes = (1 << width) - 1
+                    distance = (e - start) & 255
+                    value = tl.where(distance < offset, distance, distance - inner)
+                    further = distance >= inner + passes
+                    value = _move_together(scratch_ptr, tl.where(further, passes, value), left, rank, m)
+                    ptr += _store_planes(ptr, value, m, width, 3)
+                    left = left & further
+                    rank = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
+                    m = tl.sum(left.to(tl.int32), axis=0)
+                    inner += passes
+            tl.store(ptr + rank, e.to(tl.uint8), mask=left)
+
+
+def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) -> Tensor:
+    """The message of `x` at the front of uint8 [size_nbytes]; arguments are checked by the caller."""
+    layout = shared.packed_layout(x.dtype)
+    nbytes = x.element_size()
+    words = x.detach().contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[nbytes])
+    num_blocks = triton.cdiv(words.numel(), _BLOCK.value)
+    measures = torch.empty(num_blocks, 3, dtype=torch.int64, device=x.device)
+    choices = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
+    info = torch.zeros(shared.INFO, dtype=torch.int64, device=x.device)
+    new = torch.empty if capacity_nbytes is None else torch.zeros
+    message = new(size_nbytes, dtype=torch.uint8, device=x.device)
+    num_programs = min(num_blocks, _MAX_PROGRAMS)
+    scratch = torch.empty(num_programs, _BLOCK.value, dtype=torch.uint8, device=x.device)
+    with _on_device(x):
+        if num_blocks:
+            _measure_kernel[(num_blocks,)](
+                words, words.numel(), measures, choices, LAYOUT=layout, CODE=CODES[code], num_warps=8
+            )
+        _write_header_kernel[(1,)](
+            message,
+            info,
+            measures.sum(0),
+            words.numel(),
+            num_blocks,
+            size_nbytes,
+            x.dim(),
+            *x.shape,
+            *[0] * (8 - x.dim()),
+            ITEM_NBYTES=nbytes,
+            DTYPE=DTYPE_NUMBERS[x.dtype],
+            CODE=CODES[code],
+            HAS_CAPACITY=capacity_nbytes is not None,
+        )
+        if num_blocks:
+            ends = measures[:, 0].cumsum(0)
+            _write_kernel[(num_programs,)](
+                words,
+                words.numel(),
+                num_blocks,
+                info,
+                ends,
+                measures,
+                choices,
+                scratch,
+                message,
+                LAYOUT=layout,
+                num_warps=_NUM_WARPS,
+            )
+    sums = shared.front_sums(message, info)
+    at = shared.HEADER_SUM_AT.value
+    message[at : at + 8] = (sums[0] + (sums[1] << 20)).view(1).view(torch.uint8)
+    return message

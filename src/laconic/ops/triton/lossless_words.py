@@ -1,0 +1,189 @@
+"""What the Triton kernels of lossless messages share: words and their layout, numbers in a header, checksums.
+
+A program works on a block of 4096 words, in int32 whatever their size. Words are bits; no float is ever computed with.
+"""
+
+# The parameters of kernels have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.ops.lossless import LAYOUTS
+from laconic.ops.triton.blockwise import _on_device
+
+__all__ = ["front_sums", "packed_layout"]
+
+BLOCK = tl.constexpr(4096)
+RAW = tl.constexpr(0)
+TOO_LONG = tl.constexpr(255)
+ZEROS_LEFT_OUT = tl.constexpr(8)
+PLANE_LEFT_OUT = tl.constexpr(16)
+MAGIC = tl.constexpr(int.from_bytes(b"LCNZ", "little"))
+VERSION = tl.constexpr(1)
+HEADER_NBYTES = tl.constexpr(64)
+HEADER_SUM_AT = tl.constexpr(48)
+ENTRY_NBYTES = tl.constexpr(5)
+
+# What the first kernel of either direction finds out, int64 [INFO]: the later ones read it on the device.
+INFO = 11
+STATUS = tl.constexpr(0)
+CODE = tl.constexpr(1)
+DTYPE = tl.constexpr(2)
+LAYOUT = tl.constexpr(3)
+NUMEL = tl.constexpr(4)
+NBYTES = tl.constexpr(5)
+CAPACITY = tl.constexpr(6)
+DIRECTORY = tl.constexpr(7)
+PAYLOAD = tl.constexpr(8)
+SUM = tl.constexpr(9)
+WEIGHTED_SUM = tl.constexpr(10)
+
+_CHUNK = tl.constexpr(1024)
+_MAX_PROGRAMS = 256
+
+
+def packed_layout(dtype: torch.dtype) -> int:
+    """A WordLayout in one integer, as `_field` takes it apart.
+
+    From the lowest bit: 3 bits bytes per word, 5 exponent's first bit, 4 its width, 2 number of byte planes, 1 whether
+    the last of them has the sign, 5 first of the bits that are bit planes up to the exponent, 1 whether the sign is
+    another bit plane, 4 the exponent's flip.
+    """
+    layout = LAYOUTS[dtype]
+    sign = 8 * layout.nbytes - 1
+    has_sign_bit = sign in layout.bit_shifts and sign >= layout.exponent_shift + layout.exponent_bits
+    first_bit = layout.bit_shifts[0] if layout.bit_shifts else layout.exponent_shift
+    packed = 0
+    for value, width in (
+        (layout.exponent_flip, 4),
+        (has_sign_bit, 1),
+        (first_bit, 5),
+        (layout.sign_in_last_byte, 1),
+        (len(layout.byte_shifts), 2),
+        (layout.exponent_bits, 4),
+        (layout.exponent_shift, 5),
+        (layout.nbytes, 3),
+    ):
+        packed = packed << width | value
+    return packed
+
+
+@triton.jit
+def word_nbytes(layout):
+    return layout & 7
+
+
+@triton.jit
+def exponent_shift(layout):
+    return (layout >> 3) & 31
+
+
+@triton.jit
+def exponent_bits(layout):
+    return (layout >> 8) & 15
+
+
+@triton.jit
+def num_byte_planes(layout):
+    return (layout >> 12) & 3
+
+
+@triton.jit
+def has_sign_byte(layout):
+    return (layout >> 14) & 1
+
+
+@triton.jit
+def first_bit(layout):
+    return (layout >> 15) & 31
+
+
+@triton.jit
+def has_sign_bit(layout):
+    return (layout >> 20) & 1
+
+
+@triton.jit
+def exponent_flip(layout):
+    return (layout >> 21) & 15
+
+
+@triton.jit
+def tier_width(kind, TIER: tl.constexpr):
+    """Bits of a tier for bits 0-2 of a kind: (3), (2, 2, 3), (3, 2, 2). Of 0 bits, a tier passes every word on."""
+    if TIER == 0:
+        width = tl.where(kind == 2, 2, 3)
+    elif TIER == 1:
+        width = tl.where(kind == 1, 0, 2)
+    else:
+        width = tl.where(kind == 1, 0, tl.where(kind == 2, 3, 2))
+    return width
+
+
+@triton.jit
+def load_u64(ptr, offset, size):
+    """Eight bytes from `offset` on as int64; those from `size` on count as 0."""
+    k = tl.arange(0, 8)
+    data = tl.load(ptr + offset + k, mask=offset + k < size, other=0).to(tl.int64)
+    return tl.sum(data << (8 * k).to(tl.int64), axis=0)
+
+
+@triton.jit
+def store_u64(ptr, offset, value):
+    k = tl.arange(0, 8)
+    number = tl.full([8], value, tl.int64)
+    tl.store(ptr + offset + k, ((number >> (8 * k).to(tl.int64)) & 255).to(tl.uint8))
+
+
+@triton.jit
+def block_sums(words, block, nbytes):
+    """What a block adds to the two sums of the original's checksum: words int32 [4096], 0 where there is none."""
+    place = tl.arange(0, BLOCK) * nbytes
+    part = (words.to(tl.int64) & 0xFFFFFFFF) << (8 * (place % 4)).to(tl.int64)
+    index = block * (BLOCK // 4) * nbytes + place // 4
+    return tl.sum(part, axis=0), tl.sum(part * (index + 1), axis=0)
+
+
+@triton.jit
+def _front_sums_kernel(message_ptr, info_ptr, sums_ptr):
+    # 1. The front's checksum without header_sum itself.
+    program = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * _CHUNK
+    lane = tl.arange(0, _CHUNK)
+    payload = tl.load(info_ptr + PAYLOAD)
+    total = tl.zeros([_CHUNK], tl.int64)
+    weighted = tl.zeros([_CHUNK], tl.int64)
+    for start in range(program * _CHUNK, (payload + 3) // 4, stride):
+        index = start + lane
+        word = tl.zeros([_CHUNK], tl.int64)
+        for k in tl.static_range(4):
+            place = 4 * index + k
+            counts = (place < payload) & ((place < HEADER_SUM_AT) | (place >= HEADER_SUM_AT + 8))
+            word += tl.load(message_ptr + place, mask=counts, other=0).to(tl.int64) << (8 * k)
+        total += word
+        weighted += word * (index + 1)
+
+    # 2. How much of the end is not zero.
+    nbytes = tl.load(info_ptr + NBYTES)
+    capacity = tl.load(info_ptr + CAPACITY)
+    trailing = tl.zeros([_CHUNK], tl.int64)
+    for start in range(nbytes + program * _CHUNK, capacity, stride):
+        place = start + lane
+        trailing |= tl.load(message_ptr + place, mask=place < capacity, other=0).to(tl.int64)
+    tl.store(sums_ptr + 3 * program, tl.sum(total, axis=0))
+    tl.store(sums_ptr + 3 * program + 1, tl.sum(weighted, axis=0))
+    tl.store(sums_ptr + 3 * program + 2, tl.sum(trailing, axis=0))
+
+
+def front_sums(message: Tensor, info: Tensor) -> Tensor:
+    """int64 [3]: the two sums of the front's checksum, and something that is 0 if only zeros follow the message."""
+    num_programs = min(max(1, triton.cdiv(message.numel(), 1 << 14)), _MAX_PROGRAMS)
+    sums = torch.empty(num_programs, 3, dtype=torch.int64, device=message.device)
+    with _on_device(message):
+        _front_sums_kernel[(num_programs,)](message, info, sums)
+    return sums.sum(0)

@@ -1,0 +1,218 @@
+"""The Triton kernels write the reference's messages and read them alike: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from laconic.ops import reference
+from laconic.ops.lossless import DTYPE_NUMBERS, Status
+from tests.ops.test_lossless_native import GUARD, _with_header_sum, awkward_tensors, bits, cast, message_of
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = tuple(DTYPE_NUMBERS)
+on_device = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
+)
+# The interpreter computes with numpy, which warns where 64-bit wrap-around is meant to happen.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", str(Path(__file__))],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_messages_are_the_references_and_come_back(dtype: torch.dtype) -> None:
+    from laconic.ops.triton import lossless
+
+    for number, (name, x) in enumerate(awkward_tensors(dtype)):
+        # The interpreter is slow: there each tensor takes every eighth dtype and a block or two.
+        if INTERPRETED and (number + DTYPES.index(dtype)) % 8 and name not in ("0", "random bits"):
+            continue
+        if INTERPRETED and x.numel() > 4500:
+            x = x[:4101] if x.dim() == 1 else x[:2]
+        for code in ("tiered", "raw") if number % 4 == 0 else ("window", "tiered")[number % 2 :]:
+            where = (name, code)
+            expected = message_of(reference.lossless_encode, x, code)
+            assert torch.equal(message_of(lossless.lossless_encode, x.to(DEVICE), code).cpu(), expected), where
+            out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
+            assert lossless.lossless_decode_(out, expected.to(DEVICE)) == Status.SOUND, where
+            assert torch.equal(bits(out.cpu()), bits(x)), where
+            total = torch.randn(x.numel(), generator=torch.Generator().manual_seed(4))
+            summed = total + x.reshape(-1).float()
+            added = total.to(DEVICE)
+            assert lossless.lossless_decode_add_(added, expected.to(DEVICE)) == Status.SOUND, where
+            assert torch.equal(added.cpu().isnan(), summed.isnan()), where
+            assert torch.equal(bits(added.cpu().nan_to_num()), bits(summed.nan_to_num())), where
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize < 4], ids=str)
+def test_every_pattern_adds_as_torch_does(dtype: torch.dtype) -> None:
+    from laconic.ops.triton import lossless
+
+    x = torch.arange(256 if dtype.itemsize == 1 else 1 << 16).to(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    x = x.view(dtype)
+    total = torch.zeros(x.numel(), device=DEVICE)
+    message = message_of(reference.lossless_encode, x, "raw").to(DEVICE)
+    assert lossless.lossless_decode_add_(total, message) == Status.SOUND
+    assert torch.equal(total.cpu().isnan(), x.float().isnan())
+    assert torch.equal(total.cpu().nan_to_num(), x.float().nan_to_num())
+
+
+@on_device
+def test_capacity_gives_the_references_bytes() -> None:
+    from laconic.ops.triton import lossless
+
+    x = torch.randn(3, 1400, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for code in ("window", "tiered", "raw"):
+        exact = message_of(reference.lossless_encode, x, code).numel()
+        everything = {80, exact - 1, exact, exact + 1, exact + 999, 80 + x.nbytes, 9000 + x.nbytes}
+        for capacity in {exact - 1, exact + 999} if INTERPRETED and code != "tiered" else everything:
+            where = (code, capacity)
+            expected = reference.lossless_encode(x, code, capacity)
+            message = lossless.lossless_encode(x.to(DEVICE), code, capacity)
+            assert torch.equal(message.cpu(), expected), where
+            out = torch.empty_like(x, device=DEVICE)
+            fits = capacity >= exact
+            assert lossless.lossless_decode_(out, message) == (Status.SOUND if fits else Status.TOO_LONG), where
+            assert not fits or torch.equal(bits(out.cpu()), bits(x)), where
+            if fits and capacity > exact:
+                message[-1] = 1
+                assert lossless.lossless_decode_(out, message) == Status.TRAILING, where
+
+
+@on_device
+def test_programs_that_write_several_blocks_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laconic.ops.triton import lossless, lossless_encoder
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7 * 4096 + 5, generator=generator) * (torch.rand(7 * 4096 + 5, generator=generator) > 0.3)
+    monkeypatch.setattr(lossless_encoder, "_MAX_PROGRAMS", 3)
+    message = message_of(lossless.lossless_encode, x.half().to(DEVICE), "tiered")
+    assert torch.equal(message.cpu(), message_of(reference.lossless_encode, x.half(), "tiered"))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_damage_has_the_references_status(dtype: torch.dtype) -> None:
+    # Every byte of the front, some behind it; the front of a damaged directory is made to fit its checksum again, so
+    # that the decoder walks payloads by lists that nobody wrote.
+    from laconic.ops.triton import lossless
+
+    generator = torch.Generator().manual_seed(5)
+    x = cast(torch.randn(4120, generator=generator) * (torch.rand(4120, generator=generator) > 0.3), dtype)
+    code = "window" if dtype == torch.float16 else "tiered"
+    message = message_of(reference.lossless_encode, x, code)
+    front = 72 + 5 * 2
+    cases = [message[:length] for length in (0, 63, 64, 71, 72, front, front + 1, message.numel() - 1)]
+    cases.append(torch.cat((message, torch.ones(9, dtype=torch.uint8))))
+    step = 11 if INTERPRETED else 1
+    for place in [*range(DTYPE_NUMBERS[dtype] % step, front, step), *range(front, message.numel(), 250 * step)]:
+        damaged = message.clone()
+        damaged[place] ^= 1 << ((place + place // 8) % 8)
+        cases.append(damaged)
+    # Entries of the lists that pass for an encoder's, and counts with their highest bits.
+    for place, value in [(p, v) for p in range(72, front) for v in ((10,) if INTERPRETED else (0, 1, 2, 3, 10, 255))]:
+        damaged = message.clone()
+        damaged[place] = value
+        cases.append(_with_header_sum(damaged, front))
+    for place in (15, 23, 31, 39, 47, 55, 71):
+        damaged = message.clone()
+        damaged[place] = 255
+        cases += [damaged, _with_header_sum(damaged, front)]
+    for number, damaged in enumerate(cases):
+        expected = reference.lossless_decode_(torch.empty_like(x), damaged)
+        room = torch.full((x.nbytes + 2 * GUARD,), 0x5A, dtype=torch.uint8, device=DEVICE)
+        found = room[GUARD : GUARD + x.nbytes].view(dtype)
+        assert lossless.lossless_decode_(found, damaged.to(DEVICE)) == expected, (number, expected)
+        assert expected != Status.SOUND or torch.equal(bits(found.cpu()), bits(x))
+        assert (room[:GUARD] == 0x5A).all()
+        assert (room[GUARD + x.nbytes :] == 0x5A).all()
+    other = torch.empty(x.numel() + 1, dtype=dtype, device=DEVICE)
+    assert lossless.lossless_decode_(other, message.to(DEVICE)) == Status.MISMATCH
+    assert lossless.lossless_decode_(other[:100], message.to(DEVICE)) == Status.MISMATCH
+    wrong = torch.empty(x.numel(), dtype=torch.uint8, device=DEVICE)
+    assert lossless.lossless_decode_(wrong, message.to(DEVICE)) == Status.MISMATCH
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_the_device() -> None:
+    from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
+
+    x = torch.randn(100_000, device="cuda").bfloat16()
+    out, total = torch.empty_like(x), torch.zeros(x.shape, device="cuda")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        message = lossless_encode(x)
+        status = lossless_decode_(out, message)
+        added = lossless_decode_add_(total, message)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert status == Status.SOUND
+    assert added == Status.SOUND
+    assert torch.equal(out, x)
+    assert torch.equal(total, x.float())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_kernels_compile_without_atomics_or_fused_or_flushing_arithmetic(dtype: torch.dtype) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from laconic.ops.triton import lossless_decoder, lossless_encoder, lossless_words
+
+    def ptx_of(kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object]) -> str:
+        signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        signature |= {name: types.get(name, "*i64") for name in kernel.arg_names if name.endswith("_ptr")}
+        return triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants),
+            target=GPUTarget("cuda", 90, 32),
+            options={"enable_fp_fusion": False, "num_warps": 16},
+        ).asm["ptx"]
+
+    words = {1: "*u8", 2: "*i16", 4: "*i32"}[dtype.itemsize]
+    layout = lossless_words.packed_layout(dtype)
+    layouts = tuple(lossless_words.packed_layout(other) for other in DTYPES)
+    types = {"message_ptr": "*u8", "words_ptr": words, "choices_ptr": "*i32", "scratch_ptr": "*u8"}
+    code = 1 if dtype == torch.float16 else 2
+    adds = dtype == torch.bfloat16
+    header = {"ITEM_NBYTES": dtype.itemsize, "DTYPE": DTYPE_NUMBERS[dtype], "CODE": code, "HAS_CAPACITY": adds}
+    for ptx in (
+        ptx_of(lossless_encoder._measure_kernel, types, {"LAYOUT": layout, "CODE": code}),
+        ptx_of(lossless_encoder._write_header_kernel, types | {"size1": "i64"}, header),
+        ptx_of(lossless_encoder._write_kernel, types | {"numel": "i64"}, {"LAYOUT": layout}),
+        ptx_of(lossless_words._front_sums_kernel, types, {}),
+        ptx_of(lossless_decoder._read_header_kernel, types, {"LAYOUTS": layouts}),
+        ptx_of(lossless_decoder._read_lists_kernel, types, {}),
+        ptx_of(lossless_decoder._decode_kernel, types | {"out_ptr": "*fp32" if adds else words}, {"ADDS": adds}),
+        ptx_of(lossless_decoder._finish_kernel, types | {"status_ptr": "*i32"}, {}),
+    ):
+        assert "fma" not in ptx
+        assert ".ftz" not in ptx
+        assert "atom." not in ptx
+        assert "red.global" not in ptx
