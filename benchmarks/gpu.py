@@ -1,8 +1,8 @@
-"""GPU: whether the Triton kernels return the reference's bits, how fast they are, and what a Llama block gains.
+"""GPU: whether the Triton kernels return the reference's bits, how fast they are, and what a model gains.
 
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
-Takes a few minutes on one CUDA device, most of them compiling kernels. Exits with code 1 if any bit differs.
+Takes less than eight minutes on one CUDA device, most of them compiling kernels. Exits with code 1 if any bit differs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
+from benchmarks import gpu_ops
 from benchmarks.registry import Options, Table, benchmark
 from laconic.ops import BLOCK_SIZES, dequantize_blockwise, kernels_in_use, quantize_blockwise, reference
 from laconic.ops.codebooks import BITS
@@ -27,13 +28,23 @@ _BLOCK_SIZE = 64
 
 @benchmark("gpu")
 def gpu(options: Options) -> list[Table]:
-    """Bits, speed, and one Llama block."""
+    """Bits and speed of every op, one Llama block, and the head of a language model."""
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device, and torch sees none on this machine")
     if (chosen := kernels_in_use()["cuda"])["implementation"] != "triton":
         raise SystemExit(f"benchmarks.gpu needs the Triton kernels, but the reference is in use: {chosen['reason']}")
     device = torch.cuda.get_device_name()
-    return [_bits_table(device), _speed_table(options, device), _block_table(options, device)]
+    elements = max(options.elements, 1 << 20)
+    tokens = 256 if options.elements < 1 << 20 else 4096
+    return [
+        _bits_table(device),
+        gpu_ops.bits_table("cuda"),
+        _speed_table(options, device),
+        gpu_ops.speed_table(2 * elements, "cuda", _seconds),
+        gpu_ops.lossless_table(4 * elements, "cuda", _seconds),
+        _block_table(options, device),
+        gpu_ops.head_table(tokens, 2048, 32000, "cuda", lambda case: _seconds(case, repeats=10)),
+    ]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

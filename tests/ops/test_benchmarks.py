@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from benchmarks import gpu_ops
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -72,6 +76,23 @@ def test_planning_benchmark_compares_peaks_and_times_choices() -> None:
     for row in ("fp32: 16 bits, attention exact, loss exact", "bf16: 8 bits, attention nf4, loss chunked"):
         assert f"\n| {row} | " in result.stdout
     assert "\n| Llama 8B, 32 ranks | " in result.stdout
+
+
+def test_tables_of_the_gpu_benchmark_hold_on_any_device() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def seconds(case: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        case()
+        return time.perf_counter() - started
+
+    ops = [row[0] for row in gpu_ops.bits_table(device).rows]
+    assert "lossless, float8_e5m2" in ops
+    timed = gpu_ops.speed_table(1 << 14, device, seconds).rows
+    assert set(ops) - {row[0] for row in timed} == {op for op in ops if op.startswith("lossless")}
+    ratios = {row[0]: row[1] for row in gpu_ops.lossless_table(1 << 14, device, seconds).rows}
+    assert 1.4 < float(ratios["bfloat16 window encode"]) < float(ratios["bfloat16 tiered decode_add"]) < 1.52
+    assert len(gpu_ops.head_table(32, 64, 257, device, seconds).rows) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
