@@ -363,10 +363,12 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
     info, lists, results = numbers(shared.INFO), numbers(num_blocks, 2), numbers(num_blocks, 3)
     status = torch.empty((), dtype=torch.int32, device=out.device)
     with _on_device(out):
-        _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts)
+        _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts, enable_fp_fusion=False)
         front = shared.front_sums(message, info)
         if num_blocks:
-            _read_lists_kernel[(triton.cdiv(num_blocks, _LISTED.value),)](message, info, numel, num_blocks, lists)
+            _read_lists_kernel[(triton.cdiv(num_blocks, _LISTED.value),)](
+                message, info, numel, num_blocks, lists, enable_fp_fusion=False
+            )
         listed = lists.sum(0)
         if num_blocks:
             ends = lists[:, 0].cumsum(0)
@@ -383,6 +385,9 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
                 results,
                 ADDS=adds,
                 num_warps=_NUM_WARPS,
+                enable_fp_fusion=False,
             )
-        _finish_kernel[(1,)](message, info, front, listed, results.sum(0), numel, expected_dtype, status)
+        _finish_kernel[(1,)](
+            message, info, front, listed, results.sum(0), numel, expected_dtype, status, enable_fp_fusion=False
+        )
     return status

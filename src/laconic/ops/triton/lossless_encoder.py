@@ -383,7 +383,14 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
     with _on_device(x):
         if num_blocks:
             _measure_kernel[(num_blocks,)](
-                words, words.numel(), measures, choices, LAYOUT=layout, CODE=CODES[code], num_warps=8
+                words,
+                words.numel(),
+                measures,
+                choices,
+                LAYOUT=layout,
+                CODE=CODES[code],
+                num_warps=8,
+                enable_fp_fusion=False,
             )
         _write_header_kernel[(1,)](
             message,
@@ -399,6 +406,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
             DTYPE=DTYPE_NUMBERS[x.dtype],
             CODE=CODES[code],
             HAS_CAPACITY=capacity_nbytes is not None,
+            enable_fp_fusion=False,
         )
         if num_blocks:
             ends = measures[:, 0].cumsum(0)
@@ -414,6 +422,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
                 message,
                 LAYOUT=layout,
                 num_warps=_NUM_WARPS,
+                enable_fp_fusion=False,
             )
     sums = shared.front_sums(message, info)
     at = shared.HEADER_SUM_AT.value

@@ -185,5 +185,5 @@ def front_sums(message: Tensor, info: Tensor) -> Tensor:
     num_programs = min(max(1, triton.cdiv(message.numel(), 1 << 14)), _MAX_PROGRAMS)
     sums = torch.empty(num_programs, 3, dtype=torch.int64, device=message.device)
     with _on_device(message):
-        _front_sums_kernel[(num_programs,)](message, info, sums)
+        _front_sums_kernel[(num_programs,)](message, info, sums, enable_fp_fusion=False)
     return sums.sum(0)
