@@ -115,13 +115,17 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
     """
-    known = found(x)
+    # A leaf may be filled again without torch counting it as a change: pipelines receive every step's hidden states into
+    # one tensor. What was kept of it last time must not be found again.
+    is_reused = x.is_leaf and x.requires_grad
+    known = None if is_reused else found(x)
     if known is not None:
         return known
     if _producer_holds(x):
         return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
     kept = pack(x, format, origin)
-    attach(x, kept)
+    if not is_reused:
+        attach(x, kept)
     return kept
 
 

@@ -61,10 +61,6 @@ class StageModule(nn.Module):
         return out
 
     def _run(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        if not self.chunk.is_first:
-            # The schedule receives into one tensor in every step, which torch does not see change. What was kept of it
-            # last time must not be found again, so each forward has a tensor of its own.
-            x = x.view_as(x)
         with autocast(self, self._device, self._precision):
             if not self.chunk.is_last:
                 return self.chunk.hidden_states(x)
