@@ -122,8 +122,6 @@ class Wire:
 
     # --- messages ---
 
-    # --- messages ---
-
     def fly(self, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Flight:
         """Encode and send values and receive others; returns before they have arrived. Empty ones do not travel."""
         number, self._num_flights = self._num_flights, self._num_flights + 1
