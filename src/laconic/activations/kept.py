@@ -115,7 +115,7 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
     """
-    # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of every step
+    # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of each step
     # into one tensor. What was kept of it last time must not be found again.
     is_reused = x.is_leaf and x.requires_grad
     known = None if is_reused else found(x)
