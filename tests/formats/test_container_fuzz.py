@@ -11,6 +11,7 @@ import random
 import resource
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def mutated(value: Any, dice: random.Random) -> Any:
     """JSON with a value somewhere replaced, removed, repeated, exchanged or moved by a little."""
     places = list(_places(value))
     if not places:
-        return dice.choice(_VALUES)
+        return deepcopy(dice.choice(_VALUES))
     holder, key = dice.choice(places)
     kind = dice.randrange(6)
     if kind <= 1:
-        holder[key] = dice.choice(_VALUES)
+        holder[key] = deepcopy(dice.choice(_VALUES))
     elif kind == 2:
         del holder[key]
     elif kind == 3:
@@ -48,9 +49,9 @@ def mutated(value: Any, dice: random.Random) -> Any:
     elif kind == 4 and type(holder[key]) is int:
         holder[key] += dice.choice((-64, -1, 1, 64, 4096))
     elif isinstance(holder, list):
-        holder.insert(key, holder[key])
+        holder.insert(key, deepcopy(holder[key]))
     else:
-        holder[dice.choice(list(holder)) + dice.choice(("", "x"))] = holder[key]
+        holder[dice.choice(list(holder)) + dice.choice(("", "x"))] = deepcopy(holder[key])
     return value
 
 
