@@ -86,6 +86,12 @@ SIZES = {
 _SEQUENCE_LENGTH = 128
 
 
+def chosen(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The settings that are compared, and their flags."""
+    settings = COMPARISONS[options.comparison]
+    return {name: flags for name, flags in settings.items() if name == "exact" or name in (options.only or settings)}
+
+
 def run_dir(options: argparse.Namespace, name: str, seed: int) -> Path:
     """Where the run of a setting and seed is."""
     directory: Path = options.runs / options.size / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
@@ -120,7 +126,7 @@ def final_loss(directory: Path) -> float:
 def table(options: argparse.Namespace) -> str:
     """The comparison as Markdown, with what is further from exact than the bound named below."""
     seeds = range(options.seeds)
-    settings = COMPARISONS[options.comparison]
+    settings = chosen(options)
     exact = [final_loss(run_dir(options, "exact", seed)) for seed in seeds]
     saved = {
         name: read_metrics(run_dir(options, name, 0))[0]["saved_nbytes"] * _micro_batches(flags)
@@ -168,7 +174,7 @@ def draw(options: argparse.Namespace, path: Path) -> None:
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6.5), height_ratios=(3, 2), sharex=True)
     window = 25
     smooth_exact: list[float] = []
-    for number, name in enumerate(COMPARISONS[options.comparison]):
+    for number, name in enumerate(chosen(options)):
         color = "black" if number == 0 else f"C{(number - 1) % 10}"
         line = ("-", "--", "-.", ":")[max(number - 1, 0) % 4]
         steps, losses = curve(name, "loss")
@@ -198,22 +204,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the results, without .md and .png; none: only train what is missing")
     parser.add_argument("--runs", type=Path, default=Path("runs/quality"), help="where the runs are kept")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--only", nargs="+", help="only these settings, without a table")
+    parser.add_argument("--only", nargs="+", metavar="SETTING", help="only these settings beside exact")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
     options = parser.parse_args()
-    settings = COMPARISONS[options.comparison]
-    chosen = options.only or list(settings)
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [pool.submit(train, options, name, seed) for seed in range(options.seeds) for name in chosen]
+        jobs = [pool.submit(train, options, name, seed) for seed in range(options.seeds) for name in chosen(options)]
         for job in jobs:
             job.result()
-    if options.only or options.out is None:
+    if options.out is None:
         return
     text = table(options)
     draw(options, options.out.with_suffix(".png"))
     size = SIZES[options.size]
     command = f"python -m benchmarks.quality {options.comparison} --size {options.size} --seeds {options.seeds}"
+    if options.only:
+        command += " --only " + " ".join(f"'{name}'" for name in options.only)
     lines = [
         f"# Held-out loss: {options.comparison}, {size.parameters} parameters",
         "",
