@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from laconic.ops import reference
 from tests.ops.cases import DTYPES
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
 from tests.ops.test_accumulate import Store, awkward_gradients, same_store
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
-)
-# The interpreter computes with numpy, which warns where NaN, infinity and 64-bit wrap-around are meant to happen.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = numpy_may_warn
 
 
 def moved(store: Store, device: str) -> Store:
@@ -31,19 +21,9 @@ def moved(store: Store, device: str) -> Store:
     return other
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+@starts_interpreter
 def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_interpreted(__file__)
 
 
 @on_device

@@ -1,15 +1,8 @@
-"""adamw8bit_ in Triton returns the reference's bits: on a GPU where there is one, else in Triton's interpreter.
-
-Triton decides at import whether it interprets, so without a GPU this file runs itself once more in a fresh process.
-"""
+"""adamw8bit_ in Triton returns the reference's bits: on a GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,31 +10,16 @@ import torch
 from laconic.ops import reference
 from tests.ops.adamw_cases import Case, awkward_gradients, follow, new_case, quantized
 from tests.ops.cases import DTYPES, same_bits
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
-)
-# The interpreter computes with numpy, which warns where NaN and infinity are meant to happen.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = numpy_may_warn
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+@starts_interpreter
 def test_interpreted_kernel_passes_all_tests_of_this_file() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_interpreted(__file__)
 
 
 def assert_same(case: Case, where: object, num_steps: int = 2, **options: object) -> None:

@@ -1,48 +1,25 @@
-"""The Triton kernels return the reference's bits: on a GPU where there is one, else in Triton's interpreter.
-
-Triton decides at import whether it interprets, so without a GPU this file runs itself once more in a fresh process.
-"""
+"""The Triton kernels return the reference's bits: on a GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from laconic.ops import BITS, kernels_in_use, reference
 from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, FIRST_INDEX, awkward_tensors, every_pattern, same_bits
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
 from tests.ops.shards import FACTORS, awkward_shards, shards_of, strided
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
-)
-# The interpreter computes with numpy, which warns where NaN, infinity and 64-bit wrap-around are meant to happen.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = numpy_may_warn
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+@starts_interpreter
 def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
-    repository = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_interpreted(__file__)
 
 
 @on_device
