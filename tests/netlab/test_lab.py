@@ -147,8 +147,10 @@ def test_an_exception_leaves_nothing_behind() -> None:
 def other_lab() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A lab built by another process, and the number of the program that runs in it."""
     command = [sys.executable, "-m", "laconic.testing.netlab", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c"]
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
-        [*command, "echo $$; sleep 600"],
+        [sys.executable, "-c", heed, *command, "echo $$; sleep 600"],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
