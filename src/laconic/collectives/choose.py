@@ -7,7 +7,7 @@ call. Calls of a group therefore have to come in one order on all ranks, as its 
 calls `choose` and `observe` in the thread in which it runs.
 
 Rates come from the file that `laconic profile` wrote. Without one they are measured at the first message that is large
-enough to be coded, in less than half a second per group.
+enough to be coded, once per group and in well under a second.
 
 Sends concern two ranks of a group, which cannot wait for each other without risking a deadlock. They are chosen for in
 groups that all their ranks have `prepare`d, and raw in others.

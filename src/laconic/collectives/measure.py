@@ -149,7 +149,7 @@ def brief_codec(ranks: Ranks, dtype: torch.dtype) -> dict[str, CodecRates]:
 
 
 def brief_link(ranks: Ranks) -> LinkRates:
-    """A group's link in less than half a second: rounds of a few bytes and two sizes of one all-to-all.
+    """A group's link in well under a second: rounds of a few bytes and two sizes of one all-to-all.
 
     The best of the repeats counts: on a link that seems faster than it is, messages are left raw, which loses nothing.
     """
