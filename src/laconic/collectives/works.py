@@ -19,13 +19,26 @@ __all__ = ["AfterWork", "LaneWork", "Together"]
 _NO_TIMEOUT = timedelta()
 
 
-class LaneWork(dist.Work):
+class _TensorsWork(dist.Work):
+    """A work whose result is a list of tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class LaneWork(_TensorsWork):
     """A collective in a lane, as torch's C++ and Python want to see it."""
 
     def __init__(self, work: lane.Work[Any], tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._work = work
-        self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if timeout > _NO_TIMEOUT:
@@ -47,23 +60,16 @@ class LaneWork(dist.Work):
 
         return self._work.get_future().then(value)
 
-    def result(self) -> list[Tensor]:
-        return self._tensors
 
-    def synchronize(self) -> None:
-        self.wait()
-
-
-class AfterWork(dist.Work):
+class AfterWork(_TensorsWork):
     """Another work, and something to do once it is done, such as decoding what arrived.
 
     It is done by whoever finds out first: `wait`, or `is_completed` when it says so.
     """
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], then: Callable[[], object]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._work = work
-        self._tensors = list(tensors)
         self._then: Callable[[], object] | None = then
         self._lock = threading.Lock()
 
@@ -89,12 +95,6 @@ class AfterWork(dist.Work):
 
         return self._work.get_future().then(value)
 
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def source_rank(self) -> int:
         return self._work._source_rank()
 
@@ -107,13 +107,12 @@ class AfterWork(dist.Work):
                 self._then = None
 
 
-class Together(dist.Work):
+class Together(_TensorsWork):
     """Several works as one."""
 
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._works = list(works)
-        self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         # All of them, so that nothing writes into tensors whose owner was told of an error.
@@ -139,9 +138,3 @@ class Together(dist.Work):
             return self._tensors
 
         return futures.then(value)
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
