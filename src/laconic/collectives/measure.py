@@ -27,9 +27,12 @@ __all__ = ["Exchange", "Ranks", "brief_codec", "brief_link", "codec_rates", "hos
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather of whole numbers: what every rank of a group passed, in rank order."""
 
-_SHORT_NBYTES, _LONG_NBYTES = 1 << 16, 1 << 19
-_LONG_SECONDS = 0.05
-"""The long message of the brief measurement is left out where the short one takes longer than this."""
+_BRIEF_NBYTES = (1 << 16, 1 << 19, 1 << 22)
+_LONG_SECONDS = 0.02
+"""The brief measurement ends with the first message that takes longer than this."""
+
+_CODING_SECONDS = 0.002
+"""Time spent on each case of a codec, three runs at least."""
 
 _BRIEF_CODEC_NBYTES = 1 << 20
 _BRIEF_OVERLAP = 0.5
@@ -69,6 +72,24 @@ class Ranks:
         """The slowest rank's seconds of each repeat; a first one is not counted. The same numbers on every rank."""
         return [seconds for (seconds,) in self.in_turn([case], repeats)]
 
+    def seconds_alone(self, case: Callable[[], object]) -> float:
+        """Seconds of something that talks to nobody, while all ranks do it: the slowest rank's median. The same number
+        on every rank.
+
+        Runs are timed one by one without asking the others between them: coding 16 KB takes a few microseconds, and
+        being woken for it takes longer.
+        """
+        case()
+        self.exchange([0])
+        taken: list[float] = []
+        while len(taken) < 3 or sum(taken) < _CODING_SECONDS:
+            started = time.perf_counter()
+            case()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            taken.append(time.perf_counter() - started)
+        return max(nanoseconds for (nanoseconds,) in self.exchange([round(median(taken) * 1e9)])) * 1e-9
+
     def in_turn(self, cases: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
         """The same for several cases that take turns: [repeat][case]."""
         found = []
@@ -104,7 +125,7 @@ def world_of(hosts: Sequence[str]) -> World:
     return World(len(hosts), per_node if regular else 1)
 
 
-def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int], repeats: int) -> dict[str, CodecRates]:
+def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int]) -> dict[str, CodecRates]:
     """Lines of both codes on Gaussian data of these sizes, timed while all ranks code."""
     points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     ratios = {}
@@ -121,7 +142,7 @@ def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int], repeats:
                 "decode_add": partial(lossless.decode_add, message, total),
             }
             for name, case in cases.items():
-                points.setdefault((code, name), []).append((x.nbytes, median(ranks.seconds(case, repeats))))
+                points.setdefault((code, name), []).append((x.nbytes, ranks.seconds_alone(case)))
 
     def rates(code: str) -> CodecRates:
         encode, decode, add = (fit_line(points[code, name]) for name in ("encode", "decode", "decode_add"))
@@ -142,21 +163,21 @@ def brief_codec(ranks: Ranks, dtype: torch.dtype) -> dict[str, CodecRates]:
     """`codec_rates` in a few hundredths of a second: two sizes, the larger one only if coding is fast."""
     sizes = [MIN_CODED_NBYTES]
     x = gaussian(MIN_CODED_NBYTES // dtype.itemsize, dtype, ranks.device)
-    seconds = max(ranks.seconds(partial(lossless.encode, x, "tiered"), 1))
+    seconds = ranks.seconds_alone(partial(lossless.encode, x, "tiered"))
     if seconds * _BRIEF_CODEC_NBYTES / MIN_CODED_NBYTES < _LONG_SECONDS:
         sizes.append(_BRIEF_CODEC_NBYTES)
-    return codec_rates(ranks, dtype, sizes, repeats=2)
+    return codec_rates(ranks, dtype, sizes)
 
 
 def brief_link(ranks: Ranks) -> LinkRates:
-    """A group's link in well under a second: rounds of a few bytes and two sizes of one all-to-all.
+    """A group's link in well under a second: rounds of a few bytes and up to three sizes of one all-to-all.
 
     The best of the repeats counts: on a link that seems faster than it is, messages are left raw, which loses nothing.
     """
     world = ranks.world
     round_seconds = min(ranks.seconds(partial(ranks.exchange, [0]), 4))
     points = []
-    for nbytes in (_SHORT_NBYTES, _LONG_NBYTES):
+    for nbytes in _BRIEF_NBYTES:
         sent = torch.zeros(world, -(-nbytes // (world - 1)), dtype=torch.uint8, device=ranks.device)
         taken = min(ranks.seconds(partial(_all_to_all, torch.empty_like(sent), sent, ranks.group), 3))
         points.append((sent_nbytes("all_to_all", sent.nbytes, world), taken))

@@ -58,7 +58,7 @@ def profile(device: torch.device, report: Callable[[str], None] = lambda text: N
     codecs, codec_sizes = {}, _QUICK_CODEC_SIZES if quick else _CODEC_SIZES
     for dtype in ITEM_NBYTES:
         report(f"codecs, {dtype}")
-        codecs[dtype] = codec_rates(ranks, getattr(torch, dtype), codec_sizes, _MIN_REPEATS)
+        codecs[dtype] = codec_rates(ranks, getattr(torch, dtype), codec_sizes)
     for kind, group in groups.items():
         report(f"coded, {kind}")
         links[kind] = replace(links[kind], extra=_extra(ranks, group, links[kind], codecs))
