@@ -27,7 +27,7 @@ _SECONDS_PER_CASE = 0.5
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring")
 
 
-@benchmark("process_group")
+@benchmark("process-group")
 def process_group(options: Options) -> list[Table]:
     """Collectives and sends of 1 KB to 16 MB (at most 4 x `elements` bytes) through torch.distributed."""
     reason = why_not()

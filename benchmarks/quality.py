@@ -50,6 +50,8 @@ COMPARISONS: dict[str, dict[str, list[str]]] = {
     },
     "parts": {
         "exact": _EXACT,
+        # The same sums in another order: how far a run goes astray by rounding alone.
+        "exact, reordered": [*_EXACT, "--accumulation", "2"],
         "A": [*_EXACT, *_A, "--activations.attention", "int8"],
         "O": [*_EXACT, *_O],
         "G": [*_EXACT, *_G, "8"],

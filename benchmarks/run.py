@@ -12,8 +12,8 @@
     python -m benchmarks.run network --rounds 3 --out benchmarks/results/network_NAME.md
     python -m benchmarks.run collectives --out benchmarks/results/collectives_NAME.md
     python -m benchmarks.run collectives --hosts 4 --rates 1gbit --elements 1048576     # a part of it
-    python -m benchmarks.run process_group --out benchmarks/results/process_group_NAME.md
-    python -m benchmarks.run zip_training --out benchmarks/results/zip_training_NAME.md
+    python -m benchmarks.run process-group --out benchmarks/results/process_group_NAME.md
+    python -m benchmarks.run zip-training --out benchmarks/results/zip_training_NAME.md
     python -m benchmarks.run choose --rounds 5 --out benchmarks/results/choose_NAME.md
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md

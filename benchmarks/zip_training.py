@@ -30,7 +30,7 @@ _TOKENS, _VOCABULARY = 128, 2048
 _STEPS, _SLOW_STEPS, _SLOW_RATE = 50, 3, 300e6
 
 
-@benchmark("zip_training")
+@benchmark("zip-training")
 def zip_training(options: Options) -> list[Table]:
     """Steps of a dense model and a mixture of experts, 10M parameters each, under FSDP2 in bf16."""
     reason = why_not()

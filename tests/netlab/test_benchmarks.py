@@ -23,8 +23,8 @@ ROWS = {
         )
     ],
     "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
-    "process_group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
-    "zip_training": ["gloo", "raw", "tiered", "auto"],
+    "process-group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
+    "zip-training": ["gloo", "raw", "tiered", "auto"],
 }
 
 
@@ -45,5 +45,5 @@ def test_a_benchmark_over_slow_links_writes_its_tables(name: str, tmp_path: Path
     text = report.read_text()
     for row in ROWS[name]:
         assert f"\n| {row} | " in text
-    if name == "zip_training":
+    if name == "zip-training":
         assert text.count("the same bits in 2 steps") >= 4  # raw, tiered: whatever travels, a step is the same
