@@ -36,6 +36,7 @@ __all__ = [
     "WireRates",
     "World",
     "candidates",
+    "chunk_numbers",
     "coded_seconds",
     "decide",
     "left_raw",
@@ -190,7 +191,8 @@ def candidates(
             if code not in codes:
                 continue
             shrinks = (ratio or {}).get(code, codes[code].ratio)
-            for num_chunks in _chunk_numbers(operation, nbytes, world, level):
+            sent = sent_nbytes(operation, nbytes, world.num_ranks if level == 1 else world.num_nodes)
+            for num_chunks in chunk_numbers(sent):
                 seconds = _seconds_of(operation, nbytes, world, rates, codes[code], shrinks, num_chunks, level)
                 yield Candidate(code, num_chunks, level, seconds)
 
@@ -296,10 +298,10 @@ def _phases(operation: str, nbytes: float, world: int) -> tuple[_Phase, ...]:
     return (_Phase(nbytes, nbytes, nbytes, operation),)
 
 
-def _chunk_numbers(operation: str, nbytes: float, world: World, levels: int) -> Iterator[int]:
-    sent = sent_nbytes(operation, nbytes, world.num_ranks if levels == 1 else world.num_nodes)
+def chunk_numbers(sent_nbytes: float) -> Iterator[int]:
+    """Into how many chunks a message may be cut of which a process sends so many bytes."""
     number = 1
-    while number == 1 or (number <= MAX_CHUNKS and sent / number >= MIN_CHUNK_NBYTES):
+    while number == 1 or (number <= MAX_CHUNKS and sent_nbytes / number >= MIN_CHUNK_NBYTES):
         yield number
         number *= 2
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from laconic.cost.rates_file import cached_path, check_known, load_json, read_number, read_table, save_json
 from laconic.errors import ConfigError
 
 __all__ = [
@@ -29,6 +29,9 @@ __all__ = [
     "WireRates",
     "default_path",
     "fit_line",
+    "read_codec",
+    "read_line",
+    "read_link",
 ]
 
 SEND = "send"
@@ -155,15 +158,18 @@ class WireRates:
                 f"version is {data.get('version')!r}, but this laconic reads version {_VERSION} of {_FORMAT};"
                 " measure again with laconic profile"
             )
-        links = {kind: _link(value, f"links.{kind}") for kind, value in _table(data, "links", "").items()}
+        links = {kind: read_link(value, f"links.{kind}") for kind, value in read_table(data, "links", "").items()}
         codecs = {
-            dtype: {code: _codec(value, f"codecs.{dtype}.{code}") for code, value in _table(codes, None, dtype).items()}
-            for dtype, codes in _table(data, "codecs", "").items()
+            dtype: {
+                code: read_codec(value, f"codecs.{dtype}.{code}")
+                for code, value in read_table(codes, None, dtype).items()
+            }
+            for dtype, codes in read_table(data, "codecs", "").items()
         }
-        _known(links, GROUP_KINDS, "links")
-        _known(codecs, ITEM_NBYTES, "codecs")
+        check_known(links, GROUP_KINDS, "links")
+        check_known(codecs, ITEM_NBYTES, "codecs")
         for dtype, codes in codecs.items():
-            _known(codes, CODES, f"codecs.{dtype}")
+            check_known(codes, CODES, f"codecs.{dtype}")
         if not links:
             raise ConfigError("links is empty, but one kind of group must have been measured; run laconic profile")
         layout = data.get("layout", [0, 0])
@@ -177,32 +183,22 @@ class WireRates:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        scratch.replace(path)
+        save_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> WireRates:
         """Read what `save` wrote. Raises ConfigError when it cannot be read."""
+        data = load_json(path, "wire rates")
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ConfigError(f"wire rates are {str(path)!r}, but it must be a file: {error}") from error
+            return cls.from_dict(data)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"wire rates {path} are not JSON: {error}; run laconic profile again") from error
 
 
 def default_path() -> Path:
     """Where `laconic profile` writes and choices look: $LACONIC_WIRE_RATES, or laconic/wire_rates.json in
     $XDG_CACHE_HOME (~/.cache)."""
-    chosen = os.environ.get(_PATH_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic" / "wire_rates.json"
+    return cached_path(_PATH_VARIABLE, "wire_rates.json")
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
@@ -239,49 +235,30 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 # --- reading JSON that may say anything ---
 
 
-def _table(data: Any, name: str | None, where: str) -> dict[str, Any]:
-    value = data if name is None else data.get(name)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name or where} is {value!r}, but it must be a table; run laconic profile again")
-    return value
-
-
-def _known(found: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    allowed = list(allowed)
-    for name in found:
-        if name not in allowed:
-            raise ConfigError(f"{where} names {name!r}, but it must be one of {', '.join(allowed)}")
-
-
-def _number(data: Any, name: str, where: str, least: float = 0.0, most: float = math.inf) -> float:
-    value = data.get(name) if isinstance(data, dict) else None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
-        rule = f"between {least:g} and {most:g}" if most < math.inf else f"finite and at least {least:g}"
-        raise ConfigError(f"{where}.{name} is {value!r}, but it must be a number {rule}; run laconic profile again")
-    return float(value)
-
-
-def _line(data: Any, where: str) -> Line:
-    alpha, beta, error = (_number(data, name, where) for name in ("alpha_seconds", "seconds_per_byte", "error"))
+def read_line(data: Any, where: str) -> Line:
+    """The line at `where` in a file. Raises ConfigError as `WireRates.from_dict` does, and so do the next two."""
+    alpha, beta, error = (read_number(data, name, where) for name in ("alpha_seconds", "seconds_per_byte", "error"))
     return Line(alpha, beta, error)
 
 
-def _link(data: Any, where: str) -> LinkRates:
+def read_link(data: Any, where: str) -> LinkRates:
+    """The link at `where`."""
     tables = {}
     for name in ("operations", "extra"):
-        lines = _table(_table(data, None, where), name, where)
-        _known(lines, OPERATIONS, f"{where}.{name}")
-        tables[name] = {key: _line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
+        lines = read_table(read_table(data, None, where), name, where)
+        check_known(lines, OPERATIONS, f"{where}.{name}")
+        tables[name] = {key: read_line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
     if "all_to_all" not in tables["operations"]:
         raise ConfigError(f"{where}.operations has no all_to_all, by which coded messages travel; run laconic profile")
     world = data.get("world")
     if type(world) is not int or world < 2:
         raise ConfigError(f"{where}.world is {world!r}, but it must be a whole number from 2 on; run laconic profile")
-    chunk_seconds, overlap = _number(data, "chunk_seconds", where), _number(data, "overlap", where, most=1.0)
+    chunk_seconds, overlap = read_number(data, "chunk_seconds", where), read_number(data, "overlap", where, most=1.0)
     return LinkRates(world, tables["operations"], chunk_seconds, overlap, tables["extra"])
 
 
-def _codec(data: Any, where: str) -> CodecRates:
+def read_codec(data: Any, where: str) -> CodecRates:
+    """The codec at `where`."""
     names = ("encode", "decode", "decode_add")
-    encode, decode, add = (_line(_table(data, name, where), f"{where}.{name}") for name in names)
-    return CodecRates(encode, decode, add, _number(data, "ratio", where, least=0.01, most=1e6))
+    encode, decode, add = (read_line(read_table(data, name, where), f"{where}.{name}") for name in names)
+    return CodecRates(encode, decode, add, read_number(data, "ratio", where, least=0.01, most=1e6))

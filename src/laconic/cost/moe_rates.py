@@ -1,0 +1,191 @@
+"""How fast a cluster runs the parts of mixture-of-experts layers: links by group, matrix products, attention, copies.
+
+Everything is a line, seconds = alpha + beta * size (moe.md 1.3, 2.3). The size of an operation between ranks is the
+bytes one process sends, as in laconic.cost.wire, so that groups of different sizes can share a line; that of a matrix
+product is its multiply-adds. Published constants count other things and have to be converted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laconic.cost.moe_shape import GROUPS
+from laconic.cost.rates_file import (
+    cached_path,
+    check_known,
+    load_json,
+    read_number,
+    read_table,
+    save_json,
+)
+from laconic.cost.wire import MIN_GAIN, RAW, World, chunk_numbers, coded_seconds, sent_nbytes
+from laconic.cost.wire_rates import (
+    ITEM_NBYTES,
+    CodecRates,
+    Line,
+    LinkRates,
+    WireRates,
+    read_codec,
+    read_line,
+    read_link,
+)
+from laconic.errors import ConfigError
+
+__all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
+
+_FORMAT, _VERSION = "laconic moe rates", 1
+_LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
+_NOTHING = Line(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the rows of an operation are coded on the wire."""
+
+    code: str
+    """A code that was measured (window, tiered, or one of `MoERates.codecs`), or `auto`: the fastest
+    one if it gains enough over raw."""
+    dtype: str = "bfloat16"
+    """Of the rows, by name."""
+    ratio: float | None = None
+    """Original over message bytes; None: that of Gaussian data."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one operation is predicted to take."""
+
+    seconds: float
+    sent_nbytes: float
+    """By one process, before coding."""
+    code: str = RAW
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class MoERates:
+    """Everything that choices about mixture-of-experts layers depend on."""
+
+    wire: WireRates
+    """Links by kind of group, and codecs."""
+    gemm: Line
+    """A matrix product, by multiply-adds (m*k*n)."""
+    attention: Line = _NOTHING
+    """The attention core, by multiply-adds: heads * B * L^2 * (d_k + d_v)."""
+    copy: Line = _NOTHING
+    """Moving rows within a rank (sort, gather, sum), by bytes of the rows."""
+    groups: Mapping[str, LinkRates] = field(default_factory=dict)
+    """Links of groups that were measured themselves, by name: those of GROUPS, and the levels inter1, inter2, ...,
+    intra0 (all ranks), intra1, ... Other groups take the line of their kind."""
+    codecs: Mapping[str, Mapping[str, CodecRates]] = field(default_factory=dict)
+    """By dtype and name, beside the lossless ones of `wire`: 8-bit blocks, for example."""
+    overlap: float = 1.0
+    """Share of the shorter operation that is hidden when one inside nodes and one between nodes go on at once."""
+    grouped: bool = True
+    """Whether one call multiplies the rows of all experts of a rank; otherwise there is a call for each."""
+    source: str = ""
+    """Who measured it, when and how."""
+
+    @classmethod
+    def of_lines(
+        cls, lines: Mapping[str, Mapping[str, Line]], gemm: Line, *, world: int = 2, **others: Any
+    ) -> MoERates:
+        """From raw lines by kind of group and operation, measured with `world` ranks of each; no codecs."""
+        links = {kind: LinkRates(world, table, 0.0, 0.0) for kind, table in lines.items()}
+        return cls(WireRates(links, {}), gemm, **others)
+
+    def link(self, group: str, world: World) -> LinkRates:
+        """The rates of a group: its own, or those of its kind."""
+        return (self.groups.get(group) or self.wire.link(world.kind)).at(world.num_ranks)
+
+    def price(self, operation: str, group: str, world: World, nbytes: float, coding: Coding | None = None) -> Price:
+        """Predicted for one operation of a group.
+
+        nbytes: of the input of one rank, as in `laconic.cost.wire.decide`.
+        Raises ConfigError for a code that was not measured on that dtype.
+        """
+        if world.num_ranks == 1:
+            return Price(0.0, 0.0)
+        link, sent = self.link(group, world), sent_nbytes(operation, nbytes, world.num_ranks)
+        raw = Price(link.line(operation).seconds(sent), sent)
+        if coding is None:
+            return raw
+        found = []
+        for code, codec in self._codecs(coding).items():
+            ratio = codec.ratio if coding.ratio is None else coding.ratio
+            for chunks in chunk_numbers(sent):
+                seconds = coded_seconds(operation, nbytes, world.num_ranks, link, codec, ratio, chunks)
+                found.append(Price(seconds, sent, code, chunks))
+        coded = min(found, key=lambda price: price.seconds, default=raw)
+        pays = coded.seconds < (1 - MIN_GAIN) * raw.seconds
+        return coded if pays or coding.code != "auto" else raw
+
+    def products_seconds(self, multiply_adds: float, num_products: int, num_experts: int = 1) -> float:
+        """Of `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""
+        calls = num_products * (1 if self.grouped else num_experts)
+        return calls * self.gemm.alpha_seconds + multiply_adds * self.gemm.seconds_per_byte
+
+    def _codecs(self, coding: Coding) -> Mapping[str, CodecRates]:
+        known = {**self.wire.codecs.get(coding.dtype, {}), **self.codecs.get(coding.dtype, {})}
+        if coding.code == "auto":
+            return known
+        if coding.code not in known:
+            rule = f"measured on {coding.dtype}: {', '.join(known) or 'none is'}; or auto"
+            raise ConfigError(f"code is {coding.code!r}, but it must be one that was {rule}; run laconic profile")
+        return {coding.code: known[coding.code]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"format": _FORMAT, "version": _VERSION, **asdict(self), "wire": self.wire.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> MoERates:
+        """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ConfigError(f"this is no {_FORMAT} file; write one with laconic profile")
+        if data.get("version") != _VERSION:
+            raise ConfigError(
+                f"version is {data.get('version')!r}, but this laconic reads version {_VERSION} of {_FORMAT};"
+                " measure again with laconic profile"
+            )
+        wire = WireRates.from_dict(data.get("wire"))
+        gemm, attention, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention", "copy"))
+        groups = {name: read_link(link, f"groups.{name}") for name, link in read_table(data, "groups", "").items()}
+        for name in groups:
+            if name not in GROUPS and not _LEVEL.fullmatch(name):
+                known = ", ".join(GROUPS)
+                raise ConfigError(f"groups names {name!r}, but it must be one of {known}, or a level as inter1, intra0")
+        codecs = {
+            dtype: {
+                name: read_codec(codec, f"codecs.{dtype}.{name}")
+                for name, codec in read_table(all_, None, dtype).items()
+            }
+            for dtype, all_ in read_table(data, "codecs", "").items()
+        }
+        check_known(codecs, ITEM_NBYTES, "codecs")
+        overlap, grouped = read_number(data, "overlap", "moe rates", most=1.0), data.get("grouped")
+        if not isinstance(grouped, bool):
+            raise ConfigError(f"grouped is {grouped!r}, but it must be true or false; run laconic profile again")
+        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, str(data.get("source", "")))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        save_json(self.to_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> MoERates:
+        """Read what `save` wrote. Raises ConfigError when it cannot be read."""
+        data = load_json(path, "moe rates")
+        try:
+            return cls.from_dict(data)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+def default_moe_path() -> Path:
+    """Where rates are looked for: $LACONIC_MOE_RATES, or laconic/moe_rates.json in $XDG_CACHE_HOME (~/.cache)."""
+    return cached_path("LACONIC_MOE_RATES", "moe_rates.json")

@@ -1,0 +1,66 @@
+"""Files of measured rates: JSON written whole, found where the user or the cache has it, every value checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import ConfigError
+
+__all__ = ["cached_path", "check_known", "load_json", "read_number", "read_table", "save_json"]
+
+
+def cached_path(variable: str, name: str) -> Path:
+    """The file that an environment variable names, or laconic/NAME in $XDG_CACHE_HOME (~/.cache)."""
+    chosen = os.environ.get(variable)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic" / name
+
+
+def save_json(values: Any, path: str | Path) -> None:
+    """Write values as JSON, whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def load_json(path: str | Path, noun: str) -> Any:
+    """Values of a file of `noun`. Raises ConfigError when it cannot be read or is not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{noun} are {str(path)!r}, but it must be a file: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{noun} {path} are not JSON: {error}; run laconic profile again") from error
+
+
+def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:
+    """The table `name` of `data`, or `data` itself. Raises ConfigError if it is none."""
+    value = data if name is None else data.get(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name or where} is {value!r}, but it must be a table; run laconic profile again")
+    return value
+
+
+def read_number(data: Any, name: str, where: str, least: float = 0.0, most: float = math.inf) -> float:
+    """The number `name` of `data`, finite and between `least` and `most`. Raises ConfigError if it is none."""
+    value = data.get(name) if isinstance(data, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
+        rule = f"between {least:g} and {most:g}" if most < math.inf else f"finite and at least {least:g}"
+        raise ConfigError(f"{where}.{name} is {value!r}, but it must be a number {rule}; run laconic profile again")
+    return float(value)
+
+
+def check_known(found: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raises ConfigError for a name that is not allowed."""
+    allowed = list(allowed)
+    for name in found:
+        if name not in allowed:
+            raise ConfigError(f"{where} names {name!r}, but it must be one of {', '.join(allowed)}")
