@@ -6,14 +6,19 @@
 """
 
 from laconic.schedule.actions import Action, parse_action
-from laconic.schedule.pipeline import PipelineSchedule, Timeline
+from laconic.schedule.pipeline import PipelineSchedule
 from laconic.schedule.pipelines import SCHEDULES, gpipe, interleaved_1f1b, make_schedule, one_f_one_b
+from laconic.schedule.streams import Span, StreamPlan, Task, Timeline, simulate
 
 __all__ = [
+    "Task",
+    "StreamPlan",
+    "Span",
+    "Timeline",
+    "simulate",
     "Action",
     "parse_action",
     "PipelineSchedule",
-    "Timeline",
     "SCHEDULES",
     "make_schedule",
     "gpipe",

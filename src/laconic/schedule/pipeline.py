@@ -13,20 +13,9 @@ from typing import Any
 
 from laconic.errors import ScheduleError
 from laconic.schedule.actions import Action, actions_of, parse_action
+from laconic.schedule.streams import StreamPlan, Task, Timeline, simulate
 
-__all__ = ["PipelineSchedule", "Timeline"]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each action ran. spans: (rank, action, start_seconds, end_seconds) in order of start."""
-
-    spans: tuple[tuple[int, Action, float, float], ...]
-
-    @property
-    def makespan_seconds(self) -> float:
-        """When the last action ends."""
-        return max((end for _, _, _, end in self.spans), default=0.0)
+__all__ = ["PipelineSchedule"]
 
 
 @dataclass(frozen=True)
@@ -136,18 +125,19 @@ class PipelineSchedule:
         if counts:
             raise ScheduleError(f"schedule {self.name!r} holds {next(iter(counts))} beside a whole backward")
 
-    def simulate(
+    def stream_plan(
         self,
         forward_seconds: float | Sequence[float],
         backward_seconds: float | Sequence[float],
         send_seconds: float = 0.0,
-    ) -> Timeline:
-        """Runs the actions, each rank in its order, each action as soon as what it needs is there.
+    ) -> StreamPlan:
+        """The schedule as tasks on one stream per rank, named `rank 0`; a task is named as its action, `2F0`.
 
         Args:
             forward_seconds, backward_seconds: of one stage on one micro-batch, one number or one per stage. The two
                 halves of a backward take half of it each.
-            send_seconds: until a result has reached the neighbouring stage on another rank.
+            send_seconds: until a result has reached the neighbouring stage on another rank: a task of its own, which
+                delays nothing but its receiver.
 
         Raises:
             ScheduleError: ranks wait for each other.
@@ -157,38 +147,42 @@ class PipelineSchedule:
             [float(seconds)] * (last + 1) if isinstance(seconds, (int, float)) else [float(s) for s in seconds]
             for seconds in (forward_seconds, backward_seconds)
         )
-        owner = {action.stage: rank for rank, line in enumerate(self.actions) for action in line}
-        done: dict[Action, float] = {}
-        free, position = [0.0] * self.num_ranks, [0] * self.num_ranks
-        spans: list[tuple[int, Action, float, float]] = []
+        owner = {action: rank for rank, line in enumerate(self.actions) for action in line}
+        tasks: list[Task] = []
+        for rank, line in enumerate(self.actions):
+            for action in line:
+                after = []
+                for group in _needs(action, last):
+                    found = next((one for one in group if one in owner), None)
+                    if found is None:
+                        raise ScheduleError(
+                            f"schedule {self.name!r} cannot go on: rank {rank} at {action} waits for {group[0]}, which "
+                            f"never comes"
+                        )
+                    after.append(str(found))
+                    if send_seconds and owner[found] != rank:
+                        sent = f"send {found} to rank {rank}"
+                        tasks.append(Task(sent, sent, send_seconds, (after[-1],)))
+                        after[-1] = sent
+                seconds = forward[action.stage] if action.kind == "F" else backward[action.stage]
+                seconds = seconds / 2 if action.kind in ("I", "W") else seconds
+                tasks.append(Task(str(action), f"rank {rank}", seconds, tuple(after)))
+        try:
+            return StreamPlan(tuple(tasks))
+        except ScheduleError as error:
+            raise ScheduleError(f"schedule {self.name!r}: {error}") from None
 
-        progress = True
-        while progress:
-            progress = False
-            for rank, line in enumerate(self.actions):
-                while position[rank] < len(line):
-                    action = line[position[rank]]
-                    start = free[rank]
-                    ready = True
-                    for group in _needs(action, last):
-                        found = next((one for one in group if one in done), None)
-                        if found is None:
-                            ready = False
-                            break
-                        start = max(start, done[found] + (send_seconds if owner[found.stage] != rank else 0.0))
-                    if not ready:
-                        break
-                    seconds = forward[action.stage] if action.kind == "F" else backward[action.stage]
-                    end = start + (seconds / 2 if action.kind in ("I", "W") else seconds)
-                    done[action] = free[rank] = end
-                    spans.append((rank, action, start, end))
-                    position[rank] += 1
-                    progress = True
-        stuck = [(rank, line[position[rank]]) for rank, line in enumerate(self.actions) if position[rank] < len(line)]
-        if stuck:
-            waiting = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
-            raise ScheduleError(f"schedule {self.name!r} cannot go on: {waiting} wait for passes that never come")
-        return Timeline(tuple(sorted(spans, key=lambda span: (span[2], span[0]))))
+    def simulate(
+        self,
+        forward_seconds: float | Sequence[float],
+        backward_seconds: float | Sequence[float],
+        send_seconds: float = 0.0,
+    ) -> Timeline:
+        """Runs the actions, each rank in its order, each action as soon as what it needs is there.
+
+        Takes and raises what `stream_plan` does.
+        """
+        return simulate(self.stream_plan(forward_seconds, backward_seconds, send_seconds))
 
     def __str__(self) -> str:
         return "\n".join([self.name, *(" ".join(map(str, line)) for line in self.actions)])

@@ -1,0 +1,146 @@
+"""The pipeline inside of a mixture-of-experts layer: simulated, equal to the paper's closed forms where they hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.errors import ScheduleError
+from laconic.schedule.moe import (
+    COMPUTE,
+    INTER,
+    INTRA,
+    ChunkTime,
+    LayerTimes,
+    best_degree,
+    closed_form,
+    pipeline_plan,
+    pipeline_seconds,
+)
+from laconic.schedule.streams import simulate
+
+_seconds = st.floats(0.01, 10)
+chunk_times = st.builds(ChunkTime, st.floats(0, 1), _seconds)
+
+
+def _layer(a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, rs: ChunkTime) -> LayerTimes:
+    return LayerTimes(a2a, experts, a2a, ag, rs)
+
+
+def _flat(a2a: float, ag: float, experts: float, rs: float) -> LayerTimes:
+    """Seconds per chunk, whatever the degree."""
+    return _layer(*(ChunkTime(float(seconds), 0.0) for seconds in (a2a, ag, experts, rs)))
+
+
+@settings(max_examples=500)
+@given(chunk_times, chunk_times, chunk_times, st.integers(1, 9), st.just(0.0) | _seconds)
+def test_the_closed_forms_are_exact_where_gather_is_scatter(
+    a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, degree: int, gradient: float
+) -> None:
+    times = _layer(a2a, ag, experts, ag)
+    assert closed_form(times, degree, gradient).seconds == pytest.approx(pipeline_seconds(times, degree, gradient))
+
+
+def test_the_closed_forms_are_exact_at_every_tie() -> None:
+    """Whole seconds, so that the predicates' sides are often equal."""
+    for a2a in range(4):
+        for ag in range(4):
+            for experts in range(5):
+                for degree in range(1, 5):
+                    for gradient in range(0, 12):
+                        times = _flat(a2a, ag, experts, ag)
+                        found = closed_form(times, degree, float(gradient)).seconds
+                        assert found == pipeline_seconds(times, degree, float(gradient))
+
+
+def test_every_case_occurs_and_is_rarely_and_slightly_low_elsewhere() -> None:
+    """The check of the notes: with the scatter within 0.8 to 1.25 of the gather, exact mostly, never above."""
+    generator = random.Random(0)
+    exact: dict[int, list[bool]] = {case: [] for case in (1, 2, 3, 4)}
+    for _ in range(4000):
+        a2a, ag, experts, gradient = (generator.lognormvariate(0, 1) for _ in range(4))
+        degree = generator.choice((1, 2, 3, 4, 6, 8))
+        gradient *= generator.choice((0.0, 3.0))
+        times = _flat(a2a, ag, experts, ag * generator.uniform(0.8, 1.25))
+        form, seconds = closed_form(times, degree, gradient), pipeline_seconds(times, degree, gradient)
+        assert 0.9 * seconds < form.seconds < seconds * (1 + 1e-9)
+        exact[form.case].append(form.seconds > seconds * (1 - 1e-9))
+    assert all(len(found) > 100 and sum(found) > 0.9 * len(found) for found in exact.values())
+
+
+@given(chunk_times, chunk_times, chunk_times, chunk_times, st.integers(1, 9), st.just(0.0) | _seconds)
+def test_no_plan_beats_its_busiest_stream_or_one_chunk_after_the_other(
+    a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, rs: ChunkTime, degree: int, gradient: float
+) -> None:
+    times = _layer(a2a, ag, experts, rs)
+    timeline = simulate(pipeline_plan(times, degree, gradient))
+    busy = [timeline.busy_seconds(stream) for stream in (INTER, INTRA, COMPUTE)]
+    assert max(busy) <= timeline.makespan_seconds * (1 + 1e-9)
+    assert timeline.makespan_seconds <= sum(busy) * (1 + 1e-9)
+    shared = pipeline_seconds(times, degree, gradient, one_wire=True)
+    assert shared >= max(busy[0] + busy[1], busy[2]) * (1 - 1e-9)
+
+
+@given(chunk_times, chunk_times, chunk_times, chunk_times, st.just(0.0) | _seconds)
+def test_the_best_degree_is_the_best_of_all(
+    a2a: ChunkTime, ag: ChunkTime, experts: ChunkTime, rs: ChunkTime, gradient: float
+) -> None:
+    times = _layer(a2a, ag, experts, rs)
+    choice = best_degree(times, gradient, (8, 1, 2, 4))
+    assert [degree for degree, _ in choice.candidates] == [1, 2, 4, 8]
+    assert all(seconds == pipeline_seconds(times, degree, gradient) for degree, seconds in choice.candidates)
+    assert choice.seconds == min(seconds for _, seconds in choice.candidates)
+    assert all(seconds > choice.seconds for degree, seconds in choice.candidates if degree < choice.degree)
+
+
+def test_free_start_up_asks_for_many_chunks_and_dear_start_up_for_one() -> None:
+    for alpha, degree in ((0.0, 16), (5.0, 1)):
+        times = _layer(*[ChunkTime(alpha, 1.0)] * 4)
+        assert best_degree(times).degree == degree
+
+
+def test_forward_and_backward_may_want_different_degrees() -> None:
+    """As for 912 of the paper's 1458 layers: experts that take twice as long hide more chunks."""
+    times = _layer(ChunkTime(0.3, 1.0), ChunkTime(0.05, 0.5), ChunkTime(0.05, 1.5), ChunkTime(0.05, 0.5))
+    backward = times.backward()
+    assert backward.experts == ChunkTime(0.1, 3.0)
+    assert best_degree(times).degree != best_degree(backward).degree
+
+
+def test_backward_sends_back_what_forward_combined() -> None:
+    forward = LayerTimes(ChunkTime(0, 1), ChunkTime(0, 2), ChunkTime(0, 3))
+    assert forward.backward(3.0) == LayerTimes(ChunkTime(0, 3), ChunkTime(0, 6), ChunkTime(0, 1))
+
+
+def test_the_papers_streams_do_their_work_in_the_papers_order() -> None:
+    plan = pipeline_plan(_flat(1, 1, 1, 1), 2, 0.5)
+    order = {stream: [task.name for task in plan.tasks if task.stream == stream] for stream in plan.streams}
+    assert order == {
+        INTER: ["dispatch 0", "dispatch 1", "gradients", "combine 0", "combine 1"],
+        INTRA: ["all_gather 0", "all_gather 1", "reduce_scatter 0", "reduce_scatter 1"],
+        COMPUTE: ["experts 0", "experts 1"],
+    }
+    assert plan.in_order() == plan.tasks
+
+
+def test_whole_experts_need_no_wire_inside() -> None:
+    plan = pipeline_plan(LayerTimes(ChunkTime(0, 1), ChunkTime(0, 2), ChunkTime(0, 1)), 2)
+    assert plan.streams == (INTER, COMPUTE)
+    assert "gradients" not in plan
+    assert simulate(plan).makespan_seconds == 0.5 + 2 + 0.5
+
+
+def test_what_the_forms_do_not_cover_is_refused() -> None:
+    uneven = LayerTimes(ChunkTime(0, 1), ChunkTime(0, 2), ChunkTime(0, 2))
+    with pytest.raises(ScheduleError, match="dispatch and combine take different times"):
+        closed_form(uneven, 2)
+    with pytest.raises(ScheduleError, match="must both be given"):
+        LayerTimes(ChunkTime(0, 1), ChunkTime(0, 2), ChunkTime(0, 2), all_gather=ChunkTime(0, 1))
+    for call in (pipeline_plan, closed_form):
+        with pytest.raises(ScheduleError, match="degree is 0"):
+            call(_flat(1, 1, 1, 1), 0)
+    with pytest.raises(ScheduleError, match="degrees is empty"):
+        best_degree(uneven, degrees=())
