@@ -175,7 +175,7 @@ class Grid:
             )
         sizes = {"mp": 1, "ep": 1, "esp": 1}
         sizes |= {_NAMED_SIZES[name]: mesh.size(dim) for dim, name in enumerate(names) if name in _NAMED_SIZES}
-        layout = GridLayout(len(ranks), **sizes)
+        layout = GridLayout(len(ranks), sizes["mp"], sizes["ep"], sizes["esp"])
         for dim, name in enumerate(names):
             wanted = {"tp": "mp"}.get(name, name)
             if wanted in _GROUPS and sorted(_lines(mesh.mesh, dim)) != sorted(layout.ranks(wanted)):
