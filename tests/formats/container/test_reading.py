@@ -1,0 +1,158 @@
+"""Zipped safetensors files: every byte comes back, whole or in part, and what is no such file is refused."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import laconic
+from laconic.errors import FormatError
+from laconic.formats.archive import unzip, verify, zip_path
+from laconic.formats.container import ContainerFile
+from tests.formats.container.files import CHUNK, entry, same, tensors, touched, write
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("code", ["auto", "window", "raw"])
+def test_a_file_comes_back_byte_for_byte(code: Any, num_threads: int, plain: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    made = zip_path(plain, code=code, num_threads=num_threads, progress=seen.append)
+    assert made.path == tmp_path / "model.safetensors.laconic"
+    assert made.zipped_nbytes == made.path.stat().st_size
+    assert made.original_nbytes == plain.stat().st_size
+    back = unzip(made.path, tmp_path / "back.safetensors", num_threads=num_threads)
+    assert back.path.read_bytes() == plain.read_bytes()
+    assert sum(seen) == sum(t.numel() * t.element_size() for t in tensors().values())
+    assert verify(made.path, num_threads=num_threads).num_tensors == len(tensors())
+
+
+def test_zipping_is_reproducible(plain: Path, tmp_path: Path) -> None:
+    one = zip_path(plain, tmp_path / "one", num_threads=1).path.read_bytes()
+    assert zip_path(plain, tmp_path / "two", num_threads=3).path.read_bytes() == one
+
+
+def test_weights_shrink_by_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).bfloat16()}, path)
+    made = zip_path(path)
+    assert made.zipped_nbytes < 0.68 * made.original_nbytes
+
+
+def test_tensors_are_loaded_without_unzipping(plain: Path) -> None:
+    loaded = laconic.load_zipped(zip_path(plain).path)
+    expected = tensors()
+    assert set(loaded) == set(expected)
+    assert len(loaded) == len(expected)
+    for name, tensor in expected.items():
+        assert same(loaded[name], tensor), name
+        assert (loaded.shape(name), loaded.dtype(name)) == (tensor.shape, tensor.dtype)
+    assert loaded.metadata == {"format": "pt"}
+    assert all(same(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    loaded["weight"].zero_()  # memory of its own
+    assert same(loaded["weight"], expected["weight"])
+    with pytest.raises(KeyError):
+        loaded["wait"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_are_decoded_on_a_gpu(pair: tuple[Path, Path]) -> None:
+    plain, later = pair
+    for loaded, expected in (
+        (laconic.load_zipped(zip_path(plain).path, device="cuda"), tensors()),
+        (laconic.load_zipped(zip_path(later, base=plain).path, base=plain, device="cuda"), touched(tensors())),
+    ):
+        assert all(loaded[name].is_cuda for name in expected)
+        assert all(same(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_a_plain_file_is_loaded_too(plain: Path) -> None:
+    loaded = laconic.load_zipped(plain)
+    assert all(same(loaded[name], tensor) for name, tensor in tensors().items())
+
+
+def test_a_part_of_a_tensor_is_read(plain: Path) -> None:
+    zipped = ContainerFile(zip_path(plain).path)
+    whole = tensors()["double"].view(torch.uint8)
+    for start, stop in [(0, 0), (1, 2), (CHUNK - 1, CHUNK + 1), (100, 3 * CHUNK), (0, len(whole))]:
+        assert torch.equal(zipped.read("double", start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({}, b""),
+        ({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}, b""),
+        # Out of order, with spaces, and data that is not aligned.
+        (
+            b'{"b": {"data_offsets":[ 6,10],"shape":[1],"dtype":"F32"}, "a":{"dtype":"BF16","shape":[3],'
+            b'"data_offsets":[0,6]} , "__metadata__":{"k":"v"}}   ',
+            bytes(range(10)),
+        ),
+        ({"a": {"dtype": "F4", "shape": [4, 2], "data_offsets": [0, 4]}}, b"abcd"),
+        ({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"abc"),
+    ],
+)
+def test_unusual_files_come_back(header: Any, data: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", header, data)
+    made = zip_path(path)
+    assert unzip(made.path, tmp_path / "back").path.read_bytes() == path.read_bytes()
+    verify(made.path)
+
+
+def test_what_torch_cannot_hold_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", {"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, b"abcd")
+    loaded = laconic.load_zipped(zip_path(path).path)
+    with pytest.raises(FormatError, match="tensor 'a' has dtype F4, which torch cannot hold"):
+        loaded["a"]
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": entry(0, 6), "b": entry(5, 10)}, "'b' begins at byte 5 of the data, but the one before it ends at 6"),
+        ({"a": entry(0, 4), "b": entry(5, 10)}, "'b' begins at byte 5 .* ends at 4"),
+        ({"a": entry(1, 10)}, "'a' begins at byte 1"),
+        ({"a": entry(0, 9)}, "its tensors have 9 bytes, but the data has 10"),
+        ({"a": entry(0, 11)}, "its tensors have 11 bytes, but the data has 10"),
+        ({"a": entry(0, 10, shape=[11])}, r"'a' has 10 bytes, but U8 of shape \[11\] takes 88 bits"),
+        ({"a": entry(0, 10, shape=[2**62, 2**62])}, "'a' has 10 bytes, but"),
+        ({"a": entry(0, 10, shape=[-10])}, "'a' has shape"),
+        ({"a": entry(0, 10, shape=[10.0])}, "'a' has shape"),
+        ({"a": entry(0, 10, shape=[True, 10])}, "'a' has shape"),
+        ({"a": entry(0, 10, dtype="F128")}, "'a' has dtype 'F128'; known are BF16"),
+        ({"a": entry(0, 10, dtype=["U8"])}, "'a' has dtype"),
+        ({"a": entry(0, 10) | {"data_offsets": [10, 0]}}, "'a' has data_offsets"),
+        ({"a": entry(0, 10) | {"data_offsets": [0]}}, "'a' has data_offsets"),
+        ({"a": entry(0, 10) | {"more": 1}}, "'a' must have dtype, shape and data_offsets"),
+        ({"a": [0, 10]}, "'a' must have dtype"),
+        ({"__metadata__": {"a": 1}}, "__metadata__ must be a table of strings"),
+        (b'{"a": {}, "a": {}}', "not valid JSON .*'a' comes twice"),
+        (b"[1]", "is a list, but it must be an object"),
+        (b'{"a"', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+    ],
+)
+def test_a_false_safetensors_header_is_refused(header: Any, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", header, bytes(10))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(FormatError, match=f"^{path}: .*{message}"):
+        zip_path(path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 9, struct.pack("<Q", 1 << 40) + b"{}"])
+def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=r"a\.safetensors: "):
+        zip_path(path)
+    path.rename(tmp_path / "a.safetensors.laconic")
+    with pytest.raises(FormatError, match="not a file that `laconic zip` wrote"):
+        unzip(tmp_path / "a.safetensors.laconic")
