@@ -14,6 +14,7 @@ __all__ = [
     "LaconicError",
     "ModelError",
     "PlanError",
+    "RoutingError",
     "ScheduleError",
     "TrainingError",
 ]
@@ -41,6 +42,10 @@ class DataError(LaconicError, ValueError):
 
 class PlanError(LaconicError, ValueError):
     """A memory plan is not valid, is for another model or world, or cannot be met."""
+
+
+class RoutingError(LaconicError, ValueError):
+    """Tokens cannot be routed to experts as asked, or the router's scores are no numbers."""
 
 
 class ScheduleError(LaconicError, ValueError):

@@ -1,7 +1,38 @@
-"""Mixture-of-experts layers, and where their rows travel."""
+"""Mixture-of-experts layers whose parts are small classes of their own, and where their rows travel."""
 
 from __future__ import annotations
 
+from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher
+from laconic.moe.experts import Experts, GatedExperts, GptExperts
+from laconic.moe.gates import Gate, SoftmaxGate, TokenChoiceGate
 from laconic.moe.grid import Grid, GridLayout, Level
+from laconic.moe.grouped import grouped_mm
+from laconic.moe.hooks import Hook
+from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
+from laconic.moe.order import DenseOrder, Order, SortedOrder
+from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["Grid", "GridLayout", "Level"]
+__all__ = [
+    "MoELayer",
+    "Schedule",
+    "Hook",
+    "auxiliary_losses",
+    "Routing",
+    "SoftRouting",
+    "Gate",
+    "TokenChoiceGate",
+    "SoftmaxGate",
+    "Order",
+    "SortedOrder",
+    "DenseOrder",
+    "Dispatcher",
+    "Dispatched",
+    "LocalDispatcher",
+    "Experts",
+    "GptExperts",
+    "GatedExperts",
+    "grouped_mm",
+    "Grid",
+    "GridLayout",
+    "Level",
+]

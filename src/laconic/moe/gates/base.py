@@ -1,0 +1,165 @@
+"""What gates have in common: logits in fp32, choices, losses, capacity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laconic.errors import RoutingError
+from laconic.moe.capacity import DropPolicy, capacity_of, dropped
+from laconic.moe.losses import load_balance_loss, z_loss
+from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.rows import accumulation_dtype
+
+__all__ = ["Gate", "TokenChoiceGate", "checked", "linear_logits"]
+
+
+class Gate(nn.Module):
+    """Tokens x [n, M] to a Routing or SoftRouting over `num_experts` experts; n may be 0."""
+
+    num_experts: int
+
+    def forward(self, x: Tensor) -> Routing | SoftRouting:
+        raise NotImplementedError
+
+
+class TokenChoiceGate(Gate):
+    """Each token chooses its k experts with the highest scores. A subclass says what scores are.
+
+    Arguments:
+        num_experts, model_dim: E and M.
+        top_k: experts per token.
+        normalize: divide a token's weights by their sum.
+        scale: times the weights, at last.
+        num_groups, top_groups: experts are in `num_groups` equal groups of neighbors, and a token chooses only among
+            its `top_groups` best groups (group-limited routing, DeepSeek-V2 section 2.1.2).
+        capacity_factor: None keeps every assignment; f lets an expert take at most ceil(f * top_k * n / E).
+        drop_policy: which ones go then, see laconic.moe.capacity.
+        balance_coef, z_coef: of the losses "balance" and "z"; 0 leaves a loss out.
+        balance_group: the ranks over whose tokens the balance loss counts ("global batch"); None counts here only.
+        check_logits: refuse NaN and infinite logits, which waits for a GPU once in each forward.
+
+    Logits and scores are fp32 (fp64 for fp64 tokens), whatever the tokens are.
+    Raises RoutingError for numbers that do not fit together.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        model_dim: int,
+        top_k: int,
+        *,
+        normalize: bool,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        capacity_factor: float | None = None,
+        drop_policy: DropPolicy = "position",
+        balance_coef: float = 0.0,
+        z_coef: float = 0.0,
+        balance_group: dist.ProcessGroup | None = None,
+        check_logits: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise RoutingError(f"top_k = {top_k} must be from 1 to num_experts = {num_experts}")
+        if num_groups < 1 or num_experts % num_groups:
+            raise RoutingError(f"num_groups = {num_groups} must divide num_experts = {num_experts}")
+        if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
+            raise RoutingError(
+                f"top_groups = {top_groups} must be from 1 to num_groups = {num_groups} and leave at least "
+                f"top_k = {top_k} experts; a group has {num_experts // num_groups}"
+            )
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise RoutingError(f"capacity_factor = {capacity_factor} must be positive; None drops nothing")
+        self.num_experts, self.model_dim, self.top_k = num_experts, model_dim, top_k
+        self.normalize, self.scale = normalize, scale
+        self.num_groups, self.top_groups = num_groups, top_groups
+        self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
+        self.balance_coef, self.z_coef, self.balance_group = balance_coef, z_coef, balance_group
+        self.check_logits = check_logits
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [n, E] of tokens x [n, M]."""
+        raise NotImplementedError
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """What weights are taken from: [n, E], differentiable, not negative."""
+        raise NotImplementedError
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """What the choice is made by: [n, E]; the scores themselves unless a subclass corrects them."""
+        return scores
+
+    def group_preferences(self, grouped: Tensor) -> Tensor:
+        """What groups are chosen by: [n, groups] of preferences [n, groups, experts in one]; the best of each."""
+        return grouped.amax(-1)
+
+    def forward(self, x: Tensor) -> Routing:
+        """See `Gate`."""
+        logits = self.logits(x)
+        if self.check_logits:
+            checked(logits)
+        scores = self.scores(logits)
+        chosen = self._chosen(self.preferences(scores).detach())
+        routing = Routing.of_choices(chosen, self._weights(scores, chosen), self.num_experts)
+        routing = replace(routing, losses=self._losses(logits, scores, routing.counts()))
+        if self.capacity_factor is not None:
+            capacity = capacity_of(self.capacity_factor * self.top_k, x.shape[0], self.num_experts)
+            routing = dropped(routing, capacity, self.drop_policy)
+        return routing
+
+    def _chosen(self, preferences: Tensor) -> Tensor:
+        """int64 [n, k], best first."""
+        if self.top_groups < self.num_groups:
+            grouped = preferences.unflatten(1, (self.num_groups, -1))
+            best = self.group_preferences(grouped).topk(self.top_groups, dim=-1).indices
+            open_groups = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+            preferences = grouped.masked_fill(~open_groups[..., None], -math.inf).flatten(1)
+        return preferences.topk(self.top_k, dim=-1).indices
+
+    def _weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        weights = scores.gather(1, chosen)
+        if self.normalize:
+            # The smallest normal number of the dtype: sigmoids of a token may all be 0.
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        return weights * self.scale if self.scale != 1.0 else weights
+
+    def _losses(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Mapping[str, Tensor]:
+        losses = {}
+        if self.balance_coef:
+            probabilities = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+            losses["balance"] = self.balance_coef * load_balance_loss(probabilities, counts, self.balance_group)
+        if self.z_coef:
+            losses["z"] = self.z_coef * z_loss(logits)
+        return losses
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, model_dim={self.model_dim}, top_k={self.top_k}"
+
+
+def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, M] times weight [E, M] transposed, in fp32 (fp64 for fp64), also under autocast."""
+    dtype = accumulation_dtype(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+
+def checked(logits: Tensor) -> Tensor:
+    """`logits` [n, E]; raises RoutingError if one is NaN or infinite."""
+    with torch.no_grad():
+        good = logits.isfinite().all(-1)
+        if not bool(good.all()):
+            bad = (~good).nonzero().squeeze(1)
+            what = "NaN" if bool(logits[bad[0]].isnan().any()) else "infinite"
+            raise RoutingError(
+                f"router logits of {len(bad)} of {len(logits)} tokens are not finite, the first is token {int(bad[0])} "
+                f"({what}); look for the layer in front that overflows, or lower the learning rate"
+            )
+    return logits

@@ -1,0 +1,85 @@
+"""A matrix product per expert, over rows sorted by expert.
+
+Two ways, one result up to rounding. `torch._grouped_mm` is one call for all experts; it takes fp32, bf16 and fp16,
+rows whose bytes are a multiple of 16, and on CUDA an Ampere or newer GPU. Everything else, fp64 first of all, is one
+`mm` per expert. A padded `bmm` would be a third: the benchmark `moe-layer` has it beside these two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from laconic.errors import RoutingError
+
+__all__ = ["Way", "grouped_mm", "way_of"]
+
+Way = Literal["grouped", "loop"]
+
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALIGNMENT_NBYTES = 16
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = None) -> Tensor:
+    """rows [q, M] times weights [E, M, N]: the first counts[0] rows with weights[0], and so on; [q, N].
+
+    Arguments:
+        rows, weights: of one dtype; under autocast both become autocast's.
+        counts: int64 [E], on the rows' device, summing to q; experts without rows are fine, so are no rows at all.
+        way: None picks `way_of`; a name insists on it.
+
+    Raises RoutingError if shapes, dtypes or counts do not fit. (On a GPU the sum of the counts is not looked at where
+    `torch._grouped_mm` runs, because that would wait.)
+    """
+    device = rows.device.type
+    if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        rows, weights = rows.to(dtype), weights.to(dtype)
+    _check(rows, weights, counts)
+    if (way or way_of(rows, weights)) == "grouped":
+        # F.grouped_mm is the same with another name; it would not change what runs.
+        product = torch._grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
+        return _Contiguous.apply(product)
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
+
+
+def way_of(rows: Tensor, weights: Tensor) -> Way:
+    """How `grouped_mm` multiplies such rows and weights."""
+    # Of no rows at all its gradient in the weights was seen to be whatever was in memory.
+    if rows.dtype not in _GROUPED_DTYPES or rows.shape[0] == 0:
+        return "loop"
+    if rows.device.type == "cuda" and torch.cuda.get_device_capability(rows.device) < (8, 0):
+        return "loop"
+    itemsize = rows.element_size()
+    inner, outer = weights.shape[1:]
+    if inner * itemsize % _ALIGNMENT_NBYTES or outer * itemsize % _ALIGNMENT_NBYTES:
+        return "loop"
+    return "grouped"
+
+
+class _Contiguous(torch.autograd.Function):
+    """Nothing in forward; in backward it copies an expanded gradient, as of a sum, which `_grouped_mm` refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+def _check(rows: Tensor, weights: Tensor, counts: Tensor) -> None:
+    if rows.dim() != 2 or weights.dim() != 3 or rows.shape[1] != weights.shape[1]:
+        raise RoutingError(
+            f"rows {list(rows.shape)} and weights {list(weights.shape)} must be [q, M] and [E, M, N] with one M"
+        )
+    if rows.dtype != weights.dtype:
+        raise RoutingError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one, or run under autocast")
+    if counts.shape != weights.shape[:1]:
+        raise RoutingError(f"counts {list(counts.shape)} must have one entry for each of {weights.shape[0]} experts")
+    if counts.device.type == "cpu" and int(counts.sum()) != rows.shape[0]:
+        raise RoutingError(f"counts sum to {int(counts.sum())}, but there are {rows.shape[0]} rows")

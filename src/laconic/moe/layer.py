@@ -1,0 +1,165 @@
+"""The mixture-of-experts layer: gate, order, dispatcher, experts; each a small class of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from laconic.errors import RoutingError
+from laconic.moe.dispatch import Dispatcher, LocalDispatcher
+from laconic.moe.gates.base import Gate
+from laconic.moe.hooks import Hook
+from laconic.moe.order import Order, SortedOrder
+from laconic.moe.routing import Routing, SoftRouting
+
+__all__ = ["MoELayer", "Schedule", "auxiliary_losses"]
+
+
+class Schedule(Protocol):
+    """How the inside of a layer is run: in pieces, on streams, in an order of its own."""
+
+    def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
+        """Dispatch batch["x"] [n, M] by batch["routing"], run the experts and combine: [n, M].
+
+        The means are `layer.dispatch`, `layer.compute` and `layer.combine`, once each for every piece it makes; a piece
+        is a dict with its own x and routing. The result must not depend on the pieces, up to rounding.
+        """
+        ...
+
+
+class MoELayer(nn.Module):
+    """out = sum over a token's experts of weight * expert(x), plus shared(x).
+
+    Arguments:
+        gate: tokens [n, M] to a Routing (or SoftRouting).
+        experts: an `Experts`, or any module from (rows [q, M] sorted by expert, counts int64 [E_local]) to [q, M].
+        order: how tokens become rows; None is SortedOrder().
+        dispatcher: how rows come to their experts; None is LocalDispatcher().
+        shared: a module that every token passes, [..., M] to [..., M].
+        schedule: how dispatch, experts and combine are run; None is one after the other.
+        hooks: called in their order at six places.
+        placement: where logical experts live; called with int64 logical numbers, returns int64 slots of the same shape.
+
+    Raises RoutingError if the gate's experts are not those that are here.
+    """
+
+    losses: dict[str, Tensor]
+    """Auxiliary losses of the last forward, by name; scalars with a graph, to be added to the training loss."""
+    load: Tensor | None
+    """int64 [E]: this rank's tokens per logical expert in the last forward."""
+    num_dropped: int
+    """Assignments that a capacity took away in the last forward."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        experts: nn.Module,
+        order: Order | None = None,
+        dispatcher: Dispatcher | None = None,
+        *,
+        shared: nn.Module | None = None,
+        schedule: Schedule | None = None,
+        hooks: Iterable[Hook] = (),
+        placement: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.order: Order = order if order is not None else SortedOrder()
+        self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
+        self.shared = shared
+        self.schedule = schedule
+        self.hooks = tuple(hooks)
+        self.placement = placement
+        self.losses, self.load, self.num_dropped = {}, None, 0
+        if isinstance(self.dispatcher, LocalDispatcher) and gate.num_experts != (here := num_experts_of(experts)):
+            raise RoutingError(
+                f"the gate routes to num_experts = {gate.num_experts}, but {here} experts are here; give both the same "
+                "number, or a dispatcher that reaches the others"
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs [..., M] of tokens x [..., M], in x's dtype; any number of tokens, also none."""
+        batch: dict[str, Any] = {"x": x}
+        self._call("before_start", batch)
+        x = batch["x"]
+        batch["x"] = x.reshape(-1, x.shape[-1])
+        batch["routing"] = self.gate(batch["x"])
+        self._call("before_dispatch", batch)
+        self._record(batch["routing"])
+        batch["out"] = self._routed(batch)
+        self._call("after_combine", batch)
+        out: Tensor = batch["out"].reshape(x.shape)
+        batch["out"] = out + self.shared(x) if self.shared is not None else out
+        self._call("after_end", batch)
+        return batch["out"]
+
+    def dispatch(self, batch: dict[str, Any]) -> None:
+        """Send batch["x"] by batch["routing"]: sets rows, counts and dispatched."""
+        dispatched = self.dispatcher.dispatch(batch["x"], batch["routing"], self.order)
+        batch.update(dispatched=dispatched, rows=dispatched.rows, counts=dispatched.counts)
+        self._call("after_dispatch", batch)
+
+    def compute(self, batch: dict[str, Any]) -> None:
+        """Run the experts on batch["rows"], in place of which their outputs come."""
+        batch["rows"] = self.experts(batch["rows"], batch["counts"])
+        self._call("before_combine", batch)
+
+    def combine(self, batch: dict[str, Any]) -> Tensor:
+        """Bring batch["rows"] back: tokens [n, M]."""
+        return self.dispatcher.combine(batch["rows"], batch["dispatched"])
+
+    def _routed(self, batch: dict[str, Any]) -> Tensor:
+        routing: Routing | SoftRouting = batch["routing"]
+        if isinstance(routing, SoftRouting):
+            slots = {**batch, "x": routing.mix(batch["x"]), "routing": self._placed(routing.slots())}
+            return routing.unmix(self._scheduled(slots))
+        return self._scheduled({**batch, "routing": self._placed(routing)})
+
+    def _placed(self, routing: Routing) -> Routing:
+        return routing if self.placement is None else replace(routing, experts=self.placement(routing.experts))
+
+    def _scheduled(self, batch: dict[str, Any]) -> Tensor:
+        if self.schedule is not None:
+            return self.schedule.run(self, batch)
+        self.dispatch(batch)
+        self.compute(batch)
+        return self.combine(batch)
+
+    def _record(self, routing: Routing | SoftRouting) -> None:
+        self.losses = dict(routing.losses)
+        if isinstance(routing, Routing):
+            self.load, self.num_dropped = routing.counts(), routing.num_dropped
+        else:
+            self.load, self.num_dropped = routing.slots().counts(), 0
+
+    def _call(self, place: str, batch: dict[str, Any]) -> None:
+        for hook in self.hooks:
+            getattr(hook, place)(self, batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what the last forward left: a tensor with a graph can be neither copied nor pickled."""
+        return {**self.__dict__, "losses": {}, "load": None}
+
+
+def num_experts_of(experts: nn.Module) -> int:
+    """`experts.num_experts`, or for other modules the first dimension of its first parameter."""
+    number = getattr(experts, "num_experts", None)
+    if isinstance(number, int):
+        return number
+    first = next(experts.parameters(), None)
+    if first is None or first.dim() == 0:
+        raise RoutingError(f"{type(experts).__name__} does not say how many experts it holds; give it num_experts")
+    return first.shape[0]
+
+
+def auxiliary_losses(model: nn.Module) -> Mapping[str, Tensor]:
+    """Sums of the losses that the layers of `model` left in their last forward, by name; empty if there are none."""
+    sums: dict[str, Tensor] = {}
+    for module in model.modules():
+        for name, loss in module.losses.items() if isinstance(module, MoELayer) else ():
+            sums[name] = sums[name] + loss if name in sums else loss
+    return sums

@@ -1,0 +1,48 @@
+"""Losses that keep experts busy alike and router logits small."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import native
+
+__all__ = ["load_balance_loss", "summed_counts", "z_loss"]
+
+
+def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """E * sum over experts of (share of the assignments) * (mean probability): 1 if all is even, E if all go to one.
+
+    Switch Transformers (Fedus et al., 2022), equation 4, with shares over all top-k assignments. (Hugging Face's
+    `load_balancing_loss_func` is this times top-k.)
+
+    Arguments:
+        probabilities: [n, E], rows summing to 1; the gradient goes through their mean.
+        counts: int64 [E], assignments to each expert.
+        group: where given, shares are those of all its ranks' tokens (the global-batch loss of Qiu et al., 2025,
+            section 3): a rank's own batch may then be uneven. The probabilities' mean stays this rank's; averaged over
+            ranks, as data parallelism averages gradients, it is that of all.
+
+    Returns a scalar in the probabilities' dtype; 0 without tokens.
+    """
+    if group is not None:
+        counts = summed_counts(counts, group)
+    shares = counts.to(probabilities.dtype) / counts.sum().clamp_min(1)
+    mean = probabilities.sum(0) / max(probabilities.shape[0], 1)
+    return probabilities.shape[1] * torch.dot(shares, mean)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean over tokens of logsumexp(logits)^2, a scalar; logits [n, E]. 0 without tokens.
+
+    ST-MoE (Zoph et al., 2022), equation 5.
+    """
+    return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)
+
+
+def summed_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of int64 counts over the ranks of `group`; every rank calls it."""
+    total = counts.clone()
+    native.all_reduce(total, group).wait()
+    return total
