@@ -36,7 +36,7 @@ GRID = GridShape(8, mp=4, ep=2, esp=4, ranks_per_node=4)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("grid", [GRID, GridShape(8, 2, 2, 2, 4), GridShape(8, 4, 4, 2, 4), GridShape(8, 2, 2, 4, 4)])
 def test_seconds_equal_the_formulas(grid: GridShape, backward: bool) -> None:
-    """moe.md 3.2: t_base, t_S1, t_S2, with every size spelled out."""
+    """t_base, t_S1, t_S2, with every size spelled out."""
     shape, found = layer(), rates()
     blm = 512 * 64 * 2  # bytes of the layer's input
     etm = blm * 2 * 1.2
@@ -64,7 +64,7 @@ def test_seconds_equal_the_formulas(grid: GridShape, backward: bool) -> None:
 
 @given(st.integers(2, 12), st.floats(0, 1), st.floats(0, 1))
 def test_saa_equals_its_simulation(num_ranks: int, step: float, slot: float) -> None:
-    """Kernel of moe.md 3.3: step i's exchange sends on what step i - 1 brought; a last one follows the loop."""
+    """The authors' kernel: step i's exchange sends on what step i - 1 brought; a last one follows the loop."""
     gathered = slot  # the rank's own chunk is there at once
     for i in range(1, num_ranks):
         gathered = max(gathered, i * step) + slot

@@ -1,8 +1,8 @@
 """How fast a cluster runs the parts of mixture-of-experts layers: links by group, matrix products, attention, copies.
 
-Everything is a line, seconds = alpha + beta * size (moe.md 1.3, 2.3). The size of an operation between ranks is the
-bytes one process sends, as in laconic.cost.wire, so that groups of different sizes can share a line; that of a matrix
-product is its multiply-adds. Published constants count other things and have to be converted.
+Everything is a line, seconds = alpha + beta * size (FSMoE 4.1, HierMoE 3.2). The size of an operation between ranks is
+the bytes one process sends, as in laconic.cost.wire, so that groups of different sizes can share a line; that of a
+matrix product is its multiply-adds. Published constants count other things and have to be converted.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ replicas of an expert shard."""
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer computes on the rows that one rank holds. Source of the letters: moe.md 1.1 and 3.2.
+    """What one layer computes on the rows that one rank holds. Letters as in FSMoE and Parm.
 
     Raises ConfigError for a size that cannot be.
     """

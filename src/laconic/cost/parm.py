@@ -1,13 +1,14 @@
 """Parm: where a layer whose input is the same on all ranks of an MP group stops repeating the others' work.
 
-Three routes compute the same (moe.md 3.2; all sizes per rank, c = k*f, n = B*L rows of M elements, in forward order):
+Three routes compute the same (arXiv 2407.00599; all sizes per rank, c = k*f, n = B*L rows of M elements, in the order
+of forward):
 
     baseline  all_gather_esp(n), gate, all_to_all_ep(c*n*N_ESP), experts, all_reduce_esp(c*n*N_ESP),
               all_to_all_ep(c*n*N_ESP), split
     s1        split, gate, all_to_all_joint(c*n*N_ESP/N_MP), experts, all_to_all_joint(same), sum of shards,
               all_gather_mp(n)
     s2        gate, split, all_to_all_joint(c*n*N_ESP/N_MP), experts, all_to_all_joint(same) while
-              all_gather_mp(c*n) goes on behind it (SAA, 3.3)
+              all_gather_mp(c*n) goes on behind it (SAA)
 
 Backward transposes each step: an all-to-all is its own transpose, a split becomes an all-gather and the other way
 round, the sum over shards and the copy to them change places. So s1 and s2 send the same in both directions; the
@@ -45,7 +46,7 @@ def parm_routes(
 
 
 def saa_seconds(all_to_all_seconds: float, all_gather_seconds: float, num_ranks: int, overlap: float = 1.0) -> float:
-    """Of an all-to-all of `num_ranks` whose received chunks are gathered while the next ones come (moe.md 3.3).
+    """Of an all-to-all of `num_ranks` whose received chunks are gathered while the next ones come (SAA).
 
     With a per step of the all-to-all and g per slot of the gather, (P - 1) * max(a, g) + g, where only `overlap` of the
     shorter one hides: 0 is one after the other.

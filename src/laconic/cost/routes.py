@@ -34,6 +34,8 @@ class Route:
     steps: tuple[Step, ...]
     hidden_seconds: float = 0.0
     """Of the steps, behind others."""
+    degree: int = 1
+    """Number of chunks that its inner steps are cut into."""
 
     @property
     def seconds(self) -> float:

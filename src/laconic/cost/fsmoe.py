@@ -1,0 +1,106 @@
+"""FSMoE's route (arXiv 2501.10714): experts across nodes, their shards inside nodes, in chunks that overlap.
+
+    split over MP, gate, [all_to_all_ep, all_gather_esp, experts, reduce_scatter_esp, all_to_all_ep] in r chunks,
+    all_gather_mp
+
+The part in brackets becomes the `LayerTimes` that laconic.schedule.moe cuts into chunks. An all-to-all of a rank has
+c*n/N_MP rows; the gather brings N_ESP times as many to each shard, the reduce-scatter sums their outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from laconic.cost.moe_rates import Coding, MoERates
+from laconic.cost.moe_shape import GridShape, LayerShape
+from laconic.cost.routes import Route, RouteBuilder, Step
+from laconic.schedule.moe import ChunkTime, LayerTimes, best_degree, pipeline_seconds
+
+__all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]
+
+FSMOE = "fsmoe"
+
+
+def layer_times(
+    shape: LayerShape,
+    grid: GridShape,
+    rates: MoERates,
+    *,
+    backward: bool = False,
+    coding: Coding | None = None,
+    load: float = 1.0,
+) -> LayerTimes:
+    """What the overlapped steps of the layer take, in one direction; backward's experts already count twice.
+
+    A line's start-up is paid by every chunk, its bytes and multiply-adds are divided among them.
+    coding, load: see `parm_routes`. Raises ConfigError as that does.
+    """
+    return _times(RouteBuilder(shape, grid, rates, coding, load, backward))
+
+
+def shares_a_wire(grid: GridShape) -> bool:
+    """Whether all-to-alls and the gathers of shards would use the same links, so that they cannot overlap."""
+    return grid.world("ep").num_nodes == 1 or grid.world("esp").num_nodes > 1
+
+
+def fsmoe_route(
+    shape: LayerShape,
+    grid: GridShape,
+    rates: MoERates,
+    *,
+    degree: int | None = None,
+    gradient_seconds: float = 0.0,
+    backward: bool = False,
+    coding: Coding | None = None,
+    load: float = 1.0,
+) -> Route:
+    """The route with its best number of chunks, in one direction.
+
+    degree: number of chunks; None: the best one by simulation. gradient_seconds: of the dense gradients that are
+    reduced inside (backward), beside the steps in `Route.seconds`.
+    Raises ConfigError as `parm_routes` does, and ScheduleError for a degree below 1.
+    """
+    build = RouteBuilder(shape, grid, rates, coding, load, backward)
+    times, one_wire = _times(build), shares_a_wire(grid)
+    if degree is None:
+        degree = best_degree(times, gradient_seconds, one_wire=one_wire).degree
+    seconds = pipeline_seconds(times, degree, gradient_seconds, one_wire=one_wire)
+    share = 1 / grid.mp
+    inner = _inner(build)
+    steps = [
+        build.gate(share),
+        build.order("order", share),
+        *inner,
+        build.order("inverse order", share),
+    ]
+    gather = build.between("gather tokens", "all_gather", "mp", shape.tokens_nbytes * share)
+    steps = [*steps[::-1], gather] if backward else [*steps, gather]
+    return Route(FSMOE, tuple(steps), sum(step.seconds for step in inner) - seconds, degree)
+
+
+def _inner(build: RouteBuilder) -> tuple[Step, Step, Step, Step, Step]:
+    """The steps that are cut into chunks, whole, in forward's order."""
+    nbytes = build.shape.rows_nbytes / build.grid.mp * build.load
+    return (
+        build.between("dispatch", "all_to_all", "ep", nbytes),
+        build.between("gather shards", "all_gather", "esp", nbytes),
+        build.experts(1 / build.grid.mp),
+        build.between("sum shards", "reduce_scatter", "esp", nbytes * build.grid.esp),
+        build.between("combine", "all_to_all", "ep", nbytes),
+    )
+
+
+def _times(build: RouteBuilder) -> LayerTimes:
+    none = RouteBuilder(
+        replace(build.shape, num_tokens=0), build.grid, build.rates, build.coding, build.load, build.backward
+    )
+    dispatch, gather, experts, scatter, combine = (
+        ChunkTime(start.seconds, whole.seconds - start.seconds)
+        for start, whole in zip(_inner(none), _inner(build), strict=True)
+    )
+    # Backward gathers and scatters in the same places, each being the other's transpose; all-to-alls change theirs.
+    if build.backward:
+        dispatch, combine = combine, dispatch
+    if build.grid.esp == 1:
+        return LayerTimes(dispatch, experts, combine)
+    return LayerTimes(dispatch, experts, combine, gather, scatter)

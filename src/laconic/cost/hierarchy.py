@@ -1,0 +1,346 @@
+"""HierMoE: all-to-alls of rows on several levels, each row crossing a level once per group that needs it.
+
+Ranks 0 .. G-1 are divided into U[1] groups, each of those again, up to U[D-1]; U[0] = 1 (arXiv 2508.09591, section 3).
+Depth d sends rows on the levels inter1 .. inter(d-1) and, to the ranks themselves, intra(d-1):
+
+    inter i      in each of U[i-1] groups, to its U[i] / U[i-1] subgroups, keeping the position in the group
+    intra d-1    in each of U[d-1] groups, to its G / U[d-1] ranks
+
+    t_d = sum over i < d of (alpha + beta * sent_inter(i)) + alpha + beta * sent_intra(d-1)
+
+Depth 1 is one all-to-all between all ranks. A row is kept once per destination before every level. So what a rank has
+at level i are the rows of all source ranks with its position in a group of U[i-1] that go to its group, and everything
+follows from one table per number of groups g: rows of source rank s that have an expert in group j.
+
+The paper takes the largest entry of that table times the number of peers; here bytes are those that the busiest
+process sends or receives, which is the same where routing is balanced and closer where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+from laconic.cost.moe_rates import Coding, MoERates
+from laconic.cost.moe_shape import world_of_group
+from laconic.cost.wire import World
+from laconic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Table = NDArray[Any]
+
+__all__ = [
+    "DepthChoice",
+    "Hierarchy",
+    "Level",
+    "LevelCost",
+    "LevelRows",
+    "RowCounts",
+    "best_depth",
+    "count_vector",
+    "depth_seconds",
+    "duplicate_rate",
+    "flat_seconds",
+    "hit_share",
+    "level_costs",
+    "level_nbytes",
+    "level_rows",
+    "wire_rows",
+]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One all-to-all of a depth."""
+
+    name: str
+    """inter1, inter2, ...; intra0 (between all ranks), intra1, ..."""
+    num_parents: int
+    """Groups inside which it runs."""
+    num_groups: int
+    """Groups that rows go to, of all parents; ranks at an intra level."""
+    num_ranks: int
+    """G."""
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks that talk to each other."""
+        return self.num_groups // self.num_parents
+
+    @property
+    def num_positions(self) -> int:
+        """Ranks of a parent."""
+        return self.num_ranks // self.num_parents
+
+    @property
+    def stride(self) -> int:
+        """Between ranks that talk to each other."""
+        return self.num_positions // self.num_peers
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """The levels that G ranks lie on.
+
+    Raises ConfigError unless every level divides the next.
+    """
+
+    num_ranks: int
+    """G."""
+    num_groups: tuple[int, ...] = ()
+    """U[1], U[2], ...: nodes, sockets in nodes, ... counted over all ranks."""
+    ranks_per_node: int | None = None
+    """None: G / U[1], or one node without levels."""
+
+    def __post_init__(self) -> None:
+        if type(self.num_ranks) is not int or self.num_ranks < 1:
+            raise ConfigError(f"num_ranks is {self.num_ranks!r}, but it must be a whole number from 1 on")
+        numbers = (1, *self.num_groups, self.num_ranks)
+        for before, after in pairwise(numbers):
+            if self.num_groups and (type(after) is not int or after <= before or after % before):
+                raise ConfigError(
+                    f"num_groups is {self.num_groups}, but each must be a larger multiple of the one before, and"
+                    f" num_ranks = {self.num_ranks} of the last; leave out levels of one rank"
+                )
+        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node):
+            raise ConfigError(f"ranks_per_node is {self.ranks_per_node}, but it must divide num_ranks {self.num_ranks}")
+
+    @property
+    def depths(self) -> range:
+        """1 .. D."""
+        return range(1, len(self.num_groups) + 2)
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Numbers of groups that rows are counted for: U[1], ..., U[D-1], G."""
+        return (*self.num_groups, self.num_ranks)
+
+    def levels(self, depth: int) -> tuple[Level, ...]:
+        """The all-to-alls of a depth, in the order of dispatch. Raises ConfigError for a depth that is none."""
+        if depth not in self.depths:
+            raise ConfigError(f"depth is {depth!r}, but it must be from 1 to {self.depths[-1]}")
+        groups = (1, *self.num_groups)
+        inter = [Level(f"inter{i}", groups[i - 1], groups[i], self.num_ranks) for i in range(1, depth)]
+        return (*inter, Level(f"intra{depth - 1}", groups[depth - 1], self.num_ranks, self.num_ranks))
+
+    def world(self, level: Level) -> World:
+        """The machines of the ranks that talk to each other at a level."""
+        per_node = self.ranks_per_node or self.num_ranks // (self.num_groups[0] if self.num_groups else 1)
+        return world_of_group(self.num_ranks, level.stride, level.num_peers, per_node)
+
+
+# --- how many rows ---
+
+
+def hit_share(num_experts: int, top_k: int, num_groups: int) -> float:
+    """Share of tokens that have an expert in a given one of `num_groups` groups: k of E experts, all alike.
+
+    1 - C(E - E/R, K) / C(E, K). Raises ConfigError unless the groups divide the experts.
+    """
+    if num_groups < 1 or num_experts % num_groups:
+        raise ConfigError(f"num_groups is {num_groups}, but it must divide num_experts = {num_experts}")
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"top_k is {top_k}, but it must be from 1 to num_experts = {num_experts}")
+    return 1 - comb(num_experts - num_experts // num_groups, top_k) / comb(num_experts, top_k)
+
+
+def duplicate_rate(num_experts: int, top_k: int, num_groups: int) -> float:
+    """Share of rows that go to a group which has them already, when k of E experts are all alike (Table II)."""
+    return 1 - num_groups * hit_share(num_experts, top_k, num_groups) / top_k
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """What every source rank has to send, counted once per group and once per expert."""
+
+    hierarchy: Hierarchy
+    rows: Mapping[int, Table]
+    """By number of groups g of `hierarchy.tables`: [G, g], rows of a source rank that have an expert in a group."""
+    assignments: Table
+    """[G, G]: the same to ranks, duplicates counted: what an all-to-all without de-duplication sends."""
+
+    @classmethod
+    def of_vectors(cls, vectors: Iterable[Sequence[float]], hierarchy: Hierarchy) -> RowCounts:
+        """From the vector of each rank, see `count_vector`, in order of ranks."""
+        import numpy as np
+
+        table = np.stack([np.asarray(vector) for vector in vectors])
+        widths = (*hierarchy.tables, hierarchy.num_ranks)
+        if table.shape != (hierarchy.num_ranks, sum(widths)):
+            expected = (hierarchy.num_ranks, sum(widths))
+            raise ConfigError(f"counts have shape {table.shape}, but {expected} is needed: one vector of each rank")
+        *rows, assignments = np.split(table, np.cumsum(widths)[:-1], axis=1)
+        return cls(hierarchy, dict(zip(hierarchy.tables, rows, strict=True)), assignments)
+
+    @classmethod
+    def uniform(cls, num_tokens: int, num_experts: int, top_k: int, hierarchy: Hierarchy) -> RowCounts:
+        """Expected for `num_tokens` per rank, each with k of E experts that are all alike."""
+        import numpy as np
+
+        ranks = hierarchy.num_ranks
+        hierarchy_rows = {
+            g: np.full((ranks, g), num_tokens * hit_share(num_experts, top_k, g)) for g in hierarchy.tables
+        }
+        return cls(hierarchy, hierarchy_rows, np.full((ranks, ranks), num_tokens * top_k / ranks))
+
+    def duplicate_rate(self, num_groups: int) -> float:
+        """Share of rows that go to a group which has them already. 0 without rows."""
+        total = float(self.assignments.sum())
+        return 1 - float(self.rows[num_groups].sum()) / total if total else 0.0
+
+
+def count_vector(
+    tokens: Sequence[int] | Table, experts: Sequence[int] | Table, num_experts: int, hierarchy: Hierarchy
+) -> Table:
+    """The counts of one rank: for g of U[1], ..., U[D-1], G its rows to each of g groups; then its assignments to each
+    rank. int64 [sum of g + G]
+
+    tokens, experts: [a], entry i sends token tokens[i] to expert experts[i] (a slot, see laconic.moe.placement).
+    Raises ConfigError if experts do not divide over the ranks or an id is none.
+    """
+    import numpy as np
+
+    token, expert = np.asarray(tokens, dtype=np.int64), np.asarray(experts, dtype=np.int64)
+    if num_experts % hierarchy.num_ranks:
+        raise ConfigError(f"num_experts is {num_experts}, but it must be a multiple of {hierarchy.num_ranks} ranks")
+    if expert.size and not (expert.min() >= 0 and expert.max() < num_experts):
+        raise ConfigError(f"experts go from {expert.min()} to {expert.max()}, but must be from 0 to {num_experts - 1}")
+    parts = []
+    for g in hierarchy.tables:
+        pairs = np.unique(token * g + expert // (num_experts // g))
+        parts.append(np.bincount(pairs % g, minlength=g))
+    ranks = hierarchy.num_ranks
+    parts.append(np.bincount(expert // (num_experts // ranks), minlength=ranks))
+    return np.concatenate(parts).astype(np.int64)
+
+
+def level_rows(counts: RowCounts, level: Level) -> Table:
+    """[parents, positions, peers]: rows that a rank has for each subgroup of its group, its own included."""
+    table = counts.rows[level.num_groups]
+    at_position = table.reshape(level.num_parents, level.num_positions, level.num_groups).sum(axis=0)
+    return at_position.reshape(level.num_positions, level.num_parents, level.num_peers).transpose(1, 0, 2)
+
+
+@dataclass(frozen=True)
+class LevelRows:
+    """Rows on the wire at a level; what stays on its rank is not counted."""
+
+    total: float
+    """Of all ranks."""
+    busiest: float
+    """Sent or received by the process that has most."""
+    handled: float
+    """Of the rank that has most before the level: it sorts them, those it keeps too."""
+
+
+def wire_rows(counts: RowCounts, level: Level) -> LevelRows:
+    """Rows that leave their rank at a level."""
+    import numpy as np
+
+    rows = level_rows(counts, level)
+    # Position p of a group lies in its subgroup p // stride, at position p % stride of it.
+    to = rows.reshape(level.num_parents, level.num_peers, level.stride, level.num_peers)
+    moved = to * (1 - np.eye(level.num_peers))[None, :, None, :]
+    sent, received = moved.sum(axis=3), moved.sum(axis=1)
+    return LevelRows(float(sent.sum()), float(max(sent.max(), received.max())), float(rows.sum(axis=2).max()))
+
+
+def level_nbytes(counts: RowCounts, depth: int, row_nbytes: float) -> dict[str, float]:
+    """Bytes of all ranks on the wire, by level of a depth."""
+    return {level.name: wire_rows(counts, level).total * row_nbytes for level in counts.hierarchy.levels(depth)}
+
+
+# --- how many seconds ---
+
+
+@dataclass(frozen=True)
+class DepthChoice:
+    """The depth that is predicted to take least, and all that were compared."""
+
+    depth: int
+    seconds: float
+    candidates: Mapping[int, Mapping[str, float]]
+    """By depth, then level: seconds."""
+    flat_seconds: float
+    """Of one all-to-all that sends duplicates."""
+
+
+def depth_seconds(
+    counts: RowCounts, depth: int, row_nbytes: float, rates: MoERates, coding: Coding | None = None
+) -> dict[str, float]:
+    """Predicted for one direction (dispatch; combine mirrors it), by level. Their sum is t_d.
+
+    Beside the wire, a level sorts what a rank has (`MoERates.copy`), which the paper leaves out.
+
+    row_nbytes: of a row with what travels along, ids and weights.
+    """
+    seconds = {}
+    for level in counts.hierarchy.levels(depth):
+        rows = wire_rows(counts, level)
+        sorting = rates.copy.seconds(rows.handled * row_nbytes)
+        wire = _seconds(counts.hierarchy, level, rows.busiest * row_nbytes, rates, coding)
+        seconds[level.name] = sorting + wire
+    return seconds
+
+
+def flat_seconds(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> float:
+    """Predicted for one all-to-all that sends a row once per expert, in one direction."""
+    import numpy as np
+
+    (level,) = counts.hierarchy.levels(1)
+    moved = counts.assignments * (1 - np.eye(counts.hierarchy.num_ranks))
+    busiest = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
+    sorting = rates.copy.seconds(float(counts.assignments.sum(axis=1).max()) * row_nbytes)
+    return sorting + _seconds(counts.hierarchy, level, busiest * row_nbytes, rates, coding)
+
+
+def best_depth(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> DepthChoice:
+    """The depth with the least predicted time; the smallest of equals.
+
+    All ranks that pass equal counts and rates get equal answers on equal machines; where machines differ, one rank's
+    answer should count for all.
+    """
+    candidates = {d: depth_seconds(counts, d, row_nbytes, rates, coding) for d in counts.hierarchy.depths}
+    totals = {depth: sum(levels.values()) for depth, levels in candidates.items()}
+    depth = min(totals, key=lambda d: (totals[d], d))
+    return DepthChoice(depth, totals[depth], candidates, flat_seconds(counts, row_nbytes, rates, coding))
+
+
+@dataclass(frozen=True)
+class LevelCost:
+    """seconds = alpha_seconds + seconds_per_row * x of a level, x rows of all ranks that go to its fullest group."""
+
+    num_groups: int
+    alpha_seconds: float
+    seconds_per_row: float
+
+
+def level_costs(
+    counts: RowCounts, depth: int, row_nbytes: float, rates: MoERates, coding: Coding | None = None
+) -> tuple[LevelCost, ...]:
+    """The levels of a depth as lines in the rows of their fullest group, for `laconic.moe.swap_plan`.
+
+    Each of a group's ranks receives its share from all peers but itself. With a code the line goes through
+    nothing sent and what is sent now.
+    """
+    costs = []
+    for level in counts.hierarchy.levels(depth):
+        share = (level.num_peers - 1) / level.num_peers / level.stride
+        fullest = float(counts.rows[level.num_groups].sum(axis=0).max())
+        sent = share * fullest * row_nbytes
+        alpha = _seconds(counts.hierarchy, level, 0.0, rates, coding)
+        more = _seconds(counts.hierarchy, level, sent, rates, coding) - alpha
+        costs.append(LevelCost(level.num_groups, alpha, more / fullest if fullest else 0.0))
+    return tuple(costs)
+
+
+def _seconds(hierarchy: Hierarchy, level: Level, sent_nbytes: float, rates: MoERates, coding: Coding | None) -> float:
+    if level.num_peers == 1:
+        return 0.0
+    nbytes = sent_nbytes * level.num_peers / (level.num_peers - 1)
+    return rates.price("all_to_all", level.name, hierarchy.world(level), nbytes, coding).seconds
