@@ -23,6 +23,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_uneven",
     "count_sent",
     "in_background",
     "reduce_scatter",
@@ -51,6 +52,15 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Star
     if sent.device.type == "cpu":
         return _exchange(received, list(sent), group)
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
+
+
+def all_to_all_uneven(received: list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> Started:
+    """sent[r], contiguous, goes to rank r; received[r] comes from it. Every two ranks know how much that is."""
+    me = group.rank()
+    count_sent(sum(x.nbytes for place, x in enumerate(sent) if place != me))
+    if sent[me].device.type == "cpu":
+        return _exchange(received, sent, group)
+    return _started(dist.all_to_all(received, sent, group=group, async_op=True))
 
 
 def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Started:
@@ -89,7 +99,7 @@ class _Exchange:
             work.wait()
 
 
-def _exchange(received: Tensor, sent: list[Tensor], group: dist.ProcessGroup) -> _Exchange:
+def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> _Exchange:
     rank, world = group.rank(), group.size()
     number = _num_exchanges.get(group, 0)
     _num_exchanges[group] = number + 1

@@ -7,6 +7,7 @@ from laconic.moe.experts import Experts, GatedExperts, GptExperts
 from laconic.moe.gates import Gate, SoftmaxGate, TokenChoiceGate
 from laconic.moe.grid import Grid, GridLayout, Level
 from laconic.moe.grouped import grouped_mm
+from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.order import DenseOrder, Order, SortedOrder
@@ -28,6 +29,7 @@ __all__ = [
     "Dispatcher",
     "Dispatched",
     "LocalDispatcher",
+    "HierarchicalDispatcher",
     "Experts",
     "GptExperts",
     "GatedExperts",

@@ -1,0 +1,151 @@
+"""All-to-all in levels, each row once per destination group (HierMoE, arXiv 2508.09591, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.codec import Codec
+from laconic.errors import ConfigError, RoutingError
+from laconic.moe.crossing import Crossing, cross, down, up
+from laconic.moe.dispatch import Dispatched
+from laconic.moe.legs import Held
+from laconic.moe.levels import Levels, Stage
+from laconic.moe.order import Order
+from laconic.moe.routing import Routing
+from laconic.moe.traffic import LevelTraffic, traffic_of
+
+__all__ = ["HierarchicalDispatcher", "LevelGroups"]
+
+
+class LevelGroups(Protocol):
+    """The process groups of one level, as `Grid.levels` has them."""
+
+    @property
+    def num_groups(self) -> int:
+        """U: parts of the expert-parallel group at this level; 1 at the first."""
+
+    @property
+    def within(self) -> dist.ProcessGroup:
+        """The ranks of this rank's part."""
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """One rank of each sister part in the level before, at the same place in it; None at the first level."""
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    crossings: tuple[Crossing, ...]
+    local: Routing
+    order: Order
+
+
+class HierarchicalDispatcher:
+    """Sends a row once to each group of ranks that has experts for it, level by level, and adds on the way back.
+
+    At depth d, stages 1 ... d - 1 cross levels 1 ... d - 1 and the last goes from rank to rank inside of a group; at
+    depth 1 that is the flat all-to-all, with each row at most once per rank. Ids and weights travel with the rows. On
+    the way back a rank sums its experts' weighted outputs, and at each stage the sums that come from several places are
+    added in fp32 (fp64 for fp64), by place, and rounded to the rows' dtype: between depths results differ by rounding.
+
+    Arguments:
+        levels: `Grid.levels`: the whole expert-parallel group, and its parts; parts of one rank are left out.
+        depth: 1 ... `levels.max_depth`, the same on all ranks; None is the largest.
+        codec: what rows and their gradients travel in; Lossless() changes nothing, Blockwise(...) rounds.
+
+    Every rank of the expert-parallel group dispatches and combines together, also one without tokens; if the gradients
+    of one need it, all go backward.
+
+    Raises ConfigError for levels that are not nested and a depth that they do not have.
+    """
+
+    def __init__(self, levels: Sequence[LevelGroups], depth: int | None = None, *, codec: Codec | str = "auto") -> None:
+        if not levels or levels[0].num_groups != 1:
+            raise ConfigError(
+                "levels must begin with the whole expert-parallel group (num_groups 1), as Grid.levels do"
+            )
+        num_ranks = levels[0].within.size()
+        self._groups = tuple(level for level in levels if level.num_groups < max(2, num_ranks))
+        self.levels = Levels(num_ranks, tuple(level.num_groups for level in self._groups))
+        self.codec = codec
+        self.traffic: tuple[LevelTraffic, ...] = ()
+        """What this rank sent in the last dispatch, stage by stage; see `laconic.moe.traffic`."""
+        self._depth = self.levels.max_depth if depth is None else depth
+        self.levels.stages(self._depth)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The whole expert-parallel group."""
+        return self._groups[0].within
+
+    @property
+    def depth(self) -> int:
+        """The number of stages."""
+        return self._depth
+
+    def set_depth(self, depth: int) -> None:
+        """Use another depth from now on. All ranks of the group call it together.
+
+        Raises ConfigError, on every rank, if the depth does not exist or ranks ask for different ones.
+        """
+        self.levels.stages(depth)
+        told: list[int] = [0] * self.group.size()
+        dist.all_gather_object(told, depth, group=self.group)
+        if len({*told}) > 1:
+            ranks = dist.get_process_group_ranks(self.group)
+            raise ConfigError(
+                f"depth is {dict(zip(ranks, told, strict=True))} by rank, but all ranks must take the same; let"
+                " laconic.moe.agree_on_depth choose"
+            )
+        self._depth = depth
+
+    def stages(self, depth: int | None = None) -> tuple[tuple[Stage, dist.ProcessGroup], ...]:
+        """The stages of a depth (None: the current one), each with the group of this rank's peers."""
+        stages = self.levels.stages(self._depth if depth is None else depth)
+        across = [level.across for level in self._groups[1 : len(stages)]]
+        groups = [*across, self._groups[len(stages) - 1].within]
+        return tuple((stage, group) for stage, group in zip(stages, groups, strict=True) if group is not None)
+
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
+        """See `Dispatcher.dispatch`. Raises RoutingError if the experts cannot be spread evenly over the ranks."""
+        experts_per_rank = self.experts_per_rank(routing.num_experts)
+        held = Held(routing.num_tokens, routing.tokens, routing.experts)
+        crossings = []
+        for stage, group in self.stages():
+            crossing, held = cross(held, stage, experts_per_rank, group)
+            crossings.append(crossing)
+        rows, weights = x, routing.weights
+        for crossing in crossings:
+            rows, weights = down(rows, weights, crossing, self.codec)
+        self.traffic = tuple(traffic_of(crossing, x, weights) for crossing in crossings)
+        local = Routing(
+            held.rows,
+            held.experts - self.group.rank() * experts_per_rank,
+            weights,
+            held.num_rows,
+            experts_per_rank,
+        )
+        rows, counts = order.permute(rows, local)
+        return Dispatched(rows, counts, _State(tuple(crossings), local, order))
+
+    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+        """See `Dispatcher.combine`."""
+        state: _State = dispatched.state
+        sums = state.order.combine(rows, state.local)
+        for crossing in reversed(state.crossings):
+            sums = up(sums, crossing, self.codec)
+        return sums
+
+    def experts_per_rank(self, num_experts: int) -> int:
+        """E / N_EP. Raises RoutingError if that is no whole number."""
+        if num_experts % self.levels.num_ranks:
+            raise RoutingError(
+                f"num_experts is {num_experts}, but it must be a multiple of the {self.levels.num_ranks} ranks of the"
+                " expert-parallel group; choose a group whose size divides it"
+            )
+        return num_experts // self.levels.num_ranks
