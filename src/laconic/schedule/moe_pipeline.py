@@ -1,0 +1,231 @@
+"""The pipeline inside of one mixture-of-experts layer (FSMoE, arXiv 2501.10714, section 4).
+
+The layer's rows are cut into `degree` chunks. Each is dispatched (all-to-all between nodes), gathered by the ranks that
+share an expert (all-gather inside a node), run through the experts, summed (reduce-scatter inside) and combined
+(all-to-all between). Three streams work at once: the wire between nodes, the wire inside a node, the processor.
+
+                     issued and done in this order
+    inter            D_0 .. D_r-1, gradients (backward), C_0 .. C_r-1
+    intra            A_0 .. A_r-1, S_0 .. S_r-1
+    compute          X_0 .. X_r-1
+
+More chunks overlap better and pay more start-up. Which degree is best is found by simulating each (`best_degree`); the
+paper's four closed forms (`closed_form`) explain the result and test the simulator. They are exact where the gather
+takes as long as the scatter, and slightly low elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from laconic.errors import ScheduleError
+from laconic.schedule.streams import StreamPlan, Task, simulate
+
+__all__ = [
+    "COMPUTE",
+    "DEGREES",
+    "GRADIENTS",
+    "INTER",
+    "INTRA",
+    "ChunkTime",
+    "ClosedForm",
+    "DegreeChoice",
+    "LayerTimes",
+    "best_degree",
+    "closed_form",
+    "pipeline_plan",
+    "pipeline_seconds",
+    "pipeline_tasks",
+]
+
+INTER, INTRA, COMPUTE = "inter", "intra", "compute"
+"""The streams: wire between nodes, wire inside a node, processor."""
+
+GRADIENTS = "gradients"
+"""The task that reduces a slice of the dense gradients."""
+
+DEGREES = range(1, 17)
+"""The degrees that are tried."""
+
+
+@dataclass(frozen=True)
+class ChunkTime:
+    """Seconds of one chunk when the work is cut into `degree` chunks: alpha_seconds + work_seconds / degree.
+
+    alpha_seconds: start-up, which every chunk pays. work_seconds: what all of the work takes besides.
+    """
+
+    alpha_seconds: float
+    work_seconds: float
+
+    def seconds(self, degree: int) -> float:
+        """Of one of `degree` chunks."""
+        return self.alpha_seconds + self.work_seconds / degree
+
+    def __mul__(self, factor: float) -> ChunkTime:
+        return ChunkTime(self.alpha_seconds * factor, self.work_seconds * factor)
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """What the steps of one layer take in one direction, on the slowest rank.
+
+    all_gather and reduce_scatter are None where experts are not sharded; the plan then has no such tasks.
+    """
+
+    dispatch: ChunkTime
+    experts: ChunkTime
+    combine: ChunkTime
+    all_gather: ChunkTime | None = None
+    reduce_scatter: ChunkTime | None = None
+
+    def __post_init__(self) -> None:
+        if (self.all_gather is None) != (self.reduce_scatter is None):
+            raise ScheduleError("all_gather and reduce_scatter must both be given (sharded experts) or both be None")
+
+    def backward(self, experts_factor: float = 2.0) -> LayerTimes:
+        """The times of the backward: the transposed steps in reverse, so gather and scatter keep their places.
+
+        experts_factor: how much longer the experts take; 2 for the gradients of input and weights (paper, 4.4).
+        """
+        return replace(self, dispatch=self.combine, combine=self.dispatch, experts=self.experts * experts_factor)
+
+
+def pipeline_tasks(
+    times: LayerTimes,
+    degree: int,
+    gradient_seconds: float | None = None,
+    *,
+    prefix: str = "",
+    after: tuple[str, ...] = (),
+    one_wire: bool = False,
+) -> list[Task]:
+    """The tasks of `pipeline_plan`, to be put beside others.
+
+    Args:
+        prefix: of every name. after: what the first tasks wait for. one_wire: `inter` and `intra` are the same stream.
+
+    Raises:
+        ScheduleError: the degree is below 1.
+    """
+    if degree < 1:
+        raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
+    intra = INTER if one_wire else INTRA
+
+    def task(step: str, chunk: int, stream: str, time: ChunkTime, *needs: str) -> Task:
+        return Task(f"{prefix}{step} {chunk}", stream, time.seconds(degree), needs)
+
+    tasks = []
+    for i in range(degree):
+        tasks.append(task("dispatch", i, INTER, times.dispatch, *after))
+        if times.all_gather is not None:
+            tasks.append(task("all_gather", i, intra, times.all_gather, tasks[-1].name))
+        tasks.append(task("experts", i, COMPUTE, times.experts, tasks[-1].name))
+    if gradient_seconds is not None:
+        tasks.append(Task(f"{prefix}{GRADIENTS}", INTER, gradient_seconds, after))
+    for i in range(degree):
+        needed = f"{prefix}experts {i}"
+        if times.reduce_scatter is not None:
+            tasks.append(task("reduce_scatter", i, intra, times.reduce_scatter, needed))
+            needed = tasks[-1].name
+        tasks.append(task("combine", i, INTER, times.combine, needed))
+    return tasks
+
+
+def pipeline_plan(
+    times: LayerTimes, degree: int, gradient_seconds: float | None = None, *, one_wire: bool = False
+) -> StreamPlan:
+    """One layer in `degree` chunks: tasks `dispatch i`, `all_gather i`, `experts i`, `reduce_scatter i`, `combine i`.
+
+    The same names serve forward and backward; in backward, `dispatch` carries the gradients of what forward combined.
+
+    Args:
+        times: of the direction.
+        degree: number of chunks.
+        gradient_seconds: of the task `gradients`, which reduces dense gradients between dispatches and combines, where
+            the wire between nodes is idle. None leaves it out.
+        one_wire: traffic inside and between nodes shares one wire, as where both go through the same root.
+
+    Raises:
+        ScheduleError: the degree is below 1, or seconds are negative.
+    """
+    return StreamPlan(tuple(pipeline_tasks(times, degree, gradient_seconds, one_wire=one_wire)))
+
+
+def pipeline_seconds(times: LayerTimes, degree: int, gradient_seconds: float = 0.0, *, one_wire: bool = False) -> float:
+    """Makespan of `pipeline_plan`."""
+    return simulate(pipeline_plan(times, degree, gradient_seconds, one_wire=one_wire)).makespan_seconds
+
+
+@dataclass(frozen=True)
+class DegreeChoice:
+    """The best degree, its seconds, and the seconds of all that were tried."""
+
+    degree: int
+    seconds: float
+    candidates: tuple[tuple[int, float], ...]
+
+
+def best_degree(
+    times: LayerTimes, gradient_seconds: float = 0.0, degrees: Iterable[int] = DEGREES, *, one_wire: bool = False
+) -> DegreeChoice:
+    """The degree with the smallest makespan by simulation, the smallest of equals.
+
+    The paper minimizes its closed forms over real degrees by SLSQP; a scan over integers is as good, needs no solver
+    and holds where gather and scatter take different times.
+
+    Raises:
+        ScheduleError: there are no degrees, or one is below 1.
+    """
+    tried = tuple((d, pipeline_seconds(times, d, gradient_seconds, one_wire=one_wire)) for d in sorted(set(degrees)))
+    if not tried:
+        raise ScheduleError("degrees is empty, but at least one degree must be tried")
+    degree, seconds = min(tried, key=lambda one: (one[1], one[0]))
+    return DegreeChoice(degree, seconds, tried)
+
+
+_CASES = {1: "between nodes", 2: "compute", 3: "all-to-all", 4: "inside a node"}
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """One of the paper's four cases. bound_by: what decides the time in it."""
+
+    case: int
+    seconds: float
+
+    @property
+    def bound_by(self) -> str:
+        """In words."""
+        return _CASES[self.case]
+
+
+def closed_form(times: LayerTimes, degree: int, gradient_seconds: float = 0.0) -> ClosedForm:
+    """The layer's time by the paper's predicates Q1 to Q7 and its four cases.
+
+    Equal to the simulation where all_gather and reduce_scatter take the same time; elsewhere never above it.
+
+    Raises:
+        ScheduleError: dispatch and combine differ, which the formulas do not cover, or the degree is below 1.
+    """
+    if degree < 1:
+        raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
+    if times.dispatch != times.combine:
+        raise ScheduleError("dispatch and combine take different times, which no closed form covers; use simulate")
+    r, none = degree, ChunkTime(0.0, 0.0)
+    a2a, exp = times.dispatch.seconds(r), times.experts.seconds(r)
+    ag, rs = ((time or none).seconds(r) for time in (times.all_gather, times.reduce_scatter))
+    q1 = a2a > ag
+    q2 = r * exp > 2 * (r - 1) * a2a
+    q3 = r * exp > (r - 1) * (ag + rs)
+    q4 = gradient_seconds > ag + rs
+    q5 = q7 = gradient_seconds > r * exp - 2 * (r - 1) * a2a + ag + rs
+    q6 = gradient_seconds > r * (ag + rs) - 2 * (r - 1) * a2a
+    if (q1 and ((not q2 and q4) or (q2 and q5))) or (not q1 and ((not q3 and q6) or (q3 and q7))):
+        return ClosedForm(1, 2 * r * a2a + gradient_seconds)
+    if (q1 and q2) or (not q1 and q3):
+        return ClosedForm(2, 2 * a2a + ag + rs + r * exp)
+    if q1:
+        return ClosedForm(3, 2 * r * a2a + ag + rs)
+    return ClosedForm(4, 2 * a2a + r * (ag + rs))

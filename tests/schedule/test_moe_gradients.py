@@ -1,0 +1,232 @@
+"""Gradients in idle windows: never worse than any other split, than the paper's greedy and than its evolution."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.errors import ScheduleError
+from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, backward_plan, fill_windows
+from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, closed_form, pipeline_seconds
+from laconic.schedule.streams import simulate
+
+_DEGREES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class _Line:
+    alpha_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha_seconds + self.seconds_per_byte * nbytes if nbytes > 0 else 0.0
+
+
+_times = st.builds(ChunkTime, st.floats(0.01, 0.5), st.floats(0.1, 4))
+
+
+@st.composite
+def backwards(draw: st.DrawFn, max_parts: int = 6) -> list[BackwardPart]:
+    """Mixture layers and dense parts in turn, with whole numbers of bytes."""
+    parts = []
+    for number in range(draw(st.integers(1, max_parts))):
+        nbytes = float(draw(st.integers(0, 4)))
+        if number % 2:
+            parts.append(BackwardPart(f"dense {number}", nbytes, dense_seconds=draw(st.floats(0, 3))))
+        else:
+            a2a, ag = draw(_times), draw(_times)
+            parts.append(BackwardPart(f"moe {number}", nbytes, LayerTimes(a2a, draw(_times), a2a, ag, draw(_times))))
+    return parts
+
+
+_lines = st.builds(_Line, st.floats(0, 1), st.floats(0.05, 1))
+
+
+def _part_seconds(part: BackwardPart, reduction_seconds: float) -> float:
+    if part.times is None:
+        return max(part.dense_seconds, reduction_seconds)
+    return min(pipeline_seconds(part.times, degree, reduction_seconds) for degree in _DEGREES)
+
+
+def _total_seconds(parts: Sequence[BackwardPart], sent: Sequence[float], line: _Line) -> float:
+    """The objective, straight from its definition."""
+    taken = math.fsum(_part_seconds(part, line.seconds(nbytes)) for part, nbytes in zip(parts, sent, strict=True))
+    return taken + line.seconds(sum(part.gradient_nbytes for part in parts) - sum(sent))
+
+
+def _check(parts: Sequence[BackwardPart], line: _Line, plan: GradientPlan) -> None:
+    """A plan is what it says it is, and can be done."""
+    waiting = 0.0
+    for part, window in zip(parts, plan.windows, strict=True):
+        assert -1e-9 <= window.nbytes <= waiting + 1e-9
+        waiting += part.gradient_nbytes - window.nbytes
+        assert window.reduction_seconds == pytest.approx(line.seconds(window.nbytes))
+        if part.times is not None:
+            assert window.degree is not None
+            assert window.seconds == pytest.approx(
+                pipeline_seconds(part.times, window.degree, window.reduction_seconds)
+            )
+    assert plan.tail_nbytes == pytest.approx(waiting, abs=1e-9)
+    order = [part.name for part in parts]
+    for one in plan.slices:
+        assert one.window is None or order.index(one.source) < order.index(one.window)
+    for part, window in zip(parts, plan.windows, strict=True):
+        assert sum(one.nbytes for one in plan.slices if one.source == part.name) == pytest.approx(part.gradient_nbytes)
+        assert sum(one.nbytes for one in plan.slices if one.window == part.name) == pytest.approx(window.nbytes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(backwards(), _lines)
+def test_a_plan_is_what_it_says_and_takes_what_the_simulation_takes(parts: list[BackwardPart], line: _Line) -> None:
+    plan = fill_windows(parts, line, _DEGREES)
+    _check(parts, line, plan)
+    whole = _total_seconds(parts, [window.nbytes for window in plan.windows], line)
+    assert plan.seconds == pytest.approx(whole)  # and so no other degree would have been better
+    assert simulate(backward_plan(parts, plan)).makespan_seconds == pytest.approx(plan.seconds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(backwards(max_parts=4), _lines)
+def test_no_split_into_halves_of_bytes_is_better(parts: list[BackwardPart], line: _Line) -> None:
+    """All splits on a grid: none beats the plan, and one comes as near as the grid is fine."""
+    total = sum(part.gradient_nbytes for part in parts)
+    seconds = [
+        {half / 2: _part_seconds(part, line.seconds(half / 2)) for half in range(int(2 * total) + 1)} for part in parts
+    ]
+    best = math.inf
+    for sent in itertools.product(*seconds):
+        exists, gone, possible = 0.0, 0.0, True
+        for part, nbytes in zip(parts, sent, strict=True):
+            gone += nbytes
+            possible &= gone <= exists
+            exists += part.gradient_nbytes
+        if possible:
+            taken = sum(table[nbytes] for table, nbytes in zip(seconds, sent, strict=True))
+            best = min(best, taken + line.seconds(total - gone))
+    found = fill_windows(parts, line, _DEGREES).seconds
+    assert found <= best + 1e-9
+    assert best <= found + len(parts) * (line.alpha_seconds + line.seconds_per_byte / 2) + 1e-9
+
+
+@settings(deadline=None)
+@given(backwards(), _lines)
+def test_without_gradients_every_layer_has_its_own_best_degree(parts: list[BackwardPart], line: _Line) -> None:
+    quiet = [replace(part, gradient_nbytes=0.0) for part in parts]
+    plan = fill_windows(quiet, line, _DEGREES)
+    for part, window in zip(quiet, plan.windows, strict=True):
+        assert window.nbytes == 0
+        if part.times is not None:
+            assert window.seconds == best_degree(part.times, 0.0, _DEGREES).seconds
+    assert (plan.tail_nbytes, plan.slices) == (0.0, ())
+
+
+def _papers_windows(part: BackwardPart) -> float:
+    """Idle seconds of the wire by the paper's cases, at the degree that is best without a reduction."""
+    if part.times is None:
+        return part.dense_seconds
+    degree = best_degree(part.times, 0.0, _DEGREES).degree
+    times = part.times
+    assert times.all_gather is not None
+    assert times.reduce_scatter is not None
+    a2a, inside = (
+        times.dispatch.seconds(degree),
+        times.all_gather.seconds(degree) + times.reduce_scatter.seconds(degree),
+    )
+    case = closed_form(times, degree).case
+    if case == 3:
+        return inside
+    if case == 4:
+        return degree * inside - 2 * (degree - 1) * a2a
+    return degree * times.experts.seconds(degree) + inside - 2 * (degree - 1) * a2a  # case 2; 1 needs a reduction
+
+
+def _papers_greedy(parts: Sequence[BackwardPart], line: _Line) -> list[float]:
+    """Step 1: fill windows in order."""
+    waiting, sent = 0.0, []
+    for part in parts:
+        fits = max(0.0, (_papers_windows(part) - line.alpha_seconds) / line.seconds_per_byte)
+        sent.append(min(waiting, fits))
+        waiting += part.gradient_nbytes - sent[-1]
+    return sent
+
+
+def _papers_evolution(parts: Sequence[BackwardPart], line: _Line, first: Sequence[float]) -> float:
+    """Step 2: differential evolution over what each part reduces beyond its window, nothing before it exists."""
+    from scipy.optimize import differential_evolution
+
+    def seconds(shares: Sequence[float]) -> float:
+        waiting, sent = 0.0, []
+        for part, filled, share in zip(parts, first, shares, strict=True):
+            now = min(waiting, filled)
+            sent.append(now + share * (waiting - now))
+            waiting += part.gradient_nbytes - sent[-1]
+        return _total_seconds(parts, sent, line)
+
+    solved = differential_evolution(seconds, [(0.0, 1.0)] * len(parts), seed=0, maxiter=40, tol=1e-10)
+    return min(float(solved.fun), _total_seconds(parts, first, line))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("kind", ["compute", "all-to-all", "inside"])
+def test_greedy_and_evolution_come_near_and_are_never_better(kind: str, scale: float) -> None:
+    a2a, ag, experts = {"compute": (0.8, 0.4, 3.0), "all-to-all": (2.0, 0.7, 1.0), "inside": (0.5, 2.0, 1.0)}[kind]
+    times = LayerTimes(*[ChunkTime(0.1, seconds) for seconds in (a2a, experts, a2a, ag, ag)])
+    parts = []
+    for layer in range(3):
+        parts.append(BackwardPart(f"moe {layer}", 0.5 * scale, times))
+        parts.append(BackwardPart(f"dense {layer}", 6.0 * scale, dense_seconds=1.5))
+    line = _Line(0.1, 0.3)
+    plan = fill_windows(parts, line, _DEGREES)
+    _check(parts, line, plan)
+    greedy = _papers_greedy(parts, line)
+    step_1 = _total_seconds(parts, greedy, line)
+    step_2 = _papers_evolution(parts, line, greedy)
+    nothing = _total_seconds(parts, [0.0] * len(parts), line)
+    assert plan.seconds <= step_2 + 1e-9
+    assert step_2 <= step_1 + 1e-9
+    assert step_2 <= 1.02 * plan.seconds
+    assert plan.seconds < nothing
+
+
+def test_a_degree_that_is_slower_alone_is_taken_for_its_window() -> None:
+    """What the paper's greedy cannot: two chunks are best alone, but one leaves the wire free while experts run."""
+    times = LayerTimes(ChunkTime(0.5, 1.0), ChunkTime(0.0, 2.0), ChunkTime(0.5, 1.0))
+    assert [pipeline_seconds(times, degree) for degree in (1, 2)] == [5.0, 4.0]
+    plan = fill_windows([BackwardPart("dense", 2.0), BackwardPart("moe", 0.0, times)], _Line(0.0, 1.0), _DEGREES)
+    assert plan.windows[1].degree == 1
+    assert plan.windows[1].nbytes == 2.0
+    assert plan.seconds == 5.0
+
+
+def test_many_layers_are_planned() -> None:
+    times = LayerTimes(*[ChunkTime(0.1, seconds) for seconds in (1.0, 2.0, 1.0, 0.5, 0.5)])
+    parts = []
+    for layer in range(60):
+        mine = replace(times, experts=ChunkTime(0.1, 1.0 + layer / 20))
+        parts += [BackwardPart(f"moe {layer}", 1.0, mine), BackwardPart(f"dense {layer}", 5.0, dense_seconds=1.0)]
+    line = _Line(0.05, 0.4)
+    plan = fill_windows(parts, line)
+    assert plan.seconds < fill_windows(parts, line, (1,)).seconds
+    total = sum(part.gradient_nbytes for part in parts)
+    assert sum(one.nbytes for one in plan.slices) == pytest.approx(total)
+
+
+def test_what_is_no_backward_is_refused() -> None:
+    times = LayerTimes(ChunkTime(0, 1), ChunkTime(0, 1), ChunkTime(0, 1))
+    with pytest.raises(ScheduleError, match="make two parts of it"):
+        BackwardPart("x", times=times, dense_seconds=1.0)
+    with pytest.raises(ScheduleError, match=r"gradient_nbytes of part 'x' is -1"):
+        BackwardPart("x", -1)
+    one = BackwardPart("x", 1.0)
+    with pytest.raises(ScheduleError, match=r"part 'x' is there twice"):
+        fill_windows([one, one], _Line(0, 1))
+    with pytest.raises(ScheduleError, match="degrees is empty"):
+        fill_windows([one], _Line(0, 1), ())
+    with pytest.raises(ScheduleError, match="windows of other parts"):
+        backward_plan([one], fill_windows([], _Line(0, 1)))
