@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher
 from laconic.moe.experts import Experts, GatedExperts, GptExperts
+from laconic.moe.flat import FlatDispatcher
 from laconic.moe.gates import Gate, SoftmaxGate, TokenChoiceGate
 from laconic.moe.grid import Grid, GridLayout, Level
 from laconic.moe.grouped import grouped_mm
@@ -12,6 +13,7 @@ from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.sharding import expert_shard
 
 __all__ = [
     "MoELayer",
@@ -30,10 +32,12 @@ __all__ = [
     "Dispatched",
     "LocalDispatcher",
     "HierarchicalDispatcher",
+    "FlatDispatcher",
     "Experts",
     "GptExperts",
     "GatedExperts",
     "grouped_mm",
+    "expert_shard",
     "Grid",
     "GridLayout",
     "Level",

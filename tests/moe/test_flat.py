@@ -1,0 +1,154 @@
+"""One exchange to the experts and one back, on real processes, against the slow truth in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from laconic.collectives import Blockwise, Lossless, Raw
+from laconic.errors import ConfigError, RoutingError
+from laconic.formats import BlockFormat
+from laconic.moe import Gate, GatedExperts, MoELayer, Routing, SoftmaxGate
+from laconic.moe.flat import FlatDispatcher, added_up, copied
+from laconic.moe.grid import Grid
+from laconic.moe.sharding import expert_shard
+from tests.moe.parallel import DIM, assert_same_as_whole, make_whole, spread_over
+from tests.moe.worlds import run_world
+
+RAW = Raw()
+
+
+class Fixed(Gate):
+    """Every token goes to the same experts, with weights that learn."""
+
+    def __init__(self, num_experts: int, experts: list[int]) -> None:
+        super().__init__()
+        self.num_experts, self.experts = num_experts, experts
+        self.weights = nn.Parameter(torch.rand(len(experts), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Routing:
+        chosen = torch.tensor(self.experts).expand(x.shape[0], -1)
+        return Routing.of_choices(chosen, self.weights.expand(x.shape[0], -1), self.num_experts)
+
+
+def flat(grid: Grid) -> FlatDispatcher:
+    return FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=RAW)
+
+
+def layers_equal_the_whole() -> None:
+    world = dist.get_world_size()
+    for ep, esp, kind in ((world, 1, "gated"), (world // 2, 2, "gpt"), (1, 2, "gated"), (1, 1, "gpt"), (2, 1, "gpt")):
+        grid = Grid(1, ep, esp)
+        whole = make_whole(grid, kind)
+        assert_same_as_whole(grid, whole, spread_over(grid, whole, flat(grid)), losses=True)
+
+
+def ranks_without_tokens_or_rows_take_part() -> None:
+    grid = Grid()
+    world = grid.layout.num_ranks
+    for num_tokens in ((0, 5), (5, 0), (0, 0, 0, 1), (0,)):
+        whole = make_whole(grid, num_tokens=num_tokens)
+        assert_same_as_whole(grid, whole, spread_over(grid, whole, flat(grid)))
+    for experts in ([0], [2 * world - 1], [2 * world - 1, 0]):
+        whole = make_whole(grid, gate=Fixed(2 * world, experts))
+        assert_same_as_whole(grid, whole, spread_over(grid, whole, flat(grid)))
+
+
+class Forgetful(nn.Module):
+    """Experts whose outputs hang on nothing if there are no rows."""
+
+    def __init__(self, experts: GatedExperts) -> None:
+        super().__init__()
+        self.inner = experts
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self.inner(rows, counts) if len(rows) else torch.zeros(rows.shape, dtype=rows.dtype)
+
+
+def backward_does_not_wait_for_ranks_whose_experts_have_no_rows() -> None:
+    """With inputs that need a gradient, and with those that do not."""
+    grid = Grid()
+    whole = make_whole(grid, gate=Fixed(2 * grid.layout.ep, [0, 1]))
+    assert isinstance(whole.experts, GatedExperts)
+    experts = Forgetful(expert_shard(whole.experts, grid))
+    layer = MoELayer(whole.gate, experts, dispatcher=flat(grid))
+    for needs_gradient in (True, False):
+        x = whole.tokens[grid.dp.rank()].clone().requires_grad_(needs_gradient)
+        layer(x).sum().backward()
+        assert (x.grad is not None) == needs_gradient
+        if dist.get_rank():
+            assert experts.inner.down.grad is None
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
+def codecs_keep_or_bound() -> None:
+    grid = Grid()
+    torch.manual_seed(3)
+    gate = SoftmaxGate(4, 64, 2)
+    experts = expert_shard(GatedExperts(4, 64, 32), grid)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(300, 64).to(torch.bfloat16)
+    found = {}
+    for name, codec in (("raw", RAW), ("lossless", Lossless()), ("8 bits", Blockwise(BlockFormat("int8")))):
+        layer = MoELayer(gate, experts, dispatcher=FlatDispatcher(grid.ep, codec=codec)).to(torch.bfloat16)
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf)
+        out.float().pow(2).sum().backward()
+        assert leaf.grad is not None
+        found[name] = (out.detach(), leaf.grad)
+    for exact, ours, near in zip(found["raw"], found["lossless"], found["8 bits"], strict=True):
+        assert torch.equal(exact, ours)
+        error = (near.float() - exact.float()).norm() / exact.float().norm()
+        assert 0 < error < 0.05
+
+
+def experts_that_do_not_fit_are_refused() -> None:
+    """On every rank, before anything travels."""
+    grid = Grid()
+    world = grid.layout.num_ranks
+    whole = make_whole(grid, num_experts=2 * world)
+    layer = MoELayer(SoftmaxGate(world + 1, DIM, 1).double(), expert_shard(whole.experts, grid), dispatcher=flat(grid))
+    with pytest.raises(RoutingError, match=f"num_experts is {world + 1}"):
+        layer(whole.tokens[0])
+    with pytest.raises(RoutingError, match="num_experts is 3"):
+        expert_shard(GatedExperts(3, 4, 4), grid)
+    with pytest.raises(ConfigError, match="hidden_dim"):
+        expert_shard(GatedExperts(2, 4, 5), Grid(1, 1, 2))
+    with pytest.raises(ConfigError, match="num_shards is 3"):
+        FlatDispatcher(grid.joint, num_shards=3)
+
+
+def test_copies_and_sums_are_each_others_transpose() -> None:
+    sizes = [2, 0, 3]
+    rows = torch.arange(10.0).view(5, 2).double().requires_grad_()
+    twice = copied(rows, sizes, 2)
+    assert twice[:, 0].tolist() == [0, 2, 0, 2, 4, 6, 8, 4, 6, 8]
+    assert torch.equal(added_up(twice, sizes, 2), 2 * rows)
+    torch.autograd.gradcheck(lambda x: copied(x, sizes, 3).sin(), rows)
+    torch.autograd.gradcheck(lambda x: added_up(copied(x, sizes, 3).sin(), sizes, 3), rows)
+    torch.autograd.gradgradcheck(lambda x: added_up(copied(x, sizes, 2).sin(), sizes, 2).sin(), rows)
+
+
+def test_parts_are_added_up_in_fp32() -> None:
+    parts = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    assert added_up(parts, [1], 3).item() == 258
+
+
+SCENARIOS: list[Callable[[], None]] = [
+    layers_equal_the_whole,
+    ranks_without_tokens_or_rows_take_part,
+    backward_does_not_wait_for_ranks_whose_experts_have_no_rows,
+    codecs_keep_or_bound,
+    experts_that_do_not_fit_are_refused,
+]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_spread_over_ranks_are_the_same_layer(world: int, tmp_path: Path) -> None:
+    run_world(SCENARIOS, world, tmp_path)
