@@ -10,12 +10,15 @@ from laconic.moe.grid import Grid, GridLayout, Level
 from laconic.moe.grouped import grouped_mm
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
+from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.sharding import expert_shard
 
 __all__ = [
+    "parallelize",
+    "Parallelized",
     "MoELayer",
     "Schedule",
     "Hook",

@@ -1,0 +1,21 @@
+"""Mixture-of-experts models of Hugging Face transformers on laconic's layers."""
+
+from __future__ import annotations
+
+from laconic.moe.huggingface.apply import Parallelized, parallelize
+from laconic.moe.huggingface.blocks import Block, find_blocks
+from laconic.moe.huggingface.experts import FusedExperts
+from laconic.moe.huggingface.gate import RouterGate
+from laconic.moe.huggingface.layer import BlockLayer
+from laconic.moe.huggingface.saving import gathered_state_dict
+
+__all__ = [
+    "parallelize",
+    "Parallelized",
+    "BlockLayer",
+    "Block",
+    "find_blocks",
+    "RouterGate",
+    "FusedExperts",
+    "gathered_state_dict",
+]

@@ -1,0 +1,132 @@
+"""The experts of a Hugging Face block on rows sorted by expert, in parameters of the names they always had."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laconic.errors import ModelError
+from laconic.formats.shards import local_part
+from laconic.moe.experts import Experts
+from laconic.moe.grouped import grouped_mm
+
+__all__ = ["FusedExperts", "check"]
+
+_NAMES = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
+
+
+class FusedExperts(Experts):
+    """Computes down(act(gate(x)) * up(x)), or whatever the original's own gating and activation are, expert by expert.
+
+    The parameters are the original's: `gate_up_proj` (`up_proj` without gating) [E, 2 I, M] and `down_proj` [E, M, I],
+    with the last two dimensions exchanged if the original has them so, and biases [E, 2 I] and [E, M] if it has any.
+    Under expert parallelism they are DTensors with Shard(0), and rows are those of the local experts.
+    """
+
+    def __init__(
+        self, original: nn.Module, parameters: Mapping[str, nn.Parameter], gradient_factor: float = 1.0
+    ) -> None:
+        """Take the behaviour of `original` and `parameters` in place of its own.
+
+        `gradient_factor` multiplies the parameters' gradients. Raises ModelError if the original computes something
+        else than this module would.
+        """
+        super().__init__()
+        # A copy without parameters serves the original's gating, which may read its attributes.
+        behaviour = copy.copy(original)
+        behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
+        self.__dict__["_behaviour"] = behaviour
+        self.gradient_factor = gradient_factor
+        for name, child in original.named_children():
+            self.register_module(name, child)
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+        down = self.get_parameter("down_proj")
+        self.num_experts = len(local_part(down))
+        self.num_global_experts = len(down)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [q, M] sorted by local expert, counts int64 [E_local]; returns [q, M], autocast as of a linear layer."""
+        kind: Any = self.__dict__["_behaviour"]
+        of_row = None
+        if kind.has_bias:
+            of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+
+        def product(rows: Tensor, name: str) -> Tensor:
+            weight = self._own(name)
+            out = grouped_mm(rows, weight if kind.is_transposed else weight.transpose(1, 2), counts)
+            return out if of_row is None else out + self._own(f"{name}_bias").to(out.dtype)[of_row]
+
+        if kind.has_gate:
+            return product(kind._apply_gate(product(rows, "gate_up_proj")), "down_proj")
+        return product(kind.act_fn(product(rows, "up_proj")), "down_proj")
+
+    def _own(self, name: str) -> Tensor:
+        local = local_part(self.get_parameter(name))
+        if self.gradient_factor != 1.0 and local.requires_grad and torch.is_grad_enabled():
+            local = _Factor.apply(local, self.gradient_factor)
+        return local
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts} of {self.num_global_experts}"
+
+
+class _Factor(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
+
+
+def check(original: nn.Module, name: str) -> None:
+    """Compare FusedExperts with the module it would replace, on narrow random parameters of as many experts.
+
+    Raises ModelError, naming `name`, if they differ or the module has parts that FusedExperts does not know.
+    """
+    parameters = {key: p for key, p in original.named_parameters() if p is not None}
+    others = sorted(set(parameters) - _NAMES) + [key for key, _ in original.named_buffers()]
+    if others or getattr(original, "has_post_expert_norm", False):
+        raise ModelError(
+            f"{name} has {', '.join(others) or 'a norm behind its experts'}, which laconic.moe does not know"
+        )
+
+    # 1. The same module, eight values wide outside and sixteen inside.
+    generator = torch.Generator().manual_seed(0)
+    num_experts, width = len(parameters["down_proj"]), 32 if original.has_gate else 16
+    shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (width, 8), "up_proj": (width, 8), "down_proj": (8, 16)}
+    if original.is_transposed:
+        shapes = {key: shape[::-1] for key, shape in shapes.items()}
+    shapes |= {"gate_up_proj_bias": (width,), "up_proj_bias": (width,), "down_proj_bias": (8,)}
+    narrow = {key: torch.randn(num_experts, *shapes[key], generator=generator) * 0.3 for key in parameters}
+
+    # 2. Every expert gets a token, and a token may choose one expert twice.
+    x = torch.randn(num_experts + 3, 8, generator=generator)
+    indices = torch.stack(
+        [torch.arange(len(x)) % num_experts, torch.randint(num_experts, (len(x),), generator=generator)], 1
+    )
+    weights = torch.rand(len(x), 2, generator=generator) + 0.5
+    twin = FusedExperts(original, {key: nn.Parameter(p) for key, p in narrow.items()})
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            expected = functional_call(original, narrow, (x, indices, weights))
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise ModelError(f"{name} cannot be tried as fused experts: {error}") from error
+        experts, order = indices.flatten().sort(stable=True)
+        rows = twin(x[order // 2], torch.bincount(experts, minlength=num_experts))
+        got = torch.zeros_like(x).index_add_(0, order // 2, rows * weights.flatten()[order, None])
+    if expected.shape != got.shape or not torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
+        raise ModelError(
+            f"{name} is a {type(original).__name__}, whose output is not that of products with {', '.join(parameters)};"
+            " put a laconic.moe.MoELayer in the block's place by hand"
+        )

@@ -1,0 +1,67 @@
+"""save_pretrained for a model whose experts are on several processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laconic.errors import CheckpointError
+
+__all__ = ["gathered_state_dict", "save_gathered"]
+
+
+def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as it was before any sharding, on the CPU of global rank 0; empty elsewhere.
+
+    All processes call it. One tensor after the other is gathered.
+    """
+    main = dist.get_rank() == 0
+    gathered: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if main:
+            gathered[name] = whole.detach().cpu()
+    return gathered
+
+
+def save_gathered(model: Any) -> Callable[..., None]:
+    """`model.save_pretrained` for all processes to call together: what the unsharded model would write, from rank 0.
+
+    Takes the same arguments. Raises CheckpointError everywhere if writing fails.
+    """
+    return _SaveGathered(model)
+
+
+class _SaveGathered:
+    """A class, so that a copy of the model saves the copy."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        model = self._model
+        tensors = gathered_state_dict(model) if state_dict is None else state_dict
+        failure: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                type(model).save_pretrained(model, save_directory, is_main_process, tensors, **options)
+            except Exception as error:  # whatever it is, the others are told before it goes on
+                failure = error
+        device = next(model.parameters()).device
+        failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
+        dist.all_reduce(failed)
+        if failed.item():
+            reason = f": {failure}" if failure is not None else " on rank 0, which says why"
+            raise CheckpointError(f"{save_directory} could not be saved{reason}") from failure

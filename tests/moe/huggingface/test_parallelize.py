@@ -1,0 +1,226 @@
+"""Hugging Face models on MoELayers: the same outputs, gradients, router logits, losses, names and files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import ModelError, RoutingError
+from laconic.moe.huggingface import BlockLayer, find_blocks, parallelize
+from laconic.moe.huggingface.experts import check
+from laconic.moe.layer import MoELayer
+from tests.activations.models import MIXTURES, make_ids, make_model
+
+# Those that are promised; the last comes for free.
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "qwen2_moe"]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
+    ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_group": 1}),
+]
+
+
+def pair(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[nn.Module, nn.Module]:
+    """A model and its twin on our layers."""
+    model = make_model(family, experts_implementation="eager", **changes).to(dtype)  # grouped ones know no float64
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
+    twin = copy.deepcopy(model)
+    parallelize(twin)
+    return model, twin
+
+
+def close(got: Tensor, expected: Tensor) -> bool:
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}[got.dtype]
+    return got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_outputs_gradients_and_router_logits_are_those_of_the_original(
+    family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model, twin = pair(family, dtype, **changes)
+    ids = make_ids(2, 12)
+    records = {"output_router_logits": True} if "router_logits" in str(type(model).forward.__doc__) else {}
+    expected, got = (each(input_ids=ids, labels=ids, use_cache=False, **records) for each in (model, twin))
+    assert close(got.logits, expected.logits)
+    assert close(got.loss, expected.loss)
+    if records:
+        assert len(got.router_logits) == len(expected.router_logits) > 0
+        assert all(close(a, b) for a, b in zip(got.router_logits, expected.router_logits, strict=True))
+        auxiliary = getattr(expected, "aux_loss", None)  # DeepSeek's have none
+        assert close(got.aux_loss, auxiliary) if auxiliary is not None else got.get("aux_loss") is None
+    expected.loss.backward()
+    got.loss.backward()
+    for (name, a), (other, b) in zip(twin.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        assert close(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_values_and_saved_files_stay(family: str, tmp_path: Path) -> None:
+    model, twin = pair(family, torch.float32)
+    before, after = model.state_dict(), twin.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for each, folder in ((model, "before"), (twin, "after")):
+        each.save_pretrained(tmp_path / folder)
+    names = sorted(path.name for path in (tmp_path / "before").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "after").iterdir())
+    for name in names:
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes(), name
+    again = type(model).from_pretrained(tmp_path / "after")
+    parallelize(again)
+    ids = make_ids(1, 5)
+    assert close(again.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_every_block_becomes_a_layer_and_dense_ones_stay() -> None:
+    model = make_model("qwen3_moe", mlp_only_layers=[0])
+    assert list(find_blocks(model)) == ["model.layers.1.mlp"]
+    done = parallelize(model)
+    assert list(done.layers) == ["model.layers.1.mlp"]
+    assert [name for name, module in model.named_modules() if isinstance(module, MoELayer)] == list(done.layers)
+    assert "2 of 4 experts (all here)" in str(done)
+    assert len(done.dense()) + len(done.experts()) == len(list(model.parameters()))
+    assert [len(group["params"]) for group in done.parameter_groups()] == [len(done.dense()), 2]
+
+
+def test_layers_report_their_load() -> None:
+    _, twin = pair("mixtral")
+    twin(input_ids=make_ids(2, 12))
+    for module in twin.modules():
+        if isinstance(module, BlockLayer):
+            assert module.load is not None
+            assert int(module.load.sum()) == 2 * 24
+
+
+def test_jitter_draws_what_the_original_draws() -> None:
+    model, twin = pair("mixtral", router_jitter_noise=0.1)
+    ids = make_ids(1, 12)
+    out = []
+    for each in (model.train(), twin.train()):
+        torch.manual_seed(3)
+        out.append(each(input_ids=ids).logits)
+    assert close(out[1], out[0])
+    assert not close(out[1], twin.eval()(input_ids=ids).logits)
+
+
+def test_autocast_computes_like_the_original() -> None:
+    model, twin = pair("deepseek_v3", torch.float32)
+    ids = make_ids(1, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = (each(input_ids=ids).logits for each in (model, twin))
+    assert got.dtype == expected.dtype
+    assert ((got - expected).norm() / expected.norm()).item() < 2e-2
+
+
+def test_training_gives_the_same_weights_and_state_dicts_cross() -> None:
+    model, twin = pair("olmoe")
+    for each in (model, twin):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3)
+        for step in range(3):
+            ids = make_ids(2, 8, seed=step)
+            each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(close(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    model.load_state_dict(twin.state_dict())
+    twin.load_state_dict(model.state_dict())
+
+
+def test_copies_and_gradient_checkpointing_work() -> None:
+    model, twin = pair("deepseek_v2")
+    ids = make_ids(1, 8)
+    other = copy.deepcopy(twin)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    enable = getattr(other, "activation_checkpointing_enable", other.gradient_checkpointing_enable)
+    enable()
+    for each in (other.train(), model.train()):
+        each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for a, b in zip(other.parameters(), model.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert close(a.grad, b.grad)
+
+
+def test_a_model_on_the_meta_device_is_recognized() -> None:
+    with torch.device("meta"):
+        model = make_model("deepseek_v3")
+    done = parallelize(model)
+    assert [p.device.type for p in done.experts()] == ["meta"] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_without_experts_is_refused(family: str) -> None:
+    with pytest.raises(ModelError, match="has no mixture-of-experts block"):
+        parallelize(make_model(family))
+
+
+def test_a_second_call_is_refused() -> None:
+    _, twin = pair("mixtral")
+    with pytest.raises(ModelError, match="parallelized already"):
+        parallelize(twin)
+
+
+def test_a_block_that_returns_a_pair_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"model.layers.0.mlp is a GptOssMLP.*its output is not that of its experts"):
+        parallelize(make_model("gpt_oss"))
+
+
+def test_transposed_experts_with_biases_and_their_own_gating_are_computed() -> None:
+    check(make_model("gpt_oss").model.layers[0].mlp.experts, "experts")  # raises if they are not
+
+
+def test_a_block_that_does_something_else_is_refused_and_nothing_is_changed() -> None:
+    model = make_model("mixtral")
+    block = model.model.layers[1].mlp
+
+    class Doubled(type(block)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    block.__class__ = Doubled
+    with pytest.raises(ModelError, match=r"model.layers.1.mlp is a Doubled.*its output is not that of its experts"):
+        parallelize(model)
+    assert not any(isinstance(module, MoELayer) for module in model.modules())
+
+
+def test_experts_that_compute_something_else_are_refused() -> None:
+    model = make_model("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    experts.act_fn = nn.ReLU()
+    parallelize(copy.deepcopy(model))  # another activation is no other computation
+
+    class Doubled(type(experts)):  # type: ignore[misc]
+        def forward(self, *args: Tensor) -> Tensor:
+            return 2 * super().forward(*args)
+
+    experts.__class__ = Doubled
+    with pytest.raises(ModelError, match=r"layers.0.mlp.experts"):
+        parallelize(model)
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    _, twin = pair("mixtral")
+    with torch.no_grad():
+        twin.model.layers[0].mlp.gate.weight[1, 3] = float("nan")
+    with pytest.raises(RoutingError, match="logits"):
+        twin(input_ids=make_ids(1, 4))
+
+
+def test_all_families_of_the_tests_are_covered() -> None:
+    assert {*FAMILIES, "gpt_oss"} == set(MIXTURES)
