@@ -5,7 +5,16 @@ from __future__ import annotations
 from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher
 from laconic.moe.experts import Experts, GatedExperts, GptExperts
 from laconic.moe.flat import FlatDispatcher
-from laconic.moe.gates import Gate, SoftmaxGate, TokenChoiceGate
+from laconic.moe.gates import (
+    CosineGate,
+    ExpertChoiceGate,
+    Gate,
+    GShardGate,
+    SigmoidGate,
+    SoftmaxGate,
+    SoftMoEGate,
+    TokenChoiceGate,
+)
 from laconic.moe.grid import Grid, GridLayout, Level
 from laconic.moe.grouped import grouped_mm
 from laconic.moe.hierarchy import HierarchicalDispatcher
@@ -28,6 +37,11 @@ __all__ = [
     "Gate",
     "TokenChoiceGate",
     "SoftmaxGate",
+    "GShardGate",
+    "SigmoidGate",
+    "CosineGate",
+    "ExpertChoiceGate",
+    "SoftMoEGate",
     "Order",
     "SortedOrder",
     "DenseOrder",

@@ -101,6 +101,9 @@ class TokenChoiceGate(Gate):
         """What groups are chosen by: [n, groups] of preferences [n, groups, experts in one]; the best of each."""
         return grouped.amax(-1)
 
+    def chose(self, routing: Routing) -> None:
+        """Called with every choice, before losses and capacity; for subclasses that count."""
+
     def forward(self, x: Tensor) -> Routing:
         """See `Gate`."""
         logits = self.logits(x)
@@ -109,6 +112,7 @@ class TokenChoiceGate(Gate):
         scores = self.scores(logits)
         chosen = self._chosen(self.preferences(scores).detach())
         routing = Routing.of_choices(chosen, self._weights(scores, chosen), self.num_experts)
+        self.chose(routing)
         routing = replace(routing, losses=self._losses(logits, scores, routing.counts()))
         if self.capacity_factor is not None:
             capacity = capacity_of(self.capacity_factor * self.top_k, x.shape[0], self.num_experts)

@@ -1,0 +1,84 @@
+"""Sigmoid scores, balanced by a bias instead of a loss: DeepSeek-V3; without the bias BASE and StableMoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from laconic.moe.gates.base import TokenChoiceGate, linear_logits
+from laconic.moe.losses import summed_counts
+from laconic.moe.routing import Routing
+
+__all__ = ["SigmoidGate"]
+
+
+class SigmoidGate(TokenChoiceGate):
+    """Scores are sigmoid(x weight^T); the choice is made by score + bias, the weights are the scores alone.
+
+    DeepSeek-V3 (2024), section 2.1.2: the bias of an overloaded expert falls by `bias_rate` after each step, that of an
+    underloaded one rises. Groups are chosen by the sum of their two best. Call `update_bias` after each optimizer step.
+
+    Arguments beside those of TokenChoiceGate:
+        bias_rate: of one update; 0 leaves the bias alone.
+
+    Parameter: weight [E, M]. Buffers: bias fp32 [E], in the state dict; load int64 [E], tokens since the last update,
+    counted in training only, not in the state dict.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        model_dim: int,
+        top_k: int,
+        *,
+        normalize: bool = True,
+        bias_rate: float = 1e-3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_experts, model_dim, top_k, normalize=normalize, **options)
+        self.bias_rate = bias_rate
+        self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=model_dim**-0.5)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
+        load = torch.zeros(num_experts, device=device, dtype=torch.int64)
+        self.register_buffer("load", load, persistent=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """See `TokenChoiceGate.logits`."""
+        return linear_logits(x, self.weight)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """See `TokenChoiceGate.scores`."""
+        return logits.sigmoid()
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """See `TokenChoiceGate.preferences`."""
+        return scores + self.bias.to(scores.dtype)
+
+    def group_preferences(self, grouped: Tensor) -> Tensor:
+        """See `TokenChoiceGate.group_preferences`: the sum of the two best."""
+        return grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+
+    def chose(self, routing: Routing) -> None:
+        """See `TokenChoiceGate.chose`: remembers the load."""
+        if self.training and torch.is_grad_enabled():
+            self.load += routing.counts()
+
+    @torch.no_grad()
+    def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move the bias by bias_rate * sign(mean load - load) and begin to count anew.
+
+        group: all ranks whose tokens these experts serve; each calls it. None takes the load that was counted here.
+        """
+        load = self.load if group is None else summed_counts(self.load, group)
+        # Integers: sign(total - E * load) is that of mean - load, without a rounded mean.
+        self.bias += self.bias_rate * (load.sum() - self.num_experts * load).sign()
+        self.load.zero_()

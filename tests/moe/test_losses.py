@@ -1,0 +1,54 @@
+"""Losses by hand and against Hugging Face; over a group as if its tokens lay together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laconic.moe import SoftmaxGate
+from laconic.moe.losses import load_balance_loss, z_loss
+
+
+def test_balance_loss_is_one_when_even_and_the_number_of_experts_when_all_go_to_one() -> None:
+    even = load_balance_loss(torch.full((6, 4), 0.25), torch.tensor([3, 3, 3, 3]))
+    assert float(even) == pytest.approx(1.0)
+    one = torch.zeros(6, 4)
+    one[:, 2] = 1
+    assert float(load_balance_loss(one, torch.tensor([0, 0, 6, 0]))) == pytest.approx(4.0)
+
+
+def test_balance_loss_times_top_k_is_that_of_hugging_face() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    gate = SoftmaxGate(8, 16, 2, balance_coef=1.0)
+    x = torch.randn(40, 16)
+    logits = gate.logits(x)
+    expected = load_balancing_loss_func((logits,), 8, 2)
+    ours = gate(x).losses["balance"]
+    torch.testing.assert_close(2 * ours, expected)
+    (a,) = torch.autograd.grad(2 * ours, gate.weight)
+    (b,) = torch.autograd.grad(expected, gate.weight)
+    torch.testing.assert_close(a, b)
+
+
+def test_z_loss_is_the_mean_square_of_the_log_of_the_sum() -> None:
+    logits = torch.randn(5, 7, dtype=torch.float64)
+    expected = sum(float(row.exp().sum().log()) ** 2 for row in logits) / 5
+    assert float(z_loss(logits)) == pytest.approx(expected)
+
+
+def test_losses_of_no_tokens_are_zero() -> None:
+    assert float(z_loss(torch.zeros(0, 4))) == 0
+    assert float(load_balance_loss(torch.zeros(0, 4), torch.zeros(4, dtype=torch.int64))) == 0
+
+
+def test_coefficients_scale_and_zero_leaves_out() -> None:
+    x = torch.randn(10, 16)
+    gate = SoftmaxGate(8, 16, 2)
+    assert gate(x).losses == {}
+    gate.balance_coef, gate.z_coef = 1.0, 1.0
+    whole = gate(x).losses
+    gate.balance_coef, gate.z_coef = 0.25, 0.5
+    part = gate(x).losses
+    torch.testing.assert_close(part["balance"], 0.25 * whole["balance"])
+    torch.testing.assert_close(part["z"], 0.5 * whole["z"])
