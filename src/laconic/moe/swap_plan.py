@@ -1,0 +1,204 @@
+"""Which two experts should change places, so that fewer rows cross the levels of an all-to-all (HierMoE, section 4).
+
+What matters is not how many tokens an expert has but how many rows its group receives, where a token counts once. With
+S [n, E] the assignments and cnt [n, g] the token's experts in each of g groups, exchanging the slots a and b of the
+groups ga != gb changes the rows of ga by
+
+    + tokens of b that have nobody in ga          plus[b, ga],   plus = S^T (cnt = 0)
+    - tokens of a that have nobody else in ga,    minus[a, b],   minus = U^T (1 - S), U = S where cnt[:, group] = 1
+      and do not have b
+
+and those of gb by the same with a and b exchanged. So two matrix products per level price all pairs at once, exactly.
+Each rank makes the tables of its own tokens; their sum over ranks is that of all.
+
+Slots that share a group are no pair: at the finest level a group is a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.cost.hierarchy import LevelCost
+from laconic.errors import ConfigError
+
+__all__ = ["GAMMA", "SwapPlan", "SwapTables", "pair_seconds", "plan_swaps", "smooth_max", "swap_tables"]
+
+GAMMA = 10.0
+"""The paper's exponent of the smooth maximum."""
+
+_CHUNK_TOKENS = 1 << 14  # sums of products stay exact in fp32
+
+
+@dataclass(frozen=True, eq=False)
+class SwapTables:
+    """What all pairs of slots would change, at several numbers of groups. `flat` adds up over ranks and steps."""
+
+    num_experts: int
+    """E."""
+    num_groups: tuple[int, ...]
+    """Numbers of groups g; slot e belongs to group e // (E / g)."""
+    flat: Tensor
+    """int64 [sum over g of g + E*g + E*E]: to be all-reduced (sum)."""
+
+    def load(self, num_groups: int) -> Tensor:
+        """Rows of each group, int64 [g]: tokens that have an expert there."""
+        return self._parts(num_groups)[0]
+
+    def plus(self, num_groups: int) -> Tensor:
+        """Tokens of a slot that have nobody in a group, int64 [E, g]."""
+        return self._parts(num_groups)[1].view(self.num_experts, num_groups)
+
+    def minus(self, num_groups: int) -> Tensor:
+        """Tokens of slot a that have nobody else in its group, and not b, int64 [E, E] (a, b)."""
+        return self._parts(num_groups)[2].view(self.num_experts, self.num_experts)
+
+    def change(self, num_groups: int) -> Tensor:
+        """Rows that the group of slot a gains if a and b change places, int64 [E, E] (a, b); 0 within a group."""
+        group = _groups(self.num_experts, num_groups, self.flat.device)
+        change = self.plus(num_groups)[:, group].T - self.minus(num_groups)
+        return change * (group[:, None] != group[None, :])
+
+    def _parts(self, num_groups: int) -> tuple[Tensor, ...]:
+        start = 0
+        for g in self.num_groups:
+            sizes = _sizes(self.num_experts, g)
+            if g == num_groups:
+                return self.flat[start : start + sum(sizes)].split(sizes)
+            start += sum(sizes)
+        raise ConfigError(f"num_groups is {num_groups}, but tables were made for {self.num_groups}")
+
+
+def swap_tables(
+    tokens: Tensor, slots: Tensor, num_tokens: int, num_experts: int, num_groups: Sequence[int]
+) -> SwapTables:
+    """The tables of one rank's tokens.
+
+    tokens, slots: int64 [a], entry i sends token tokens[i] to slot slots[i].
+    num_groups: of the levels, see `LevelCost`; each must divide num_experts, else ConfigError.
+    """
+    for g in num_groups:
+        if g < 1 or num_experts % g:
+            raise ConfigError(f"num_groups has {g}, but it must divide num_experts = {num_experts}")
+    groups = tuple(dict.fromkeys(num_groups))
+    flat = torch.zeros(sum(sum(_sizes(num_experts, g)) for g in groups), dtype=torch.int64, device=slots.device)
+    tables = SwapTables(num_experts, groups, flat)
+    for first in range(0, num_tokens, _CHUNK_TOKENS):
+        mine = (tokens >= first) & (tokens < first + _CHUNK_TOKENS)
+        size = min(_CHUNK_TOKENS, num_tokens - first)
+        selected = torch.zeros(size, num_experts, device=slots.device)
+        selected[tokens[mine] - first, slots[mine]] = 1.0
+        with torch.autocast(slots.device.type, enabled=False):  # bf16 counts to 256
+            for g in groups:
+                counts = selected.view(size, g, num_experts // g).sum(2)
+                sole = selected * (counts == 1)[:, _groups(num_experts, g, slots.device)]
+                tables.load(g).add_((counts > 0).sum(0))
+                tables.plus(g).add_((selected.T @ (counts == 0).float()).long())
+                tables.minus(g).add_((sole.sum(0)[:, None] - sole.T @ selected).long())
+    return tables
+
+
+def smooth_max(x: Tensor, gamma: float = GAMMA, dim: int = -1) -> Tensor:
+    """max(x) * (sum of (x_i / max(x))^gamma)^(1 / gamma) of x >= 0: the gamma-norm, which also sees the second largest.
+
+    Between the maximum and the maximum times n^(1 / gamma). 0 where x is 0.
+    """
+    most = x.amax(dim, keepdim=True)
+    safe = torch.where(most > 0, most, torch.ones_like(most))
+    return (most * ((x / safe) ** gamma).sum(dim, keepdim=True) ** (1 / gamma)).squeeze(dim)
+
+
+def pair_seconds(tables: SwapTables, costs: Sequence[LevelCost], gamma: float = GAMMA) -> tuple[float, Tensor]:
+    """Predicted all-to-all seconds of one direction as it is, and after exchanging slots a and b, float64 [E, E].
+
+    Q of the paper: the sum over levels of alpha + beta * smooth maximum of the rows of groups.
+    """
+    loads = {g: tables.load(g).double() for g in tables.num_groups}
+    return _before(loads, costs, gamma), _after(tables, loads, costs, gamma)
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """Pairs of slots to exchange, all different."""
+
+    pairs: tuple[tuple[int, int], ...]
+    before_seconds: float
+    """Of one direction of one all-to-all, by the smooth objective."""
+    after_seconds: float
+
+    @property
+    def gain_seconds(self) -> float:
+        """For one direction; a training step has four: dispatch and combine, forward and backward."""
+        return self.before_seconds - self.after_seconds
+
+    def new_slots(self, num_experts: int) -> list[int]:
+        """Where what is in each slot goes. [E]"""
+        moved = list(range(num_experts))
+        for a, b in self.pairs:
+            moved[a], moved[b] = b, a
+        return moved
+
+
+def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, num_pairs: int = 1, gamma: float = GAMMA) -> SwapPlan:
+    """The pairs that shorten the all-to-all most; none that lengthens it.
+
+    The first pair is the best there is, exactly. Further ones (slots that are in no pair yet) take their changes from
+    the same tables on top of the loads after those before them, which is right up to tokens that two pairs share.
+    Ties go to the lowest slots. Roots are libm's: where machines differ, one rank's plan should count for all.
+    """
+    if num_pairs < 1:
+        raise ConfigError(f"num_pairs is {num_pairs}, but a plan looks for at least one pair")
+    loads = {g: tables.load(g).double() for g in tables.num_groups}
+    before = now = _before(loads, costs, gamma)
+    free = torch.ones(tables.num_experts, tables.num_experts, dtype=torch.bool, device=tables.flat.device).triu(1)
+    pairs: list[tuple[int, int]] = []
+    for _ in range(num_pairs):
+        after = _after(tables, loads, costs, gamma).masked_fill(~free, torch.inf)
+        best = int(after.argmin())
+        a, b = divmod(best, tables.num_experts)
+        if not float(after[a, b]) < now * (1 - 1e-12):
+            break
+        pairs.append((a, b))
+        now = float(after[a, b])
+        for g in tables.num_groups:
+            change, size = tables.change(g), tables.num_experts // g
+            loads[g][a // size] += change[a, b]
+            loads[g][b // size] += change[b, a]
+        free[[a, b], :] = False
+        free[:, [a, b]] = False
+    return SwapPlan(tuple(pairs), before, now)
+
+
+def _before(loads: dict[int, Tensor], costs: Sequence[LevelCost], gamma: float) -> float:
+    return sum(
+        cost.alpha_seconds + cost.seconds_per_row * float(smooth_max(loads[cost.num_groups], gamma)) for cost in costs
+    )
+
+
+def _after(tables: SwapTables, loads: dict[int, Tensor], costs: Sequence[LevelCost], gamma: float) -> Tensor:
+    """Only two groups change, so their powers leave the sum and come back changed."""
+    size = tables.num_experts
+    seconds = torch.zeros(size, size, dtype=torch.float64, device=tables.flat.device)
+    for cost in costs:
+        g = cost.num_groups
+        group = _groups(size, g, tables.flat.device)
+        load, change = loads[g], tables.change(g).double()
+        changed = (load[group][:, None] + change).clamp(min=0)  # of a's group, for each b
+        scale = torch.maximum(changed.amax(), load.amax()).clamp(min=1)
+        old, new = (load / scale) ** gamma, (changed / scale) ** gamma
+        total = old.sum() - old[group][:, None] - old[group][None, :] + new + new.T
+        # Nothing changes within a group, whose power would leave the sum twice.
+        total = torch.where(group[:, None] == group[None, :], old.sum(), total).clamp(min=0)
+        seconds += cost.alpha_seconds + cost.seconds_per_row * scale * total ** (1 / gamma)
+    return seconds
+
+
+def _groups(num_experts: int, num_groups: int, device: torch.device) -> Tensor:
+    return torch.arange(num_experts, device=device) // (num_experts // num_groups)
+
+
+def _sizes(num_experts: int, num_groups: int) -> list[int]:
+    return [num_groups, num_experts * num_groups, num_experts * num_experts]

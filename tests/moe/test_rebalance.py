@@ -1,0 +1,80 @@
+"""Packing experts on ranks by load."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.errors import ConfigError
+from laconic.moe.rebalance import imbalance, pack, rebalance
+
+LOADS = st.lists(st.integers(0, 100), min_size=16, max_size=16)
+
+
+def test_packing_in_numbers() -> None:
+    assert pack([9, 8, 2, 1], 2) == [[0, 3], [1, 2]]
+    assert pack([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+    assert pack([10, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # the second pack is full
+
+
+@given(LOADS, st.sampled_from([1, 2, 4, 8, 16]), st.permutations(range(16)))
+def test_every_expert_has_a_slot_of_its_own(loads: list[int], num_ranks: int, current: list[int]) -> None:
+    slots = rebalance(loads, num_ranks)
+    kept = rebalance(loads, num_ranks, current=current)
+    assert sorted(slots) == sorted(kept) == list(range(16))
+    assert imbalance(loads, kept, num_ranks) == pytest.approx(imbalance(loads, slots, num_ranks))
+    assert 1 <= imbalance(loads, slots, num_ranks) <= num_ranks + 1e-9
+
+
+@given(LOADS, st.permutations(range(16)))
+def test_groups_stay_on_a_node(loads: list[int], current: list[int]) -> None:
+    slots = rebalance(loads, 4, num_nodes=2, num_groups=4, current=current)
+    assert sorted(slots) == list(range(16))
+    for group in range(4):
+        assert len({slots[4 * group + i] // 8 for i in range(4)}) == 1
+
+
+@given(LOADS, st.sampled_from([2, 4, 8]))
+def test_no_rank_exceeds_another_by_more_than_one_item_per_place(loads: list[int], num_ranks: int) -> None:
+    """Each round of places adds at most the heaviest item's lead, so packs differ by at most places * heaviest."""
+    packs = pack(loads, num_ranks)
+    sums = [sum(loads[item] for item in items) for items in packs]
+    assert max(sums) - min(sums) <= max(loads)
+
+
+def test_hot_neighbours_are_parted() -> None:
+    loads = [100, 90, 80, 70, 1, 1, 1, 1]
+    slots = rebalance(loads, 4)
+    assert len({slots[expert] // 2 for expert in range(4)}) == 4
+    assert imbalance(loads, list(range(8)), 4) > 2 > imbalance(loads, slots, 4)
+
+
+@given(LOADS)
+def test_a_second_time_nothing_moves(loads: list[int]) -> None:
+    slots = rebalance(loads, 4)
+    assert rebalance(loads, 4, current=slots) == slots
+
+
+def test_few_experts_move() -> None:
+    loads = [8.0, 7, 6, 5, 4, 3, 2, 1]
+    before = rebalance(loads, 4)
+    loads[7] = 1.5  # changes nothing about who goes where
+    assert rebalance(loads, 4, current=before) == before
+    assert imbalance([0.0] * 4, [0, 1, 2, 3], 2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 3}, "num_ranks is 3, but it must divide the 8 experts"),
+        ({"num_ranks": 4, "num_nodes": 3}, "num_nodes is 3, but it must divide num_ranks = 4"),
+        ({"num_ranks": 4, "num_groups": 3}, "num_groups is 3, but it must divide the 8 experts"),
+        ({"num_ranks": 4, "current": [0] * 8}, "current is no permutation"),
+    ],
+)
+def test_impossible_questions_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rebalance([1.0] * 8, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_packs is 3, but it must divide the 8 items"):
+        pack([1.0] * 8, 3)
