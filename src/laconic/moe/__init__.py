@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher
+from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
 from laconic.moe.experts import Experts, GatedExperts, GptExperts
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.gates import (
@@ -22,7 +22,9 @@ from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.order import DenseOrder, Order, SortedOrder
+from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
 from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.sharded import ShardedDispatcher
 from laconic.moe.sharding import expert_shard
 
 __all__ = [
@@ -50,6 +52,12 @@ __all__ = [
     "LocalDispatcher",
     "HierarchicalDispatcher",
     "FlatDispatcher",
+    "ShardedDispatcher",
+    "SharesTokens",
+    "BaselineDispatcher",
+    "S1Dispatcher",
+    "S2Dispatcher",
+    "make_dispatcher",
     "Experts",
     "GptExperts",
     "GatedExperts",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from laconic.moe.order import Order
-from laconic.moe.routing import Routing
+from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["Dispatched", "Dispatcher", "LocalDispatcher"]
+if TYPE_CHECKING:
+    from laconic.moe.gates.base import Gate
+
+__all__ = ["Dispatched", "Dispatcher", "LocalDispatcher", "SharesTokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,19 @@ class Dispatcher(Protocol):
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring the outputs [q, M] of `dispatched.rows` back and sum them with their weights: [n, M]."""
+        ...
+
+
+@runtime_checkable
+class SharesTokens(Protocol):
+    """What a dispatcher also has if ranks share their tokens before the gate sees them."""
+
+    def route(self, gate: Gate, x: Tensor) -> tuple[Tensor, Routing | SoftRouting, Any]:
+        """Of a layer's tokens [n, M] those that pass this rank's gate, what the gate says, and what `restore` needs."""
+        ...
+
+    def restore(self, out: Tensor, state: Any) -> Tensor:
+        """The outputs [n, M] of the layer's tokens, of those that passed here."""
         ...
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.dispatch import Dispatcher, LocalDispatcher
+from laconic.moe.dispatch import Dispatcher, LocalDispatcher, SharesTokens
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
 from laconic.moe.order import Order, SortedOrder
@@ -87,10 +87,16 @@ class MoELayer(nn.Module):
         self._call("before_start", batch)
         x = batch["x"]
         batch["x"] = x.reshape(-1, x.shape[-1])
-        batch["routing"] = self.gate(batch["x"])
+        shares = self.dispatcher if isinstance(self.dispatcher, SharesTokens) else None
+        if shares is not None:
+            batch["x"], batch["routing"], state = shares.route(self.gate, batch["x"])
+        else:
+            batch["routing"] = self.gate(batch["x"])
         self._call("before_dispatch", batch)
         self._record(batch["routing"])
         batch["out"] = self._routed(batch)
+        if shares is not None:
+            batch["out"] = shares.restore(batch["out"], state)
         self._call("after_combine", batch)
         out: Tensor = batch["out"].reshape(x.shape)
         batch["out"] = out + self.shared(x) if self.shared is not None else out

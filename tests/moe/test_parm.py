@@ -1,0 +1,220 @@
+"""Layers inside an MP group on every path: the slow truth in float64, forward and backward, on many grids."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import Raw
+from laconic.errors import ConfigError
+from laconic.moe import Dispatcher, Hook, MoELayer, SoftmaxGate
+from laconic.moe.flat import FlatDispatcher
+from laconic.moe.grid import Grid
+from laconic.moe.parm import S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.sharded import ShardedDispatcher
+from tests.moe.parallel import DIM, assert_same_as_whole, close, make_whole, spread_over
+from tests.moe.worlds import Scenario, run_world
+
+RAW = Raw()
+
+PATHS = (
+    ("baseline", None),
+    ("sharded", None),
+    ("s1", None),
+    ("s2", None),
+    ("s1", "s2"),
+    ("s2", "s1"),
+)
+
+
+def of_path(grid: Grid, path: str, backward: str | None = None) -> Dispatcher:
+    return make_dispatcher(grid, path, backward=backward, codec=RAW)  # type: ignore[arg-type]
+
+
+def every_path_equals_the_whole(mp: int, ep: int, esp: int, kind: str = "gated") -> None:
+    grid = Grid(mp, ep, esp)
+    whole = make_whole(grid, kind)
+    for path, backward in PATHS:
+        # Losses of part of the tokens, or of more than a rank's own, are means of other things.
+        losses = (path, backward) in (("s2", None), ("s1", "s2"), ("s2", "s1")) or (
+            path == "baseline" and mp % esp == 0
+        )
+        layer = spread_over(grid, whole, of_path(grid, path, backward))
+        assert_same_as_whole(grid, whole, layer, losses=losses)
+
+
+def ranks_without_tokens_or_rows_take_part(mp: int, ep: int, esp: int) -> None:
+    grid = Grid(mp, ep, esp)
+    for num_tokens in ((0,), (1,), (0, 3)):
+        whole = make_whole(grid, num_tokens=num_tokens)
+        for path, backward in PATHS:
+            assert_same_as_whole(grid, whole, spread_over(grid, whole, of_path(grid, path, backward)))
+
+
+def experts_see_each_row_once_per_shard() -> None:
+    """What Parm saves: with MP paused, N_MP times fewer rows pass the experts than in the baseline."""
+    grid = Grid(2, dist.get_world_size() // 2, 2)
+    whole = make_whole(grid, num_tokens=(6,))
+    rows = {}
+    for path, backward in PATHS:
+
+        class Count(Hook):
+            def before_combine(self, layer: MoELayer, batch: dict[str, object]) -> None:
+                self.rows = cast(Tensor, batch["counts"]).sum()
+
+        count = Count()
+        layer = spread_over(grid, whole, of_path(grid, path, backward))
+        layer.hooks = (count,)
+        layer(whole.tokens[grid.dp.rank()])
+        dist.all_reduce(count.rows)
+        rows[path, backward] = int(count.rows)
+    entries = 6 * 2 * grid.layout.dp * grid.layout.esp
+    assert rows.pop(("baseline", None)) == 2 * entries
+    assert {*rows.values()} == {entries}
+
+
+def steps_do_not_change_a_bit(mp: int, ep: int, esp: int) -> None:
+    grid = Grid(mp, ep, esp)
+    whole = make_whole(grid, num_tokens=(9,))
+    found = []
+    for num_steps in (1, 2, 100):
+        layer = spread_over(grid, whole, S2Dispatcher(grid, num_steps=num_steps, codec=RAW))
+        x = whole.tokens[grid.dp.rank()].clone().requires_grad_()
+        out = layer(x)
+        out.sum().backward()
+        found.append((out, x.grad))
+    for out, grad in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(cast(Tensor, grad), cast(Tensor, found[0][1]))
+
+
+def dropped_tokens_are_those_of_the_whole() -> None:
+    """A capacity counts all tokens in S2; entries of a token may be missing, so parts are uneven."""
+    grid = Grid(2, dist.get_world_size() // 2, 2)
+    gate = SoftmaxGate(2 * grid.layout.ep, DIM, 2, capacity_factor=0.6).double()
+    whole = make_whole(grid, num_tokens=(9, 8), gate=gate)
+    for path, backward in (("s2", None), ("s1", "s2"), ("s2", "s1")):
+        layer = spread_over(grid, whole, of_path(grid, path, backward))
+        assert_same_as_whole(grid, whole, layer)
+        assert layer.num_dropped
+
+
+def shares_of_a_sequence_are_routed_on_their_own() -> None:
+    """With sequence parallelism the input is the share: outputs and gradients are the shares of the whole's."""
+    grid = Grid(2, dist.get_world_size() // 2, 2)
+    whole = make_whole(grid, num_tokens=(6,))
+    for path in ("s1", "sharded"):
+        plain = spread_over(grid, whole, of_path(grid, path))
+        shared = spread_over(grid, whole, make_dispatcher(grid, path, sequence_parallel=True, codec=RAW))
+        x = whole.tokens[grid.dp.rank()].clone().requires_grad_()
+        out = plain(x)
+        (out * whole.grads[grid.dp.rank()]).sum().backward()
+        mine = x.detach().chunk(2)[grid.mp.rank()].requires_grad_()
+        part = shared(mine)
+        (part * whole.grads[grid.dp.rank()].chunk(2)[grid.mp.rank()]).sum().backward()
+        assert x.grad is not None
+        close(part, out.chunk(2)[grid.mp.rank()], "out")
+        close(mine.grad, x.grad.chunk(2)[grid.mp.rank()], "input")
+        for (name, one), (_, other) in zip(plain.named_parameters(), shared.named_parameters(), strict=True):
+            assert one.grad is not None
+            close(other.grad, one.grad, name)
+
+
+def losses_of_s1_are_the_mean_of_the_shares() -> None:
+    grid = Grid(2, dist.get_world_size() // 2, 2)
+    whole = make_whole(grid, num_tokens=(5,))
+    layer = spread_over(grid, whole, of_path(grid, "s1"))
+    x = whole.tokens[grid.dp.rank()].clone().requires_grad_()
+    layer(x)
+    sum(layer.losses.values(), torch.zeros((), dtype=torch.float64)).backward()
+    one = x.detach().clone().requires_grad_()
+    expected: dict[str, Tensor] = {}
+    for share in one.split([3, 2]):
+        for name, loss in whole.routing(share).losses.items():
+            expected[name] = expected.get(name, torch.zeros((), dtype=torch.float64)) + loss * len(share) / 5
+    assert layer.losses.keys() == expected.keys()
+    for name, loss in expected.items():
+        close(layer.losses[name], loss, name)
+    total = sum(expected.values(), torch.zeros((), dtype=torch.float64))
+    grads = torch.autograd.grad(total, [one, *whole.gate.parameters()])
+    close(x.grad, grads[0], "input")
+    for parameter, grad in zip(layer.gate.parameters(), grads[1:], strict=True):
+        close(parameter.grad, grad, "gate")
+
+
+def names_make_what_they_say() -> None:
+    grid = Grid(2, 1, 2)
+    assert isinstance(of_path(grid, "joint"), FlatDispatcher)
+    sharded = of_path(grid, "sharded")
+    assert isinstance(sharded, S1Dispatcher)
+    assert isinstance(sharded.inner, ShardedDispatcher)
+    mixed = of_path(grid, "s1", "s2")
+    assert isinstance(mixed, S2Dispatcher)
+    assert (mixed.forward, mixed.backward) == ("tokens", "rows")
+    for path, backward, named in (("s3", None, "path is 's3'"), ("s1", "baseline", "only s1 and s2 can be mixed")):
+        with pytest.raises(ConfigError, match=named):
+            of_path(grid, path, backward)
+    with pytest.raises(ConfigError, match="sequence_parallel"):
+        make_dispatcher(grid, "s2", sequence_parallel=True)
+    with pytest.raises(ConfigError, match="forward is"):
+        S2Dispatcher(grid, forward="both")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_steps is 0"):
+        S2Dispatcher(grid, num_steps=0)
+
+
+TWO: list[Scenario] = [
+    partial(every_path_equals_the_whole, 2, 2, 1),
+    partial(every_path_equals_the_whole, 2, 1, 2, "gpt"),
+    partial(every_path_equals_the_whole, 1, 2, 1, "gpt"),
+    partial(every_path_equals_the_whole, 2, 1, 1),
+    partial(ranks_without_tokens_or_rows_take_part, 2, 2, 1),
+    experts_see_each_row_once_per_shard,
+    partial(steps_do_not_change_a_bit, 2, 2, 1),
+    dropped_tokens_are_those_of_the_whole,
+    shares_of_a_sequence_are_routed_on_their_own,
+    losses_of_s1_are_the_mean_of_the_shares,
+    names_make_what_they_say,
+]
+FOUR: list[Scenario] = [
+    partial(every_path_equals_the_whole, 2, 2, 2, "gpt"),
+    partial(every_path_equals_the_whole, 4, 2, 2),
+    partial(every_path_equals_the_whole, 4, 1, 4),
+    partial(every_path_equals_the_whole, 4, 4, 1),
+    partial(every_path_equals_the_whole, 2, 4, 1),
+    partial(every_path_equals_the_whole, 2, 2, 1),
+    partial(every_path_equals_the_whole, 4, 2, 1),
+    partial(every_path_equals_the_whole, 1, 2, 2),
+    partial(ranks_without_tokens_or_rows_take_part, 2, 2, 2),
+    partial(steps_do_not_change_a_bit, 2, 2, 2),
+    partial(steps_do_not_change_a_bit, 4, 4, 1),
+    experts_see_each_row_once_per_shard,
+    dropped_tokens_are_those_of_the_whole,
+    shares_of_a_sequence_are_routed_on_their_own,
+]
+EIGHT: list[Scenario] = [
+    partial(every_path_equals_the_whole, 2, 2, 4),
+    partial(every_path_equals_the_whole, 4, 4, 2, "gpt"),
+    partial(every_path_equals_the_whole, 4, 2, 4),
+    partial(every_path_equals_the_whole, 2, 4, 2),
+    partial(every_path_equals_the_whole, 2, 2, 2),
+    partial(steps_do_not_change_a_bit, 4, 4, 2),
+]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    run_world(TWO, 2, tmp_path)
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    run_world(FOUR, 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_eight_ranks(tmp_path: Path) -> None:
+    run_world(EIGHT, 8, tmp_path)
