@@ -21,8 +21,10 @@ from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
+from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.placement import Placement
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.sharded import ShardedDispatcher
 from laconic.moe.sharding import expert_shard
@@ -62,6 +64,9 @@ __all__ = [
     "GptExperts",
     "GatedExperts",
     "grouped_mm",
+    "Placement",
+    "ExpertMover",
+    "Moved",
     "expert_shard",
     "Grid",
     "GridLayout",

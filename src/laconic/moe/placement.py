@@ -1,0 +1,92 @@
+"""Where experts live: logical expert -> slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import CheckpointError, RoutingError
+
+__all__ = ["Placement"]
+
+
+class Placement(nn.Module):
+    """Maps experts as the gate numbers them to the slots in which their weights lie.
+
+    Slot s is local expert s % (E / N_EP) of expert-parallel rank s // (E / N_EP). A new placement is the identity;
+    `laconic.moe.ExpertMover` changes it together with the weights.
+
+    State dicts are in logical order, so the placement is not part of them: taking one while experts are elsewhere
+    raises CheckpointError (`ExpertMover.logical_order` brings them home for the while), and loading one makes the
+    placement the identity again.
+
+    Attributes:
+        slots: int64 [E], a permutation; not saved.
+    """
+
+    slots: Tensor
+
+    def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("slots", torch.arange(num_experts, device=device), persistent=False)
+        self.register_state_dict_pre_hook(_refuse_unless_home)
+        self.register_load_state_dict_post_hook(_go_home)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.slots)
+
+    @property
+    def logical(self) -> Tensor:
+        """int64 [E]: the expert in each slot, the inverse of `slots`."""
+        return torch.argsort(self.slots)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every expert is in the slot of its own number."""
+        return torch.equal(self.slots, torch.arange(self.num_experts, device=self.slots.device))
+
+    def forward(self, experts: Tensor) -> Tensor:
+        """The slots, int64, of experts, int64 of any shape."""
+        return self.slots[experts]
+
+    def swapped(self, a: int, b: int) -> Tensor:
+        """The slots, int64 [E], if experts a and b (logical) changed places.
+
+        Raises RoutingError if one does not exist.
+        """
+        for name, expert in (("a", a), ("b", b)):
+            if not 0 <= expert < self.num_experts:
+                raise RoutingError(f"{name} is {expert}, but experts are numbered from 0 to {self.num_experts - 1}")
+        slots = self.slots.clone()
+        slots[[a, b]] = slots[[b, a]]
+        return slots
+
+    def check(self, slots: Tensor) -> None:
+        """Raise RoutingError unless `slots` is a permutation of the slots here."""
+        expected = torch.arange(self.num_experts)
+        if slots.dtype != torch.int64 or not torch.equal(slots.detach().cpu().flatten().sort().values, expected):
+            raise RoutingError(
+                f"slots are {slots.tolist()}, but they must be a permutation of 0 ... {self.num_experts - 1} as int64:"
+                " one slot for each expert"
+            )
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}"
+
+
+def _refuse_unless_home(placement: nn.Module, prefix: str, keep_vars: bool) -> None:
+    assert isinstance(placement, Placement)
+    if not placement.is_identity:
+        raise CheckpointError(
+            f"the experts of {prefix.rstrip('.') or 'this layer'} have changed places, but a state dict has them in"
+            " logical order; take it inside of ExpertMover.logical_order()"
+        )
+
+
+def _go_home(placement: nn.Module, incompatible_keys: Any) -> None:
+    assert isinstance(placement, Placement)
+    placement.slots.copy_(torch.arange(placement.num_experts))

@@ -1,0 +1,182 @@
+"""Experts move between real processes: training goes on as if nothing moved, and a lost rank spoils nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from laconic.errors import CollectiveError, ConfigError
+from laconic.moe import Grid, HierarchicalDispatcher, MoELayer
+from laconic.moe.moves import ExpertMover
+from laconic.train.worker import leave
+from tests.moe.moving import OPTIMIZERS, E, build, experts_of, forward, inputs, train_step
+from tests.moe.worlds import run_world
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def spread(dtype: torch.dtype, name: str) -> tuple[Grid, list[MoELayer], Optimizers, ExpertMover]:
+    grid = Grid(device_type="cpu")
+    layers = build(2, dist.get_rank(), grid.layout.ep, dtype, HierarchicalDispatcher(grid.levels))
+    optimizers = [OPTIMIZERS[name](experts_of(layers))]
+    return grid, layers, optimizers, ExpertMover(layers, grid.ep, optimizers)
+
+
+def shuffled(seed: int) -> Tensor:
+    return torch.randperm(E, generator=torch.Generator().manual_seed(seed))
+
+
+def train(layers: list[MoELayer], optimizers: Optimizers, num_steps: int, mover: ExpertMover | None = None) -> None:
+    for step in range(num_steps):
+        train_step(layers, optimizers, inputs(step, dist.get_rank(), torch.float64))
+        if mover is not None:
+            mover.move([shuffled(step), None])
+            mover.swap([None, (step % E, (step + 5) % E)])
+
+
+def belongings(layers: list[MoELayer], optimizers: Optimizers) -> dict[str, Tensor]:
+    """Weights and state of the experts here, by name."""
+    found: dict[str, Tensor] = {}
+    for number, parameter in enumerate(experts_of(layers)):
+        found[f"{number}.weight"] = parameter.detach()
+        for key, value in optimizers[0].state[parameter].items():
+            if value.dim() > 0:
+                found[f"{number}.{key}"] = value
+    return found
+
+
+def of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, tensors)
+    return {name: torch.cat([one[name] for one in told]) for name in tensors}
+
+
+def as_distributed(grid: Grid, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: DTensor.from_local(x, grid.expert_mesh["ep"], [Shard(0)]) for name, x in tensors.items()}
+
+
+def training_with_moves_is_training_without() -> None:
+    results = []
+    for moves in (False, True):
+        _, layers, optimizers, mover = spread(torch.float64, "adamw")
+        train(layers, optimizers, 4, mover if moves else None)
+        if moves:
+            assert not mover.placement(0).is_identity
+        x = inputs(9, dist.get_rank(), torch.float64)
+        output = forward(layers, x).detach()
+        mover.bring_home()
+        torch.testing.assert_close(forward(layers, x).detach(), output, rtol=0, atol=1e-10)
+        results.append([output, *belongings(layers, optimizers).values()])
+    for plain, moved in zip(*results, strict=True):
+        torch.testing.assert_close(moved, plain, rtol=0, atol=1e-10)
+
+
+def every_byte_follows_its_expert(name: str) -> None:
+    _, layers, optimizers, mover = spread(torch.float32, name)
+    for step in range(2):
+        train_step(layers, optimizers, inputs(step, dist.get_rank(), torch.float32))
+    before = of_all_ranks(belongings(layers, optimizers))
+    target = shuffled(4)
+    moved = mover.move([target, target])
+    after = of_all_ranks(belongings(layers, optimizers))
+    assert {*after} == {*before}
+    for key, value in before.items():
+        assert torch.equal(after[key][target], value), key
+    local = E // dist.get_world_size()
+    leaving = sum(int(slot) // local != expert // local == dist.get_rank() for expert, slot in enumerate(target))
+    assert moved.sent_nbytes == leaving * sum(x[0].nbytes for x in before.values())
+    assert moved.num_experts == 2 * int((target != torch.arange(E)).sum())
+    mover.bring_home()
+    assert all(torch.equal(x, before[key]) for key, x in of_all_ranks(belongings(layers, optimizers)).items())
+
+
+def ranks_that_disagree_are_refused() -> None:
+    _, layers, optimizers, mover = spread(torch.float64, "adamw")
+    rank, before = dist.get_rank(), [p.detach().clone() for p in experts_of(layers)]
+    with pytest.raises(ConfigError, match=r"the slots of layer 1 is .* on rank 0 and .* on rank 1, but experts move"):
+        mover.swap([(0, 7), (1, 6 - rank)])
+    if rank == 0:
+        optimizers[0].state[experts_of(layers)[0]]["step"] = torch.tensor(1.0)
+    with pytest.raises(ConfigError, match=r"gate_up\.step of layer 0 is 1\.0 on rank 0 and None on rank 1"):
+        mover.swap([(0, 7), None])
+    assert mover.placement(0).is_identity
+    assert all(map(torch.equal, before, experts_of(layers)))
+
+
+def a_checkpoint_is_saved(folder: str) -> None:
+    grid, layers, optimizers, mover = spread(torch.float64, "adamw")
+    train(layers, optimizers, 3, mover)
+    with mover.logical_order():
+        dcp.save(as_distributed(grid, belongings(layers, optimizers)), checkpoint_id=folder)
+    assert not mover.placement(0).is_identity
+
+
+def _lose_a_rank(rank: int, folder: str) -> None:
+    """Rank 1 vanishes when it has sent half of what it should, after a checkpoint."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    grid, layers, optimizers, mover = spread(torch.float64, "adamw")
+    train(layers, optimizers, 3, mover)
+    with mover.logical_order():
+        dcp.save(as_distributed(grid, belongings(layers, optimizers)), checkpoint_id=f"{folder}/saved")
+    slots = [mover.placement(number).slots.clone() for number in range(2)]
+    before = {key: x.clone() for key, x in belongings(layers, optimizers).items()}
+    pairs = [tuple(placement.logical[[0, E - 1]].tolist()) for placement in map(mover.placement, range(2))]
+    if rank == 1:
+        send = dist.batch_isend_irecv
+
+        def vanish(operations: list[dist.P2POp]) -> None:
+            for work in send([one for one in operations if one.op is dist.isend]):
+                work.wait()
+            os._exit(0)
+
+        dist.batch_isend_irecv = vanish
+    with pytest.raises(CollectiveError, match=r"one of ranks \[0, 1\] ended or stopped while experts moved; none has"):
+        mover.swap([(int(a), int(b)) for a, b in pairs])
+    assert all(torch.equal(mover.placement(number).slots, slots[number]) for number in range(2))
+    assert all(torch.equal(x, before[key]) for key, x in belongings(layers, optimizers).items())
+    leave(0)
+
+
+def alone(num_steps: int) -> dict[str, Tensor]:
+    """What one process that sees the tokens of both has after training."""
+    layers = build(2, 0, 1, torch.float64, None)
+    optimizers = [OPTIMIZERS["adamw"](experts_of(layers))]
+    for step in range(num_steps):
+        train_step(layers, optimizers, torch.cat([inputs(step, rank, torch.float64) for rank in range(2)]))
+    return belongings(layers, optimizers)
+
+
+def check_saved(folder: Path) -> None:
+    expected = alone(3)
+    loaded = {key: torch.zeros_like(value) for key, value in expected.items()}
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    for key, value in expected.items():
+        torch.testing.assert_close(loaded[key], value, rtol=0, atol=1e-10, msg=key)
+
+
+def test_experts_move_between_two_processes(tmp_path: Path) -> None:
+    scenarios = [
+        training_with_moves_is_training_without,
+        functools.partial(every_byte_follows_its_expert, "adamw8bit"),
+        functools.partial(every_byte_follows_its_expert, "adamw amsgrad"),
+        ranks_that_disagree_are_refused,
+        functools.partial(a_checkpoint_is_saved, str(tmp_path / "saved")),
+    ]
+    run_world(scenarios, 2, tmp_path)
+    check_saved(tmp_path / "saved")
+
+
+def test_a_rank_lost_in_a_move_leaves_the_others_and_the_checkpoint_as_they_were(tmp_path: Path) -> None:
+    mp.spawn(_lose_a_rank, args=(str(tmp_path),), nprocs=2)
+    check_saved(tmp_path / "saved")
