@@ -27,7 +27,7 @@ class Order(Protocol):
         """Tokens [n, M] of rows [a, M] sorted like those of `permute`: each token's sum of weight times row.
 
         Products and sums are in fp32 (fp64 for fp64), in the order of the routing's entries, rounded once to the rows'
-        dtype. A token without entries gets zeros.
+        dtype; a token's bits depend on its own entries alone. A token without entries gets zeros.
         """
         ...
 
@@ -45,7 +45,11 @@ class SortedOrder:
         dtype = accumulation_dtype(rows.dtype)
         values = permuted(rows, routing.row_of_entry, routing.by_expert).to(dtype)
         weights = routing.weights.to(dtype)
-        return summed(values * weights[:, None], routing.tokens, routing.num_tokens, routing.choices).to(rows.dtype)
+        if routing.choices is not None:  # a row times a matrix for each token, without the products in between
+            num_tokens, k = routing.num_tokens, routing.choices
+            sums = torch.bmm(weights.view(num_tokens, 1, k), values.view(num_tokens, k, rows.shape[1]))
+            return sums.squeeze(1).to(rows.dtype)
+        return summed(values * weights[:, None], routing.tokens, routing.num_tokens, None).to(rows.dtype)
 
 
 class DenseOrder:
