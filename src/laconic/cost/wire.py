@@ -55,6 +55,10 @@ MIN_CODED_NBYTES = 1 << 14
 MIN_CHUNK_NBYTES = 1 << 18
 """Raw bytes on the wire below which a message is not cut further."""
 
+MAX_CHUNK_NBYTES = 1 << 22
+"""Raw bytes on the wire above which a chunk is cut, as long as there are at most `MAX_CHUNKS`: codecs are measured on no
+more, and larger chunks fall out of caches and take fresh memory."""
+
 MAX_CHUNKS = 32
 
 _LARGE_NUMEL = 1 << 28
