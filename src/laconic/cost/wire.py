@@ -56,8 +56,8 @@ MIN_CHUNK_NBYTES = 1 << 18
 """Raw bytes on the wire below which a message is not cut further."""
 
 MAX_CHUNK_NBYTES = 1 << 22
-"""Raw bytes on the wire above which a chunk is cut, as long as there are at most `MAX_CHUNKS`: codecs are measured on no
-more, and larger chunks fall out of caches and take fresh memory."""
+"""Raw bytes on the wire above which a chunk is cut, as long as there are at most `MAX_CHUNKS`: codecs are measured on
+no more, and larger chunks fall out of caches and take fresh memory."""
 
 MAX_CHUNKS = 32
 
