@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from laconic.moe.huggingface.apply import Parallelized, parallelize
 from laconic.moe.huggingface.blocks import Block, find_blocks
+from laconic.moe.huggingface.checkpoint import load_sharded, save_sharded
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import RouterGate
 from laconic.moe.huggingface.layer import BlockLayer
@@ -18,4 +19,6 @@ __all__ = [
     "RouterGate",
     "FusedExperts",
     "gathered_state_dict",
+    "save_sharded",
+    "load_sharded",
 ]

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
+from laconic.moe.flat import FlatDispatcher
 from laconic.moe.grid import Grid
-from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import gradients as gradients_
 from laconic.moe.huggingface.blocks import Block, find_blocks
@@ -72,6 +73,23 @@ class Parallelized:
         The gradients of dense parameters must be reduced already. All processes call it and get the same norm, 0-dim.
         """
         return gradients_.clip(self.dense(), self.experts(), self.grid, max_norm)
+
+    def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
+        """FSDP2: experts over the processes that have the same (edp), then `units` and the model over dp.
+
+        `units` are modules to be gathered one at a time, as decoder layers are; `options` those of
+        torch.distributed.fsdp.fully_shard. Call it before the optimizer is made. Raises ConfigError without a grid.
+        """
+        if self.grid is None:
+            raise ConfigError("no grid was given, but fully_shard needs its groups; call parallelize with a mesh")
+        alone: set[nn.Parameter] = set()
+        for layer in self.layers.values():
+            if self.grid.layout.edp > 1:
+                fully_shard(layer.experts, mesh=self.grid.expert_mesh["edp"], **options)
+            else:
+                alone |= {*layer.experts.parameters()}
+        for module in (*units, self.model):
+            fully_shard(module, mesh=self.grid.dense_mesh["dp"], ignored_params=alone, **options)
 
     def __str__(self) -> str:
         ep = 1 if self.grid is None else self.grid.layout.ep
@@ -197,4 +215,4 @@ def _shard(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
 def _spread(grid: Grid | None, codec: Codec | str) -> Dispatcher:
     if grid is None or grid.layout.ep == 1:
         return LocalDispatcher()
-    return HierarchicalDispatcher(grid.levels, 1, codec=codec)
+    return FlatDispatcher(grid.ep, codec=codec)

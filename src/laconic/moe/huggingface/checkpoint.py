@@ -1,0 +1,127 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP) that any number of processes can go on from.
+
+Keys are "model.<parameter>" and "optimizer.<parameter>.<moment>", those of the trainer's checkpoints as well. Tensors
+are stored whole, in pieces: EP 1 reads what EP 4 wrote and the other way round. Before a byte is read the checkpoint's
+list of tensors is compared with what is needed.
+
+DCP's `.metadata` is a pickle: load only what you trust.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from laconic.errors import CheckpointError
+from laconic.formats.shards import local_part
+
+__all__ = ["load_sharded", "save_sharded"]
+
+_SEPARATE = re.compile(r"\.experts\.\d+\.")
+
+
+def save_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write the weights, and the moments of an optimizer, each process what it holds. All processes call it together.
+
+    Raises CheckpointError if writing fails.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        stored, _ = _state(model, optimizer)
+        try:
+            save(stored, storage_writer=FileSystemWriter(directory), no_dist=not dist.is_initialized())
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(f"{directory} could not be written: {error}") from error
+
+
+def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Put weights, and moments if an optimizer is given, into `model` and `optimizer`. All processes call it together.
+
+    The checkpoint may have been written by any number of processes, with any N_EP, or before `parallelize`. Moments of
+    a parameter the checkpoint has none of begin afresh.
+
+    Raises CheckpointError if it cannot be read, and, before anything is changed, if tensors are missing or have other
+    shapes, naming them.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        stored, full = _state(model, optimizer)
+        reader = FileSystemReader(directory)
+        try:
+            found = reader.read_metadata().state_dict_metadata
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(f"{directory} holds no checkpoint that can be read: {error}") from error
+        sizes = {key: getattr(entry, "size", None) for key, entry in found.items()}
+
+        # 1. What is not there, or does not fit.
+        for name, moments in stored["optimizer"].items():
+            if not any(key.startswith(f"optimizer.{name}.") for key in sizes):
+                moments.clear()
+        if optimizer is not None and not any(key.startswith("optimizer.") for key in sizes):
+            raise CheckpointError(f"{directory} has weights only, no state of an optimizer; load it without one")
+        problems = _problems(stored, sizes)
+        if problems:
+            separate = [key for key in sizes if _SEPARATE.search(key)]
+            hint = ""
+            if separate:
+                hint = (
+                    f" The checkpoint has experts one by one ({separate[0]}); load such a model with from_pretrained,"
+                    " parallelize it and save it again."
+                )
+            raise CheckpointError(
+                f"{directory} does not fit the model: {len(problems)} tensors are missing or have another shape:"
+                f" {'; '.join(problems[:20])}{'; ...' if len(problems) > 20 else ''}.{hint}"
+            )
+
+        # 2. All of it, each process its part.
+        try:
+            load(stored, storage_reader=reader, no_dist=not dist.is_initialized())
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(f"{directory} could not be read: {error}") from error
+        if optimizer is not None:
+            set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What DCP stores, and the full state dicts it is a view of; without param_groups, and a tied weight once."""
+    if optimizer is None:
+        weights: Mapping[str, Any] = get_model_state_dict(model)
+        full: dict[str, Any] = {"model": weights, "optimizer": {}}
+        moments: Any = {}
+    else:
+        weights, whole = get_state_dict(model, optimizer)
+        full = {"model": weights, "optimizer": whole}
+        moments = whole["state"]
+    seen: set[tuple[int, torch.Size]] = set()
+    unique = {}
+    for name, value in weights.items():
+        key = (local_part(value).untyped_storage()._cdata, value.shape)
+        if key not in seen:
+            seen.add(key)
+            unique[name] = value
+    return {"model": unique, "optimizer": moments}, full
+
+
+def _problems(stored: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
+    wanted: dict[str, Tensor] = {f"model.{name}": value for name, value in stored["model"].items()}
+    for name, moments in stored["optimizer"].items():
+        wanted |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items()}
+    problems = []
+    for key, value in wanted.items():
+        if key not in sizes:
+            problems.append(f"{key} is missing")
+        elif isinstance(value, Tensor) and sizes[key] is not None and tuple(sizes[key]) != tuple(value.shape):
+            problems.append(f"{key} is {list(sizes[key])} there and {list(value.shape)} here")
+    return problems

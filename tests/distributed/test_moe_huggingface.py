@@ -1,0 +1,231 @@
+"""Hugging Face models whose experts are spread over processes: as one process has them, and on to other numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from laconic.errors import CheckpointError, ConfigError, ModelError
+from laconic.moe.grid import Grid
+from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
+from laconic.optim import AdamW8bit
+from tests.activations.models import make_ids, make_model
+from tests.moe.worlds import run_world
+
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"]
+BATCH = 4
+
+
+def tiny(family: str, **changes: Any) -> nn.Module:
+    """The same float64 model in every process."""
+    model = make_model(family, experts_implementation="eager", **changes).double()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
+    return got.shape == expected.shape and bool(((got - expected).abs() <= tolerance * (1 + expected.abs())).all())
+
+
+def own_ids(seed: int, length: int = 8) -> Tensor:
+    """This process's part of a batch that does not depend on their number."""
+    return make_ids(BATCH, length, seed).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss_on(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+def assert_like_one_process(family: str, grid: Grid, shard: bool = False, **options: Any) -> None:
+    reference, model = tiny(family), tiny(family)
+    done = parallelize(model, grid, **options)
+    held = 4 // grid.layout.ep
+    for parameter in done.experts():
+        assert isinstance(parameter, DTensor)
+        assert parameter.shape[0] == 4
+        assert parameter.to_local().shape[0] == held
+    if shard:
+        done.fully_shard(model.model.layers)
+
+    # 1. Outputs and router logits, on this process's tokens.
+    ids = own_ids(1)
+    records = {"output_router_logits": True} if family not in ("deepseek_v2", "deepseek_v3") else {}
+    expected, got = (each(input_ids=ids, labels=ids, use_cache=False, **records) for each in (reference, model))
+    assert close(got.logits, expected.logits)
+    assert close(got.loss, expected.loss)  # with the auxiliary loss
+    if records:
+        assert close(got.aux_loss, expected.aux_loss)
+
+    # 2. Gradients are those of the mean over all processes.
+    expected.loss.backward()
+    got.loss.backward()
+    if not shard:
+        done.reduce_gradients()
+    for (name, parameter), (other, one) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert name == other
+        assert one.grad is not None
+        dist.all_reduce(one.grad)
+        one.grad /= dist.get_world_size()
+        assert parameter.grad is not None, name
+        assert close(whole(parameter.grad), one.grad), name
+
+    # 3. Clipping and a step.
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    assert close(done.clip_gradients(0.1), norm)
+    for parameters in (reference.parameters(), done.parameter_groups()):
+        torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3).step()
+    for parameter, one in zip(model.parameters(), reference.parameters(), strict=True):
+        assert close(whole(parameter.detach()), one.detach())
+
+
+def pair_is_like_one_process() -> None:
+    grid = Grid(ep=2)
+    for family in FAMILIES:
+        assert_like_one_process(family, grid)
+    assert_like_one_process("qwen3_moe", grid, shard=True)
+    assert_like_one_process("mixtral", grid, dispatcher=lambda grid: HierarchicalDispatcher(grid.levels, 1))
+
+
+def a_rank_without_tokens_takes_part() -> None:
+    model, reference = tiny("mixtral"), tiny("mixtral")
+    done = parallelize(model, init_device_mesh("cpu", (2,)), gradients="sum")
+    layer, block = done.layers["model.layers.0.mlp"], reference.model.layers[0].mlp
+    x = torch.randn(1, 5 if dist.get_rank() == 0 else 0, 64, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    if dist.get_rank() == 0:
+        assert close(y, block(x.detach()))
+    block(torch.randn(1, 5, 64, dtype=torch.float64) if dist.get_rank() else x.detach()).sum().backward()
+    for name, parameter in layer.experts.named_parameters():
+        got, expected = whole(parameter.grad), block.experts.get_parameter(name).grad
+        dist.broadcast(expected, 0)
+        assert close(got, expected)
+
+
+def files_are_those_of_the_whole_model(folder: Path) -> None:
+    for family in ("qwen3_moe", "deepseek_v3"):
+        model = tiny(family)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / "whole")
+        parallelize(model, Grid(ep=2))
+        model.save_pretrained(folder / "spread")
+        for path in (folder / "whole").iterdir() if dist.get_rank() == 0 else ():
+            assert path.read_bytes() == (folder / "spread" / path.name).read_bytes(), path.name
+        dist.barrier()
+        (folder / "file").touch()
+        with pytest.raises(CheckpointError, match="could not be saved"):
+            model.save_pretrained(folder / "file" / "below")
+
+
+def misfits_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"5 experts, which ep = 2 processes cannot .* let ep be one of \[1, 5\]"):
+        parallelize(make_model("mixtral", num_local_experts=5), Grid(ep=2))
+    with pytest.raises(ModelError, match="has no mixture-of-experts block"):
+        parallelize(make_model("llama"), Grid(ep=2))
+    model = make_model("mixtral")
+    with pytest.raises(ConfigError, match="mp is 2"):
+        parallelize(model, Grid(mp=2, ep=2))
+    parallelize(model, Grid(ep=2))
+    with pytest.raises(ModelError, match="parallelized already"):
+        parallelize(model, Grid(ep=2))
+
+
+def start(family: str, eight_bits: bool) -> tuple[Parallelized, torch.optim.Optimizer]:
+    model = make_model(family) if eight_bits else tiny(family)
+    done = parallelize(model, Grid(ep=dist.get_world_size()) if dist.is_initialized() else None)
+    if eight_bits:
+        return done, AdamW8bit(done.parameter_groups(), lr=1e-2, eps=1e-3, min_8bit_numel=16)
+    return done, torch.optim.AdamW(done.parameter_groups(), lr=1e-2, eps=1e-3)
+
+
+def train(done: Parallelized, optimizer: torch.optim.Optimizer, step: int) -> None:
+    ids = own_ids(step) if dist.is_initialized() else make_ids(BATCH, 8, step)
+    loss_on(done.model, ids).backward()
+    done.reduce_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def go_on(folder: Path, family: str, source: str, target: str, step: int, eight_bits: bool = False) -> None:
+    """Load what another world saved, train one step, save."""
+    done, optimizer = start(family, eight_bits)
+    load_sharded(folder / source, done.model, optimizer)
+    train(done, optimizer, step)
+    save_sharded(folder / target, done.model, optimizer)
+
+
+def chain(folder: Path, family: str, worlds: list[int], eight_bits: bool = False) -> None:
+    """Train one step in each world, each from the checkpoint before; in the end compare with never having stopped."""
+    done, optimizer = start(family, eight_bits)
+    train(done, optimizer, 0)
+    save_sharded(folder / "0", done.model, optimizer)
+    for step, world in enumerate(worlds, 1):
+        (folder / f"world-{step}").mkdir()
+        scenario = partial(go_on, folder, family, f"{step - 1}", f"{step}", step, eight_bits)
+        run_world([scenario], world, folder / f"world-{step}")
+        train(done, optimizer, step)
+    last, again = start(family, eight_bits)
+    load_sharded(folder / f"{len(worlds)}", last.model, again)
+    # 8-bit moments of gradients that differ by fp32 rounding may round to neighbors.
+    tolerance = 2e-3 if eight_bits else 1e-9
+    for (name, got), expected in zip(last.model.named_parameters(), done.model.parameters(), strict=True):
+        assert close(got.detach(), expected.detach(), tolerance), name
+        moments, others = again.state[got], optimizer.state[expected]
+        assert moments.keys() == others.keys()
+        if not eight_bits:
+            assert all(close(moments[key], others[key], tolerance) for key in moments), name
+
+
+def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
+    scenarios = [
+        pair_is_like_one_process,
+        a_rank_without_tokens_takes_part,
+        misfits_are_refused,
+        partial(files_are_those_of_the_whole_model, tmp_path),
+    ]
+    run_world(scenarios, 2, tmp_path)
+
+
+def test_a_checkpoint_goes_on_in_another_world(tmp_path: Path) -> None:
+    chain(tmp_path, "qwen3_moe", [2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_go_from_one_process_to_two_to_four_and_back(family: str, tmp_path: Path) -> None:
+    chain(tmp_path, family, [2, 4, 1])
+
+
+@pytest.mark.slow
+def test_eight_bit_moments_of_experts_go_along(tmp_path: Path) -> None:
+    chain(tmp_path, "mixtral", [2, 4, 1], eight_bits=True)
+
+
+def four_in_two_replicas() -> None:
+    grid = Grid(ep=2)
+    assert grid.layout.edp == 2
+    for family in ("qwen3_moe", "deepseek_v3"):
+        assert_like_one_process(family, grid)
+        assert_like_one_process(family, grid, shard=True)
+
+
+@pytest.mark.slow
+def test_four_with_each_expert_twice_compute_what_one_process_does(tmp_path: Path) -> None:
+    run_world([four_in_two_replicas], 4, tmp_path)
