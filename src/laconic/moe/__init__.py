@@ -25,6 +25,7 @@ from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
 from laconic.moe.placement import Placement
+from laconic.moe.replicas import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.sharded import ShardedDispatcher
 from laconic.moe.sharding import expert_shard
@@ -68,6 +69,8 @@ __all__ = [
     "ExpertMover",
     "Moved",
     "expert_shard",
+    "fully_shard_layers",
+    "reduce_gradients",
     "Grid",
     "GridLayout",
     "Level",

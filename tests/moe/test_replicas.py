@@ -1,0 +1,123 @@
+"""Training with experts sharded over a grid, under FSDP2 and without, against one process with all tokens."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from laconic.collectives import Raw
+from laconic.errors import ModelError
+from laconic.moe import GatedExperts, MoELayer, SoftmaxGate
+from laconic.moe.grid import Grid
+from laconic.moe.parm import make_dispatcher
+from laconic.moe.replicas import fully_shard_layers, reduce_gradients
+from laconic.moe.sharding import expert_shard
+from tests.moe.parallel import close
+from tests.moe.worlds import Scenario, run_world
+
+DIM, EXPERTS, STEPS = 6, 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(DIM, DIM, dtype=torch.float64)
+        self.moe = MoELayer(SoftmaxGate(EXPERTS, DIM, 2).double(), GatedExperts(EXPERTS, DIM, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(torch.tanh(self.before(x)))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(11)
+    return nn.Sequential(Block(), Block(), nn.Linear(DIM, 1, dtype=torch.float64))
+
+
+def batches(dp: int) -> list[list[Tensor]]:
+    """Tokens of every step and dp rank; one rank has none in the second step."""
+    generator = torch.Generator().manual_seed(12)
+    rows = [
+        [torch.randn(4 + place, DIM, dtype=torch.float64, generator=generator) for place in range(dp)]
+        for _ in range(STEPS)
+    ]
+    if dp > 1:
+        rows[1][-1] = rows[1][-1][:0]
+    return rows
+
+
+def losses_are_those_of_one_process(
+    mp: int, ep: int, esp: int, path: str, fsdp: bool, dtype: torch.dtype = torch.float64
+) -> None:
+    grid = Grid(mp, ep, esp)
+    whole = make_model().to(dtype)
+    model = copy.deepcopy(whole)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            assert isinstance(module.experts, GatedExperts)
+            module.experts = expert_shard(module.experts, grid)
+            module.dispatcher = make_dispatcher(grid, path, codec=Raw())  # type: ignore[arg-type]
+    if fsdp:
+        fully_shard_layers(model, grid, units=list(model)[:2])
+    # The usual eps makes steps of gradients that are nothing but rounding.
+    ours = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=0.01, eps=1e-2)
+    for step in batches(grid.layout.dp):
+        step = [x.to(dtype) for x in step]
+        loss = model(step[grid.dp.rank()]).sin().sum()
+        loss.backward()
+        if not fsdp:
+            reduce_gradients(model, grid, codec=Raw())
+        ours.step()
+        ours.zero_grad()
+        of_all = torch.stack([whole(x).sin().sum() for x in step])
+        same(loss, of_all[grid.dp.rank()], f"loss on {grid}")
+        of_all.mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    expected = copy.deepcopy(whole)
+    for module in expected.modules():
+        if isinstance(module, MoELayer):
+            assert isinstance(module.experts, GatedExperts)
+            module.experts = expert_shard(module.experts, grid)
+    for (name, one), (_, other) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        found = one.full_tensor() if isinstance(one, DTensor) else one
+        same(found, other, f"{name} on {grid}")
+
+
+def same(found: Tensor, expected: Tensor, what: str) -> None:
+    if found.dtype == torch.float64:
+        close(found, expected, what)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{what}: {text}")
+
+
+def models_without_layers_are_refused() -> None:
+    grid = Grid(dist.get_world_size())
+    for function in (fully_shard_layers, reduce_gradients):
+        with pytest.raises(ModelError, match="no MoELayer"):
+            function(nn.Linear(2, 2), grid)  # type: ignore[operator]
+
+
+def trained(*layouts: tuple[int, int, int, str]) -> list[Scenario]:
+    return [partial(losses_are_those_of_one_process, *layout, fsdp) for layout in layouts for fsdp in (False, True)]
+
+
+TWO = [
+    *trained((1, 2, 1, "joint"), (1, 1, 1, "joint"), (2, 2, 1, "s1"), (1, 1, 2, "sharded")),
+    partial(losses_are_those_of_one_process, 1, 2, 1, "joint", True, torch.float32),
+    partial(losses_are_those_of_one_process, 1, 1, 1, "joint", True, torch.float32),
+    models_without_layers_are_refused,
+]
+FOUR = trained((1, 2, 1, "joint"), (2, 2, 1, "s2"), (2, 2, 2, "s1"), (2, 1, 2, "baseline"), (2, 2, 1, "sharded"))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_is_that_of_one_process(world: int, tmp_path: Path) -> None:
+    run_world(TWO if world == 2 else FOUR, world, tmp_path)
