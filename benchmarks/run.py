@@ -16,6 +16,7 @@
     python -m benchmarks.run zip-training --out benchmarks/results/zip_training_NAME.md
     python -m benchmarks.run choose --rounds 5 --out benchmarks/results/choose_NAME.md
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
+    python -m benchmarks.run moe-pipeline --out benchmarks/results/moe_pipeline_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
 Every number of threads gets a process of its own: the OpenMP runtimes that torch and its peers bring read their number
@@ -57,6 +58,7 @@ _MODULES = (
     "zip_training",
     "reduce",
     "planning",
+    "moe_pipeline",
     "files",
 )
 _SMOKE_ELEMENTS = 1 << 12
