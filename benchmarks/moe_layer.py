@@ -75,8 +75,9 @@ def _layers(shapes: tuple[Shape, ...], dtype: torch.dtype, options: Options) -> 
             "to the best of them",
         ),
         rows,
-        "One process, random tokens, the same weights; in fp32 equal outputs are checked before timing. Sizes are model "
-        "x hidden width of gated experts. batched_mm copies an expert's weights for each row and is left out over 1 GiB.",
+        "One process, random tokens, the same weights; in fp32 equal outputs are checked before timing. Sizes are "
+        "model x hidden width of gated experts. batched_mm copies an expert's weights for each row and is left out "
+        "over 1 GiB.",
     )
 
 

@@ -221,3 +221,20 @@ def test_no_tokens_train_without_error() -> None:
     assert out.shape == (2, 0, 8)
     (out.sum() + sum(auxiliary_losses(layer).values())).backward()
     assert [n for n, p in layer.named_parameters() if p.grad is None or bool(p.grad.any())] == []
+
+
+def test_autocast_leaves_gate_and_sums_exact() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(SoftmaxGate(8, 16, 2), GatedExperts(8, 16, 8))
+    x = torch.randn(12, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+        routing = layer.gate(x)
+        rows, counts = layer.order.permute(x, routing)
+        outputs = layer.experts(rows, counts)
+    assert out.dtype == torch.float32
+    assert outputs.dtype == torch.bfloat16
+    assert torch.equal(routing.weights, layer.gate(x).weights)
+    assert torch.equal(out, layer.order.combine(outputs, routing).float())
+    truth = DenseOrder().combine(outputs.double(), routing)
+    torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=2**-20)

@@ -24,6 +24,7 @@ from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.pipelined import Pipelined, thread_streams
 from laconic.moe.placement import Placement
 from laconic.moe.replicas import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import Routing, SoftRouting
@@ -35,6 +36,8 @@ __all__ = [
     "Parallelized",
     "MoELayer",
     "Schedule",
+    "Pipelined",
+    "thread_streams",
     "Hook",
     "auxiliary_losses",
     "Routing",

@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         if shares is not None:
             batch["out"] = shares.restore(batch["out"], state)
         self._call("after_combine", batch)
-        out: Tensor = batch["out"].reshape(x.shape)
+        out: Tensor = batch["out"].reshape(x.shape).to(x.dtype)  # under autocast the experts' dtype is another
         batch["out"] = out + self.shared(x) if self.shared is not None else out
         self._call("after_end", batch)
         return batch["out"]

@@ -47,7 +47,8 @@ class SortedOrder:
         weights = routing.weights.to(dtype)
         if routing.choices is not None:  # a row times a matrix for each token, without the products in between
             num_tokens, k = routing.num_tokens, routing.choices
-            sums = torch.bmm(weights.view(num_tokens, 1, k), values.view(num_tokens, k, rows.shape[1]))
+            with torch.autocast(rows.device.type, enabled=False):
+                sums = torch.bmm(weights.view(num_tokens, 1, k), values.view(num_tokens, k, rows.shape[1]))
             return sums.squeeze(1).to(rows.dtype)
         return summed(values * weights[:, None], routing.tokens, routing.num_tokens, None).to(rows.dtype)
 

@@ -157,8 +157,10 @@ class SoftRouting:
 
     def mix(self, x: Tensor) -> Tensor:
         """Slots [E * s, M] of tokens x [n, M], in x's dtype; sums in the routing's dtype."""
-        return (self.dispatch.flatten(1).T @ x.to(self.dispatch.dtype)).to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return (self.dispatch.flatten(1).T @ x.to(self.dispatch.dtype)).to(x.dtype)
 
     def unmix(self, slots: Tensor) -> Tensor:
         """Tokens [n, M] of the experts' outputs for slots [E * s, M], in the slots' dtype."""
-        return (self.combine.flatten(1) @ slots.to(self.combine.dtype)).to(slots.dtype)
+        with torch.autocast(slots.device.type, enabled=False):
+            return (self.combine.flatten(1) @ slots.to(self.combine.dtype)).to(slots.dtype)
