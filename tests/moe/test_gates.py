@@ -26,7 +26,7 @@ from laconic.moe import (
     SoftMoEGate,
     TokenChoiceGate,
 )
-from tests.moe.reference import expert_output
+from tests.moe.reference import expert_output, layer_output
 
 EXPERTS, DIM = 8, 16
 
@@ -309,3 +309,28 @@ def test_sigmoid_gate_routes_as_the_deepseek_router_does() -> None:
     _, weights, experts = router(x)
     expected = torch.zeros(50, 12).scatter(1, experts, weights)
     torch.testing.assert_close(table(gate(x)), expected)
+
+
+@pytest.mark.parametrize("kind", [SoftmaxGate, GShardGate, SigmoidGate, CosineGate])
+def test_layer_with_any_gate_equals_every_token_on_its_own_gate_gradients_included(kind: type[TokenChoiceGate]) -> None:
+    torch.manual_seed(0)
+    gate = kind(EXPERTS, DIM, 3, num_groups=4, top_groups=2, balance_coef=0.1, z_coef=0.01, dtype=torch.float64)
+    layer = MoELayer(gate, GatedExperts(EXPERTS, DIM, 4, dtype=torch.float64)).eval()
+    x = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
+    out = layer(x)
+    loss = out.square().sum() + sum(layer.losses.values())
+    routing = gate(x)
+    expected = layer_output(layer.experts, x, routing)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    truth = expected.square().sum() + sum(routing.losses.values())
+    leaves = [x, *layer.parameters()]
+    ours, theirs = (torch.autograd.grad(y, leaves, allow_unused=True, materialize_grads=True) for y in (loss, truth))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+    def weights_and_losses(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        names = [name for name, _ in gate.named_parameters()]
+        routed = torch.func.functional_call(gate, dict(zip(names, parameters, strict=True)), (x,))
+        return routed.weights, *routed.losses.values()
+
+    assert torch.autograd.gradcheck(weights_and_losses, (x[:3].detach().requires_grad_(), *gate.parameters()))
