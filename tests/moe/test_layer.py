@@ -238,3 +238,20 @@ def test_autocast_leaves_gate_and_sums_exact() -> None:
     assert torch.equal(out, layer.order.combine(outputs, routing).float())
     truth = DenseOrder().combine(outputs.double(), routing)
     torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=2**-20)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it between graphs,
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # and makes objects of autograd functions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_compile_gives_the_same_layer(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(SoftmaxGate(4, 8, 2), GatedExperts(4, 8, 8)).to(dtype)
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True)
+    x = torch.randn(12, 8, dtype=dtype)
+    ours, theirs = [], []
+    for run, results in ((compiled, ours), (layer, theirs)):
+        source = x.clone().requires_grad_()
+        out = run(source)
+        results += [out, *torch.autograd.grad(out.square().sum(), [source, *layer.parameters()])]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)

@@ -51,6 +51,8 @@ def way_of(rows: Tensor, weights: Tensor) -> Way:
     # Of no rows at all its gradient in the weights was seen to be whatever was in memory.
     if rows.dtype not in _GROUPED_DTYPES or rows.shape[0] == 0:
         return "loop"
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # what its fake takes
+        return "loop"
     if rows.device.type == "cuda" and torch.cuda.get_device_capability(rows.device) < (8, 0):
         return "loop"
     itemsize = rows.element_size()

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,19 +50,13 @@ class Pipelined:
 
     def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
         """See `Schedule.run`."""
-        batches = pieces(batch, self.degree)
-        outs: list[Tensor] = [batch["x"]] * self.degree
         actions: dict[str, Callable[[], object]] = {}
-
-        def combine(i: int) -> None:
-            outs[i] = layer.combine(batches[i])
-
-        for i, piece in enumerate(batches):
-            actions[f"dispatch {i}"] = lambda piece=piece: layer.dispatch(piece)
-            actions[f"experts {i}"] = lambda piece=piece: layer.compute(piece)
-            actions[f"combine {i}"] = lambda i=i: combine(i)
-        execute(self.plan, actions, self.streams)
-        return torch.cat(outs)
+        for i, piece in enumerate(pieces(batch, self.degree)):
+            actions[f"dispatch {i}"] = partial(layer.dispatch, piece)
+            actions[f"experts {i}"] = partial(layer.compute, piece)
+            actions[f"combine {i}"] = partial(layer.combine, piece)
+        results = execute(self.plan, actions, self.streams).results
+        return torch.cat([cast(Tensor, results[f"combine {i}"]) for i in range(self.degree)])
 
 
 def plan_of(degree: int) -> StreamPlan:
