@@ -18,6 +18,7 @@
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
     python -m benchmarks.run moe-pipeline --out benchmarks/results/moe_pipeline_NAME.md
     python -m benchmarks.run moe-layer --threads 1 2 --rounds 5 --out benchmarks/results/moe_layer_NAME.md
+    python -m benchmarks.run moe-paths --rounds 5 --out benchmarks/results/moe_paths_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
 Every number of threads gets a process of its own: the OpenMP runtimes that torch and its peers bring read their number
@@ -62,6 +63,7 @@ _MODULES = (
     "moe_pipeline",
     "files",
     "moe_layer",
+    "moe_paths",
 )
 _SMOKE_ELEMENTS = 1 << 12
 
