@@ -19,6 +19,8 @@
     python -m benchmarks.run moe-pipeline --out benchmarks/results/moe_pipeline_NAME.md
     python -m benchmarks.run moe-layer --threads 1 2 --rounds 5 --out benchmarks/results/moe_layer_NAME.md
     python -m benchmarks.run moe-paths --rounds 5 --out benchmarks/results/moe_paths_NAME.md
+    python -m benchmarks.run moe-hierarchy --out benchmarks/results/moe_hierarchy_NAME.md
+    python -m benchmarks.run moe-parm --out benchmarks/results/moe_parm_NAME.md
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
 Every number of threads gets a process of its own: the OpenMP runtimes that torch and its peers bring read their number
@@ -61,6 +63,8 @@ _MODULES = (
     "reduce",
     "planning",
     "moe_pipeline",
+    "moe_hierarchy",
+    "moe_parm",
     "files",
     "moe_layer",
     "moe_paths",

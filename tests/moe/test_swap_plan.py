@@ -15,7 +15,7 @@ from laconic.cost.moe import MoERates
 from laconic.cost.wire_rates import Line
 from laconic.errors import ConfigError
 from laconic.moe.levels import Levels
-from laconic.moe.swap_plan import GAMMA, SwapTables, pair_seconds, plan_swaps, smooth_max, swap_tables
+from laconic.moe.swap_plan import GAMMA, SwapPlan, SwapTables, pair_seconds, plan_swaps, smooth_max, swap_tables
 
 
 def routing(seed: int, num_tokens: int, num_experts: int, top_k: int, skew: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -132,6 +132,15 @@ def test_more_pairs_are_disjoint_and_gain_more() -> None:
     real = 1e-4 * float(smooth_max(loads(tokens, swapped, 32, 8).double()))
     assert real < one.after_seconds
     assert real == pytest.approx(four.after_seconds, rel=0.05)
+
+
+def test_plans_join_in_order() -> None:
+    first, second = SwapPlan(((0, 1),), 5.0, 4.0), SwapPlan(((1, 2),), 4.0, 3.0)
+    both = first.then(second)
+    assert both.gain_seconds == 2.0
+    assert both.new_slots(4) == [2, 0, 1, 3]  # what was in 0 went to 1, then to 2
+    step_by_step = [second.new_slots(4)[slot] for slot in first.new_slots(4)]
+    assert both.new_slots(4) == step_by_step
 
 
 def test_what_cannot_be_improved_is_left() -> None:

@@ -122,7 +122,7 @@ def pair_seconds(tables: SwapTables, costs: Sequence[LevelCost], gamma: float = 
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """Pairs of slots to exchange, all different."""
+    """Pairs of slots to exchange, one after the other."""
 
     pairs: tuple[tuple[int, int], ...]
     before_seconds: float
@@ -136,17 +136,25 @@ class SwapPlan:
 
     def new_slots(self, num_experts: int) -> list[int]:
         """Where what is in each slot goes. [E]"""
-        moved = list(range(num_experts))
+        content = list(range(num_experts))  # by slot: where what is there now has been
         for a, b in self.pairs:
-            moved[a], moved[b] = b, a
+            content[a], content[b] = content[b], content[a]
+        moved = [0] * num_experts
+        for slot, origin in enumerate(content):
+            moved[origin] = slot
         return moved
+
+    def then(self, later: SwapPlan) -> SwapPlan:
+        """Both, `later` having been planned for the slots after this one."""
+        return SwapPlan(self.pairs + later.pairs, self.before_seconds, later.after_seconds)
 
 
 def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, num_pairs: int = 1, gamma: float = GAMMA) -> SwapPlan:
     """The pairs that shorten the all-to-all most; none that lengthens it.
 
     The first pair is the best there is, exactly. Further ones (slots that are in no pair yet) take their changes from
-    the same tables on top of the loads after those before them, which is right up to tokens that two pairs share.
+    the same tables on top of the loads after those before them, which is right up to tokens that two pairs share: with
+    many experts per token, make new tables after each pair and join the plans with `then`.
     Ties go to the lowest slots. Roots are libm's: where machines differ, one rank's plan should count for all.
     """
     if num_pairs < 1:
