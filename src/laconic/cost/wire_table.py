@@ -9,7 +9,7 @@ from laconic.cost.wire import RAW, Candidate, Choice, World, candidates, decide
 from laconic.cost.wire_rates import CODES, ITEM_NBYTES, Line, WireRates
 from laconic.errors import ConfigError
 
-__all__ = ["SWEEP_NBYTES", "explain_one", "explain_sweep", "format_seconds", "rates_text"]
+__all__ = ["SWEEP_NBYTES", "columns", "explain_one", "explain_sweep", "format_seconds", "rates_text"]
 
 SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
 """Sizes of `explain_sweep`: 4 KiB to 1 GiB."""
@@ -28,7 +28,7 @@ def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: Wi
         for c in sorted(candidates(operation, numel, dtype, world, rates, levels=levels), key=_seconds)
     ]
     title = f"{operation} of {format_nbytes(nbytes)} per rank, {dtype}, {_world_text(world)}"
-    table = _columns(["codec", "chunks", "levels", "predicted", "over raw"], rows)
+    table = columns(["codec", "chunks", "levels", "predicted", "over raw"], rows)
     return f"{title}\n\n{table}\n\nchoice: {_choice_text(choice)}"
 
 
@@ -46,7 +46,7 @@ def explain_sweep(operation: str, dtype: str, world: World, rates: WireRates) ->
         cells = ["-" if seconds is None else format_seconds(seconds) for seconds in best]
         rows.append([format_nbytes(nbytes), *cells, _choice_text(choice)])
     title = f"{operation}, {dtype}, {_world_text(world)}; sizes are those of one rank's input"
-    return f"{title}\n\n{_columns(['size', RAW, *CODES, 'choice'], rows, left=(4,))}"
+    return f"{title}\n\n{columns(['size', RAW, *CODES, 'choice'], rows, left=(4,))}"
 
 
 def rates_text(rates: WireRates) -> str:
@@ -65,7 +65,7 @@ def rates_text(rates: WireRates) -> str:
         ]
         header = ["raw operation", "alpha", "GB/s", "worst fit", "when coded"]
         title = f"links, {kind}: {link.world} ranks; coding and wire overlap by {link.overlap:.0%}"
-        parts.append(f"{title}\n\n{_columns(header, rows)}")
+        parts.append(f"{title}\n\n{columns(header, rows)}")
     rows = [
         [dtype, code, f"{codec.ratio:.3f}", *map(_gigabytes, (codec.encode, codec.decode, codec.decode_add))]
         for dtype, codes in rates.codecs.items()
@@ -73,7 +73,7 @@ def rates_text(rates: WireRates) -> str:
     ]
     if rows:
         header = ["dtype", "code", "ratio", "encode GB/s", "decode GB/s", "decode and add GB/s"]
-        parts.append(f"codecs, on Gaussian data, one thread or GPU\n\n{_columns(header, rows, left=(0, 1))}")
+        parts.append(f"codecs, on Gaussian data, one thread or GPU\n\n{columns(header, rows, left=(0, 1))}")
     return "\n\n".join(parts)
 
 
@@ -114,7 +114,8 @@ def _choice_text(choice: Choice) -> str:
     return f"{way}{gain}: {choice.reason}"
 
 
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """A table with a line under its header; the columns numbered `left` are set left, the others right."""
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
