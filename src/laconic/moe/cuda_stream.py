@@ -1,0 +1,96 @@
+"""Plans on a GPU: a stream of `laconic.schedule.execute` that is a CUDA stream.
+
+The host issues all tasks of a plan at once, in the plan's order; who waits for whom is said by events, so nothing
+blocks the host. Use the current stream for what computes and streams of their own for what sends:
+
+    streams = {"compute": CudaStream(torch.cuda.current_stream()), "inter": CudaStream(), "intra": CudaStream()}
+
+No machine with a GPU has run this yet; the tests marked `gpu` wait for one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from laconic.errors import ScheduleError
+from laconic.schedule.execute import Work
+
+__all__ = ["CudaStream"]
+
+
+class CudaStream:
+    """Does the tasks that are submitted to it one after the other, on the device.
+
+    What actions return is held until the plan has been issued and the caller's stream waits for all of it, so tensors
+    that pass from one stream to another must be among it (or be held by the caller): the allocator may otherwise hand
+    their memory to the stream that made them while another one reads it.
+
+    Args:
+        stream: whose order is used; None makes a new one on the current device.
+
+    Raises:
+        ScheduleError: there is no CUDA device.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ScheduleError("there is no CUDA device; use ThreadStream or InlineStream of laconic.schedule.execute")
+        self._stream: torch.cuda.Stream = stream if stream is not None else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._origin: tuple[torch.cuda.Event, float] | None = None
+
+    def start(self) -> None:
+        """See `laconic.schedule.execute.Stream`: here the stream waits for the caller's."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def submit(self, action: Callable[[], object], after: Sequence[Work]) -> Work:
+        """Issue the action now; on the device it runs after `after`."""
+        with torch.cuda.stream(self._stream):
+            for work in after:
+                work.wait()
+            work = _DeviceWork(self)
+            work.run(action)
+            return work
+
+    def _clock(self) -> tuple[torch.cuda.Event, float]:
+        """An event and when it happened by the host's clock."""
+        if self._origin is None:
+            with torch.cuda.stream(self._stream):
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+            event.synchronize()
+            self._origin = event, time.perf_counter()
+        return self._origin
+
+
+class _DeviceWork:
+    """A task that was issued to a CUDA stream."""
+
+    def __init__(self, owner: CudaStream) -> None:
+        self._owner = owner
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._result: object = None
+        self._error: BaseException | None = None
+
+    def run(self, action: Callable[[], object]) -> None:
+        self._start.record()
+        try:
+            self._result = action()
+        except BaseException as error:
+            self._error = error
+        self._end.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._owner._stream.device).wait_event(self._end)
+
+    def result(self) -> object:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def span(self) -> tuple[float, float]:
+        self._end.synchronize()
+        event, at = self._owner._clock()
+        return at - self._start.elapsed_time(event) * 1e-3, at - self._end.elapsed_time(event) * 1e-3
