@@ -38,7 +38,7 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         if not torch.cuda.is_available():
             raise ScheduleError("there is no CUDA device; use ThreadStream or InlineStream of laconic.schedule.execute")
-        self._stream: torch.cuda.Stream = stream if stream is not None else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream = stream if stream is not None else torch.cuda.Stream()
         self._origin: tuple[torch.cuda.Event, float] | None = None
 
     def start(self) -> None:
