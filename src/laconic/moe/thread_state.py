@@ -18,7 +18,7 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 def thread_state() -> AbstractContextManager[None]:
-    """Notes the calling thread's state; what is returned gives it to the thread that enters it, as ThreadStream does."""
+    """Notes the calling thread's state; what is returned gives it to the thread that enters it."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
     casts = [
