@@ -14,8 +14,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.cost.hierarchy import RowCounts, count_vector, level_nbytes
+from laconic.cost.moe_rates import MoERates
+from laconic.cost.wire_rates import Line
 from laconic.errors import ConfigError, RoutingError
 from laconic.formats import BlockFormat
+from laconic.moe.agreement import agree_on_depth, gather_counts, hierarchy_of
 from laconic.moe.dispatch import Dispatcher
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
@@ -24,6 +28,12 @@ from laconic.moe.routing import Routing
 from laconic.train.worker import leave
 
 M, E_LOCAL = 8, 2
+SLOW_BETWEEN = {
+    "all": {"all_to_all": Line(0.0, 1e-3)},
+    "across": {"all_to_all": Line(0.0, 1e-3)},
+    "node": {"all_to_all": Line(0.0, 1e-6)},
+}
+LATE = {kind: {"all_to_all": Line(0.0 if kind == "all" else 1.0, 1e-9)} for kind in SLOW_BETWEEN}
 INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
 
 
@@ -197,6 +207,32 @@ class Checks:
                 if traffic.num_entries:
                     assert traffic.duplicate_rate == 1 - traffic.num_rows / traffic.num_entries
 
+    def traffic_is_what_the_model_predicts(self) -> None:
+        for dispatcher in self.depths():
+            hierarchy = hierarchy_of(dispatcher)
+            x, routing = self.routed(6, 0.4)
+            counts = gather_counts(dispatcher, routing)
+            everything = [tokens_of(rank, 6, self.num_experts, 0.4, torch.float64)[1] for rank in range(self.world)]
+            vectors = [
+                count_vector(one.tokens.numpy(), one.experts.numpy(), self.num_experts, hierarchy) for one in everything
+            ]
+            expected = RowCounts.of_vectors(vectors, hierarchy)
+            assert all((counts.rows[g] == expected.rows[g]).all() for g in hierarchy.tables)
+            dispatcher.dispatch(x, routing, SortedOrder())
+            sent = torch.tensor([traffic.row_nbytes for traffic in dispatcher.traffic])
+            dist.all_reduce(sent, group=self.grid.ep)
+            assert sent.tolist() == [*level_nbytes(counts, dispatcher.depth, M * 8).values()]
+
+    def ranks_agree_on_the_predicted_depth(self) -> None:
+        _, routing = self.routed(40, 1.0)
+        dispatcher = self.depths()[0]
+        deepest = dispatcher.levels.max_depth
+        # Bytes are dear between groups, or messages are.
+        for lines, depth in ((SLOW_BETWEEN, min(2, deepest)), (LATE, 1)):
+            choice = agree_on_depth(dispatcher, routing, 64.0, MoERates.of_lines(lines, Line(0.0, 0.0)))
+            assert choice.depth == dispatcher.depth == depth
+            assert {*choice.candidates} == {*range(1, deepest + 1)}
+
     def ranks_that_ask_for_different_depths_are_refused(self) -> None:
         dispatcher = self.depths()[-1]
         deepest = dispatcher.levels.max_depth
@@ -213,7 +249,7 @@ class Checks:
         if self.world == 1:
             return
         x, routing = tokens_of(0, 1, self.num_experts + 1, 1.0, torch.float64)
-        with pytest.raises(RoutingError, match=f"num_experts is {self.num_experts + 1}, but it must be a multiple"):
+        with pytest.raises(RoutingError, match=f"num_experts is {self.num_experts + 1}, but {self.world} expert-par"):
             self.depths()[-1].dispatch(x, routing, SortedOrder())
 
 

@@ -15,10 +15,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from laconic.errors import CollectiveError, ConfigError
-from laconic.moe import Grid, HierarchicalDispatcher, MoELayer
+from laconic.cost.moe_rates import MoERates
+from laconic.cost.wire_rates import Line
+from laconic.errors import CheckpointError, CollectiveError, ConfigError
+from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
+from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.moves import ExpertMover
 from laconic.train.worker import leave
+from tests.activations.models import make_ids, make_model
 from tests.moe.moving import OPTIMIZERS, E, build, experts_of, forward, inputs, train_step
 from tests.moe.worlds import run_world
 
@@ -113,6 +117,98 @@ def ranks_that_disagree_are_refused() -> None:
     assert all(map(torch.equal, before, experts_of(layers)))
 
 
+def balancing_moves_experts_to_where_fewer_rows_cross() -> None:
+    _, layers, _, mover = spread(torch.float64, "adamw")
+    # Each rank's own tokens like experts of both ranks: all in vain, until they come together.
+    with torch.no_grad():
+        for layer in layers:
+            layer.gate.weight[1::2] += 1.0
+    x = 1.0 + 0.1 * inputs(0, dist.get_rank(), torch.float64)
+    links = {kind: {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)} for kind in ("all", "node", "across")}
+    balancer = ExpertBalancer(mover, MoERates.of_lines(links, Line(0.0, 0.0)), num_pairs=2)
+    with pytest.raises(ConfigError, match="layer 0 has routed nothing in training yet"):
+        balancer.step(0)
+    before, num_rows = forward(layers, x).detach(), []
+    looks = []
+    for step in range(8):
+        output = forward(layers, x).detach()
+        torch.testing.assert_close(output, before, rtol=0, atol=1e-10)
+        crossing = torch.tensor(layers[0].dispatcher.traffic[0].num_rows)
+        dist.all_reduce(crossing)
+        num_rows.append(int(crossing))
+        found = balancer.step(step)
+        if found is not None:
+            looks.append(found)
+    told: list[object] = [None, None]
+    dist.all_gather_object(told, [(one.plans, one.swapped) for one in looks])
+    assert told[0] == told[1]
+    swaps = [one for one in looks if one.swapped]
+    assert {layer for one in swaps for layer in one.swapped} == {0, 1}
+    assert not mover.placement(0).is_identity
+    assert num_rows[-1] < num_rows[0]
+    first = swaps[0].plans[0]
+    assert first.after_seconds < first.before_seconds
+    assert swaps[0].moved.sent_nbytes > 0
+    # The plan's pairs are disjoint and few, so what it promised is what the next look finds.
+    later = [one.plans[0].before_seconds for one in looks[looks.index(swaps[0]) + 1 :] if 0 in one.plans]
+    if len(first.pairs) == 1:
+        assert later[0] == pytest.approx(first.after_seconds)
+
+
+def experts_of_a_hugging_face_model_move(folder: str) -> None:
+    model = make_model("qwen3_moe").double()
+    made = parallelize(model, Grid(), dispatcher=lambda grid: HierarchicalDispatcher(grid.levels))
+    ids = make_ids(2, 8, dist.get_rank())
+    optimizer = torch.optim.AdamW(made.parameter_groups(), lr=1e-2)
+    mover = ExpertMover([*made.layers.values()], made.grid.ep, [optimizer])
+    expected = model(input_ids=ids).logits.detach()
+    names = {*model.state_dict()}
+    num_experts = mover.placement(0).num_experts
+    swaps = [(0, num_experts - 1)] * len(mover.layers)
+    mover.swap(swaps)
+    torch.testing.assert_close(model(input_ids=ids).logits.detach(), expected, rtol=0, atol=1e-10)
+    model(input_ids=ids, labels=ids).loss.backward()
+    made.reduce_gradients()
+    optimizer.step()
+    expected = model(input_ids=ids).logits.detach()
+    mover.swap(swaps)
+    torch.testing.assert_close(model(input_ids=ids).logits.detach(), expected, rtol=0, atol=1e-10)
+    mover.swap([(1, num_experts - 1)] * len(mover.layers))
+    with pytest.raises(CheckpointError, match="have changed places"):
+        model.save_pretrained(folder)
+    with mover.logical_order():
+        assert {*model.state_dict()} == names
+        model.save_pretrained(folder)
+        if dist.get_rank() == 0:
+            again = type(model).from_pretrained(folder, experts_implementation="eager").double()
+            torch.testing.assert_close(again(input_ids=ids).logits.detach(), expected, rtol=0, atol=1e-10)
+
+
+def replicas_move_alike() -> None:
+    """Four ranks, each expert twice: every EP group has tokens of its own, and would balance in its own way."""
+    grid = Grid(ep=2, device_type="cpu")
+    layers = build(2, grid.ep.rank(), 2, torch.float64, HierarchicalDispatcher(grid.levels))
+    optimizers = [OPTIMIZERS["adamw"](experts_of(layers))]
+    mover = ExpertMover(layers, grid.ep, optimizers, replicas=grid.edp)
+    # Rank 1 alone is of another mind; all hear of it.
+    with pytest.raises(ConfigError, match="but experts move only between ranks that agree; nothing has moved"):
+        mover.swap([(0, 7 - (dist.get_rank() == 1)), None])
+    # Every rank agrees with its own group, and not with the other.
+    with pytest.raises(ConfigError, match=r"the slots of layer 0 is .* on rank \d and .* on rank \d"):
+        mover.swap([(0, 7 - dist.get_rank() // 2), None])
+    links = {kind: {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)} for kind in ("all", "node", "across")}
+    balancer = ExpertBalancer(mover, MoERates.of_lines(links, Line(0.0, 0.0)))
+    for step in range(6):
+        train_step(layers, [], inputs(step, dist.get_rank(), torch.float64))
+        for parameter in experts_of(layers):
+            parameter.grad = None
+        balancer.step(step)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, [mover.placement(number).slots.tolist() for number in range(2)])
+    assert told == [told[0]] * 4
+    assert told[0] != [list(range(E))] * 2
+
+
 def a_checkpoint_is_saved(folder: str) -> None:
     grid, layers, optimizers, mover = spread(torch.float64, "adamw")
     train(layers, optimizers, 3, mover)
@@ -171,10 +267,17 @@ def test_experts_move_between_two_processes(tmp_path: Path) -> None:
         functools.partial(every_byte_follows_its_expert, "adamw8bit"),
         functools.partial(every_byte_follows_its_expert, "adamw amsgrad"),
         ranks_that_disagree_are_refused,
+        balancing_moves_experts_to_where_fewer_rows_cross,
+        functools.partial(experts_of_a_hugging_face_model_move, str(tmp_path / "pretrained")),
         functools.partial(a_checkpoint_is_saved, str(tmp_path / "saved")),
     ]
     run_world(scenarios, 2, tmp_path)
     check_saved(tmp_path / "saved")
+
+
+@pytest.mark.slow
+def test_replicas_of_experts_move_alike(tmp_path: Path) -> None:
+    run_world([replicas_move_alike], 4, tmp_path)
 
 
 def test_a_rank_lost_in_a_move_leaves_the_others_and_the_checkpoint_as_they_were(tmp_path: Path) -> None:

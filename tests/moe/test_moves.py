@@ -122,9 +122,20 @@ def test_what_cannot_move_is_refused() -> None:
         mover.move([None, None])
     with pytest.raises(ConfigError, match="layers are empty"):
         ExpertMover([])
-    bare = MoELayer(layers[0].gate, layers[0].experts)
-    with pytest.raises(ConfigError, match=r"layer 0 has the placement None.*build the layer with one"):
-        ExpertMover([bare])
+    other = MoELayer(layers[0].gate, layers[0].experts, placement=torch.clone)
+    with pytest.raises(ConfigError, match=r"layer 0 has the placement .*laconic\.moe\.Placement; leave it out"):
+        ExpertMover([other])
+
+
+def test_a_layer_without_a_placement_gets_one() -> None:
+    (layer,) = build(1, 0, 1, torch.float32, None)
+    bare = MoELayer(layer.gate, layer.experts)
+    expected = bare(inputs(0, 0, torch.float32))
+    mover = ExpertMover([bare])
+    assert mover.placement(0).is_identity
+    mover.move([shuffled(1)])
+    assert torch.equal(bare(inputs(0, 0, torch.float32)), expected)
+    assert not bare.placement.is_identity
 
 
 def test_tensors_that_cannot_be_split_by_expert_are_refused() -> None:

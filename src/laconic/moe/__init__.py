@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from laconic.moe.agreement import agree_on_depth, agree_on_swaps
+from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
 from laconic.moe.experts import Experts, GatedExperts, GptExperts
 from laconic.moe.flat import FlatDispatcher
@@ -71,6 +73,9 @@ __all__ = [
     "Placement",
     "ExpertMover",
     "Moved",
+    "ExpertBalancer",
+    "agree_on_depth",
+    "agree_on_swaps",
     "expert_shard",
     "fully_shard_layers",
     "reduce_gradients",

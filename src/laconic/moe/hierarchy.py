@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
-from laconic.errors import ConfigError, RoutingError
+from laconic.errors import ConfigError
 from laconic.moe.crossing import Crossing, cross, down, up
 from laconic.moe.dispatch import Dispatched
+from laconic.moe.flat import attached, num_local_experts
 from laconic.moe.legs import Held
 from laconic.moe.levels import Levels, Stage
 from laconic.moe.order import Order
@@ -113,7 +114,7 @@ class HierarchicalDispatcher:
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
         """See `Dispatcher.dispatch`. Raises RoutingError if the experts cannot be spread evenly over the ranks."""
-        experts_per_rank = self.experts_per_rank(routing.num_experts)
+        experts_per_rank = num_local_experts(routing.num_experts, self.levels.num_ranks)
         held = Held(routing.num_tokens, routing.tokens, routing.experts)
         crossings = []
         for stage, group in self.stages():
@@ -136,16 +137,7 @@ class HierarchicalDispatcher:
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """See `Dispatcher.combine`."""
         state: _State = dispatched.state
-        sums = state.order.combine(rows, state.local)
+        sums = state.order.combine(attached(rows, dispatched.rows), state.local)
         for crossing in reversed(state.crossings):
             sums = up(sums, crossing, self.codec)
         return sums
-
-    def experts_per_rank(self, num_experts: int) -> int:
-        """E / N_EP. Raises RoutingError if that is no whole number."""
-        if num_experts % self.levels.num_ranks:
-            raise RoutingError(
-                f"num_experts is {num_experts}, but it must be a multiple of the {self.levels.num_ranks} ranks of the"
-                " expert-parallel group; choose a group whose size divides it"
-            )
-        return num_experts // self.levels.num_ranks

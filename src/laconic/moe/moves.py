@@ -46,14 +46,17 @@ class ExpertMover:
     """Moves the experts of layers between the ranks of an expert-parallel group; outputs stay what they were.
 
     Arguments:
-        layers: MoELayers with a Placement. Parameters of their experts begin with the dimension of the local experts.
-        group: the expert-parallel group; None for a single process.
+        layers: MoELayers; one without a placement gets a Placement. Parameters of their experts begin with the
+            dimension of the local experts.
+        group: the expert-parallel group, `Grid.ep`; None for a single process.
         optimizers: those that have the experts' parameters. Of their state tensors move along, which must begin with
             that dimension too; scalars such as the number of steps must be the same on all ranks.
 
-    Gradients move too. All ranks of the group call each method together, between steps.
+        replicas: the ranks with the same experts, `Grid.edp`, whose gradients are added: they have to move alike.
 
-    Raises ConfigError for a layer without a Placement and for tensors that cannot be split by expert.
+    Gradients move too. All ranks of the groups call each method together, between steps.
+
+    Raises ConfigError for a layer with a placement of another kind and for tensors that cannot be split by expert.
     """
 
     def __init__(
@@ -61,17 +64,21 @@ class ExpertMover:
         layers: Sequence[MoELayer],
         group: dist.ProcessGroup | None = None,
         optimizers: Sequence[Optimizer] = (),
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.layers, self.group, self.optimizers = tuple(layers), group, tuple(optimizers)
+        self.replicas = replicas
         if not self.layers:
             raise ConfigError("layers are empty, but there must be experts to move; give at least one MoELayer")
         self._rank, self._world = (0, 1) if group is None else (group.rank(), group.size())
         for number, layer in enumerate(self.layers):
+            if layer.placement is None:
+                layer.placement = Placement(layer.gate.num_experts, next(layer.experts.parameters()).device)
             placement = layer.placement
             if not isinstance(placement, Placement):
                 raise ConfigError(
                     f"layer {number} has the placement {placement!r}, but experts that move need a"
-                    " laconic.moe.Placement; build the layer with one"
+                    " laconic.moe.Placement; leave it out"
                 )
             if placement.num_experts % self._world:
                 raise ConfigError(
@@ -85,6 +92,10 @@ class ExpertMover:
         placement = self.layers[number].placement
         assert isinstance(placement, Placement)
         return placement
+
+    def expert_nbytes(self, number: int) -> int:
+        """Bytes that move with one expert of layer `number`: weights, gradients and state as they are now."""
+        return sum(tensor[0].nbytes for tensor in self._tensors(number).values())
 
     def swap(self, pairs: Sequence[tuple[int, int] | None]) -> Moved:
         """Let two experts (logical numbers) of each layer change places; None leaves a layer as it is.
@@ -191,20 +202,24 @@ class ExpertMover:
 
     def _agree(self, targets: Sequence[Tensor]) -> bool:
         """Whether anything moves; raises ConfigError on all ranks unless they mean the same."""
-        facts: dict[str, Any] = {}
-        for number, target in enumerate(targets):
-            facts[f"the slots of layer {number}"] = [self.placement(number).slots.tolist(), target.tolist()]
+        slots = {
+            f"the slots of layer {number}": [self.placement(number).slots.tolist(), target.tolist()]
+            for number, target in enumerate(targets)
+        }
+        facts: dict[str, Any] = {**slots}
+        for number in range(len(self.layers)):
             for name, part in self._tensors(number).items():
                 facts[f"{name} of layer {number}"] = f"{part.dtype} {list(part.shape)}"
             facts |= {f"{name} of layer {number}": value for name, value in self._scalars(number).items()}
-        if self.group is not None and self._world > 1:
-            text = json.dumps(facts)
-            digests: list[str] = [""] * self._world
-            dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=self.group)
-            if len({*digests}) > 1:
-                told: list[str] = [""] * self._world
-                dist.all_gather_object(told, text, group=self.group)
-                raise _difference(list(map(json.loads, told)), dist.get_process_group_ranks(self.group))
+        error: ConfigError | None = None
+        replicated = self.replicas is not None and self.replicas.size() > 1
+        # An error of replicas must not leave the others of a group waiting, so it is told to them.
+        for group, mine in ((self.group, facts), (self.replicas, slots), (self.group if replicated else None, {})):
+            if group is not None and group.size() > 1:
+                found = _difference({**mine, "whether ranks agree": error is None}, group)
+                error = error or found
+        if error is not None:
+            raise error
         return any(not torch.equal(self.placement(number).slots, target) for number, target in enumerate(targets))
 
     # --- how it moves ---
@@ -222,7 +237,7 @@ class ExpertMover:
         device = self.placement(0).slots.device
         for number, route in enumerate(routes):
             local, tensors = self._local(number), self._tensors(number).values()
-            expert_nbytes = sum(tensor[0].nbytes for tensor in tensors)
+            expert_nbytes = self.expert_nbytes(number)
             for was, will in route:
                 if was // local == self._rank:
                     leaving = [_bytes(tensor[was % local]).to(device) for tensor in tensors]
@@ -286,15 +301,24 @@ def _copy(target: Tensor, piece: Tensor) -> Callable[[], object]:
     return lambda: target.copy_(piece.clone().view(target.dtype).view(target.shape))
 
 
-def _difference(facts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> ConfigError:
-    first = facts[0]
+def _difference(facts: dict[str, Any], group: dist.ProcessGroup) -> ConfigError | None:
+    """What to raise, on all ranks of a group, unless all have the same facts."""
+    text = json.dumps(facts)
+    digests: list[str] = [""] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)
+    if len({*digests}) == 1:
+        return None
+    texts: list[str] = [""] * group.size()
+    dist.all_gather_object(texts, text, group=group)
+    ranks, told = dist.get_process_group_ranks(group), [json.loads(text) for text in texts]
+    first = told[0]
     name, place = next(
         (name, place)
-        for place, other in enumerate(facts)
+        for place, other in enumerate(told)
         for name in {**first, **other}
         if first.get(name) != other.get(name)
     )
     return ConfigError(
-        f"{name} is {first.get(name)} on rank {ranks[0]} and {facts[place].get(name)} on rank {ranks[place]}, but"
+        f"{name} is {first.get(name)} on rank {ranks[0]} and {told[place].get(name)} on rank {ranks[place]}, but"
         " experts move only between ranks that agree; nothing has moved"
     )
