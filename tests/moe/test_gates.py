@@ -287,6 +287,29 @@ def test_softmax_gates_route_as_the_hugging_face_routers_do() -> None:
         torch.testing.assert_close(routing.weights, weights.flatten())
 
 
+def test_softmax_gate_routes_as_the_deepseek_v2_router_does() -> None:
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    config = DeepseekV2Config(
+        hidden_size=DIM,
+        num_attention_heads=1,
+        n_routed_experts=12,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+    )
+    router = DeepseekV2TopkRouter(config)
+    torch.nn.init.normal_(router.weight)
+    gate = SoftmaxGate(12, DIM, 3, normalize=False, num_groups=4, top_groups=2, scale=1.5)
+    gate.load_state_dict({"weight": router.weight})
+    x = torch.randn(50, DIM)
+    _, weights, experts = router(x)
+    torch.testing.assert_close(table(gate(x)), torch.zeros(50, 12).scatter(1, experts, weights))
+
+
 def test_sigmoid_gate_routes_as_the_deepseek_router_does() -> None:
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laconic.moe import SoftmaxGate
-from laconic.moe.losses import load_balance_loss, z_loss
+from laconic.errors import RoutingError
+from laconic.moe import SigmoidGate, SoftmaxGate
+from laconic.moe.losses import load_balance_loss, sequence_balance_loss, z_loss
 
 
 def test_balance_loss_is_one_when_even_and_the_number_of_experts_when_all_go_to_one() -> None:
@@ -52,3 +53,24 @@ def test_coefficients_scale_and_zero_leaves_out() -> None:
     part = gate(x).losses
     torch.testing.assert_close(part["balance"], 0.25 * whole["balance"])
     torch.testing.assert_close(part["z"], 0.5 * whole["z"])
+
+
+def test_sequence_loss_is_the_mean_of_the_balance_losses_of_sequences() -> None:
+    gate = SigmoidGate(8, 16, 2, sequence_coef=0.5, sequence_length=6, dtype=torch.float64)
+    x = torch.randn(18, 16, dtype=torch.float64)
+    routing = gate(x)
+    scores = gate.scores(gate.logits(x))
+    parts = [
+        load_balance_loss(part / part.sum(1, keepdim=True), torch.bincount(chosen, minlength=8))
+        for part, chosen in zip(scores.split(6), routing.experts.split(12), strict=True)
+    ]
+    torch.testing.assert_close(routing.losses["sequence balance"], 0.5 * sum(parts) / 3)
+    assert float(sequence_balance_loss(torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.int64), 6)) == 0
+
+
+def test_sequences_that_do_not_fit_are_refused() -> None:
+    gate = SigmoidGate(8, 16, 2, sequence_coef=0.5, sequence_length=6)
+    with pytest.raises(RoutingError, match="sequence_length = 6 must be positive and divide the 17 tokens"):
+        gate(torch.randn(17, 16))
+    with pytest.raises(RoutingError, match=r"sequence_coef = 0.5 needs sequence_length"):
+        SigmoidGate(8, 16, 2, sequence_coef=0.5)

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import native
+from laconic.errors import RoutingError
 
-__all__ = ["load_balance_loss", "summed_counts", "z_loss"]
+__all__ = ["load_balance_loss", "sequence_balance_loss", "summed_counts", "z_loss"]
 
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -31,6 +32,31 @@ def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.Process
     shares = counts.to(probabilities.dtype) / counts.sum().clamp_min(1)
     mean = probabilities.sum(0) / max(probabilities.shape[0], 1)
     return probabilities.shape[1] * torch.dot(shares, mean)
+
+
+def sequence_balance_loss(probabilities: Tensor, experts: Tensor, length: int) -> Tensor:
+    """The mean over sequences of what `load_balance_loss` is for each alone.
+
+    DeepSeek-V3 (2024), equations 17 to 20.
+
+    Arguments:
+        probabilities: [n, E], rows summing to 1.
+        experts: int64 [n, k], each token's choice.
+        length: tokens of a sequence; n is a multiple, and a sequence's tokens are neighbors.
+
+    Raises RoutingError if n is no multiple of `length`.
+    """
+    num_tokens, num_experts = probabilities.shape
+    if length < 1 or num_tokens % length:
+        raise RoutingError(
+            f"sequence_length = {length} must be positive and divide the {num_tokens} tokens that came; set the gate's "
+            "sequence_length to that of the batch"
+        )
+    chosen = experts.view(-1, length * experts.shape[1])
+    shares = probabilities.new_zeros(len(chosen), num_experts)
+    shares = shares.scatter_add(1, chosen, torch.ones_like(chosen, dtype=shares.dtype)) / chosen.shape[1]
+    means = probabilities.view(-1, length, num_experts).mean(1)
+    return num_experts * (shares * means).sum() / max(len(chosen), 1)
 
 
 def z_loss(logits: Tensor) -> Tensor:

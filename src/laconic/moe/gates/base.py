@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laconic.errors import RoutingError
 from laconic.moe.capacity import DropPolicy, capacity_of, dropped
-from laconic.moe.losses import load_balance_loss, z_loss
+from laconic.moe.losses import load_balance_loss, sequence_balance_loss, z_loss
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.rows import accumulation_dtype
 
@@ -42,6 +42,8 @@ class TokenChoiceGate(Gate):
         capacity_factor: None keeps every assignment; f lets an expert take at most ceil(f * top_k * n / E).
         drop_policy: which ones go then, see laconic.moe.capacity.
         balance_coef, z_coef: of the losses "balance" and "z"; 0 leaves a loss out.
+        sequence_coef, sequence_length: of the loss "sequence balance", the balance within each sequence of that many
+            neighboring tokens (DeepSeek-V3's complement to its bias). The length may be set anew before a forward.
         balance_group: the ranks over whose tokens the balance loss counts ("global batch"); None counts here only.
         check_logits: refuse NaN and infinite logits, which waits for a GPU once in each forward.
 
@@ -63,6 +65,8 @@ class TokenChoiceGate(Gate):
         drop_policy: DropPolicy = "position",
         balance_coef: float = 0.0,
         z_coef: float = 0.0,
+        sequence_coef: float = 0.0,
+        sequence_length: int | None = None,
         balance_group: dist.ProcessGroup | None = None,
         check_logits: bool = True,
     ) -> None:
@@ -78,11 +82,16 @@ class TokenChoiceGate(Gate):
             )
         if capacity_factor is not None and not capacity_factor > 0:
             raise RoutingError(f"capacity_factor = {capacity_factor} must be positive; None drops nothing")
+        if sequence_coef and sequence_length is None:
+            raise RoutingError(
+                f"sequence_coef = {sequence_coef} needs sequence_length, because a gate sees tokens and no sequences"
+            )
         self.num_experts, self.model_dim, self.top_k = num_experts, model_dim, top_k
         self.normalize, self.scale = normalize, scale
         self.num_groups, self.top_groups = num_groups, top_groups
         self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
         self.balance_coef, self.z_coef, self.balance_group = balance_coef, z_coef, balance_group
+        self.sequence_coef, self.sequence_length = sequence_coef, sequence_length
         self.check_logits = check_logits
 
     def logits(self, x: Tensor) -> Tensor:
@@ -113,7 +122,7 @@ class TokenChoiceGate(Gate):
         chosen = self._chosen(self.preferences(scores).detach())
         routing = Routing.of_choices(chosen, self._weights(scores, chosen), self.num_experts)
         self.chose(routing)
-        routing = replace(routing, losses=self._losses(logits, scores, routing.counts()))
+        routing = replace(routing, losses=self._losses(logits, scores, chosen, routing))
         if self.capacity_factor is not None:
             capacity = capacity_of(self.capacity_factor * self.top_k, x.shape[0], self.num_experts)
             routing = dropped(routing, capacity, self.drop_policy)
@@ -135,11 +144,16 @@ class TokenChoiceGate(Gate):
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
         return weights * self.scale if self.scale != 1.0 else weights
 
-    def _losses(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Mapping[str, Tensor]:
+    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, routing: Routing) -> Mapping[str, Tensor]:
         losses = {}
-        if self.balance_coef:
+        if self.balance_coef or self.sequence_coef:
             probabilities = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
-            losses["balance"] = self.balance_coef * load_balance_loss(probabilities, counts, self.balance_group)
+            if self.balance_coef:
+                loss = load_balance_loss(probabilities, routing.counts(), self.balance_group)
+                losses["balance"] = self.balance_coef * loss
+            if self.sequence_coef and self.sequence_length is not None:
+                loss = sequence_balance_loss(probabilities, chosen, self.sequence_length)
+                losses["sequence balance"] = self.sequence_coef * loss
         if self.z_coef:
             losses["z"] = self.z_coef * z_loss(logits)
         return losses
