@@ -17,6 +17,7 @@ from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
+from laconic.moe.moves import ExpertMover
 from laconic.optim import AdamW8bit
 from tests.activations.models import make_ids, make_model
 from tests.moe.worlds import run_world
@@ -99,12 +100,13 @@ def pair_is_like_one_process() -> None:
     for family in FAMILIES:
         assert_like_one_process(family, grid)
     assert_like_one_process("qwen3_moe", grid, shard=True)
+    assert_like_one_process("olmoe", grid, movable=True)
     assert_like_one_process("mixtral", grid, dispatcher=lambda grid: HierarchicalDispatcher(grid.levels, 1))
 
 
 def a_rank_without_tokens_takes_part() -> None:
     model, reference = tiny("mixtral"), tiny("mixtral")
-    done = parallelize(model, init_device_mesh("cpu", (2,)), gradients="sum")
+    done = parallelize(model, init_device_mesh("cpu", (2,)))
     layer, block = done.layers["model.layers.0.mlp"], reference.model.layers[0].mlp
     x = torch.randn(1, 5 if dist.get_rank() == 0 else 0, 64, dtype=torch.float64, requires_grad=True)
     y = layer(x)
@@ -132,6 +134,34 @@ def files_are_those_of_the_whole_model(folder: Path) -> None:
         (folder / "file").touch()
         with pytest.raises(CheckpointError, match="could not be saved"):
             model.save_pretrained(folder / "file" / "below")
+
+
+def experts_change_places() -> None:
+    model, reference = tiny("olmoe"), tiny("olmoe")
+    grid = Grid(ep=2)
+    done = parallelize(model, grid, movable=True)
+    optimizer = torch.optim.AdamW(done.parameter_groups(), lr=1e-2, eps=1e-3)
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    mover = ExpertMover([*done.layers.values()], grid.ep, [optimizer])
+    for step in range(3):
+        ids = own_ids(step)
+        expected = loss_on(reference, make_ids(BATCH, 8, step))
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        loss = loss_on(model, ids)
+        loss.backward()
+        dist.all_reduce(loss.data)
+        assert close(loss / 2, expected, 1e-6)  # transformers computes it in fp32
+        done.reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert mover.swap([(0, 3 - step)] * len(done.layers)).num_experts == 2 * len(done.layers)
+    with pytest.raises(CheckpointError, match="logical order"):
+        model.state_dict()
+    with mover.logical_order():
+        for name, tensor in model.state_dict().items():
+            assert close(whole(tensor), reference.state_dict()[name], 1e-6), name
 
 
 def misfits_are_refused() -> None:
@@ -183,8 +213,9 @@ def chain(folder: Path, family: str, worlds: list[int], eight_bits: bool = False
         train(done, optimizer, step)
     last, again = start(family, eight_bits)
     load_sharded(folder / f"{len(worlds)}", last.model, again)
-    # 8-bit moments of gradients that differ by fp32 rounding may round to neighbors.
-    tolerance = 2e-3 if eight_bits else 1e-9
+    # transformers' losses are fp32, and so are DeepSeek's router logits, products of a process's own rows. 8-bit
+    # moments of gradients that differ by that rounding may round to neighbors.
+    tolerance = 2e-3 if eight_bits else 1e-4 if "deepseek" in family else 1e-6
     for (name, got), expected in zip(last.model.named_parameters(), done.model.parameters(), strict=True):
         assert close(got.detach(), expected.detach(), tolerance), name
         moments, others = again.state[got], optimizer.state[expected]
@@ -197,6 +228,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
     scenarios = [
         pair_is_like_one_process,
         a_rank_without_tokens_takes_part,
+        experts_change_places,
         misfits_are_refused,
         partial(files_are_those_of_the_whole_model, tmp_path),
     ]

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from laconic.collectives import operations
 from laconic.collectives.codec import Codec
 from laconic.errors import ModelError
+from laconic.formats.shards import local_part
 from laconic.moe.grid import Grid
 from laconic.moe.layer import MoELayer
 
@@ -73,9 +74,11 @@ def reduce_gradients(model: nn.Module, grid: Grid, *, codec: Codec | str = "auto
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         expert = id(parameter) in of_experts
-        grad = parameter.grad.contiguous()
+        # Of a DTensor (experts of parallelize) what is here.
+        held = local_part(parameter.grad)
+        grad = held.contiguous()
         operations.all_reduce(grad, grid.edp if expert else grid.dp, codec=codec)
-        parameter.grad = grad.div_(grid.layout.dp)
+        held.copy_(grad.div_(grid.layout.dp))
 
 
 def _layers(model: nn.Module) -> list[MoELayer]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laconic.activations import compress_activations
 from laconic.errors import ModelError, RoutingError
 from laconic.moe.huggingface import BlockLayer, find_blocks, parallelize
 from laconic.moe.huggingface.experts import check
 from laconic.moe.layer import MoELayer
-from tests.activations.models import MIXTURES, make_ids, make_model
+from tests.activations.models import MIXTURES, both_gradients, make_ids, make_model, relative_error
 
 # Those that are promised; the last comes for free.
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "qwen2_moe"]
@@ -212,6 +213,19 @@ def test_experts_that_compute_something_else_are_refused() -> None:
     experts.__class__ = Doubled
     with pytest.raises(ModelError, match=r"layers.0.mlp.experts"):
         parallelize(model)
+
+
+def test_a_block_that_was_compressed_before_is_refused_and_compressing_after_works() -> None:
+    model = make_model("qwen3_moe")
+    compress_activations(model)
+    with pytest.raises(ModelError, match=r"layers.0.mlp.gate has a forward that was put there.*parallelize first"):
+        parallelize(model)
+    model, twin = make_model("deepseek_v3"), make_model("deepseek_v3")
+    parallelize(twin)
+    compress_activations(twin)
+    ids = make_ids(1, 48)
+    expected, got = both_gradients(model, twin, ids)
+    assert all(relative_error(got[name], expected[name]) < 0.2 for name in expected)
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from laconic.collectives.codec import Codec
@@ -23,14 +22,16 @@ from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.grid import Grid
 from laconic.moe.hooks import Hook
-from laconic.moe.huggingface import gradients as gradients_
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.moe.huggingface.gate import RouterGate
+from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import BlockLayer
 from laconic.moe.huggingface.saving import save_gathered
 from laconic.moe.layer import MoELayer, Schedule
 from laconic.moe.order import Order
+from laconic.moe.placement import Placement
+from laconic.moe.replicas import fully_shard_layers, reduce_gradients
 
 __all__ = ["Parallelized", "parallelize"]
 
@@ -60,36 +61,30 @@ class Parallelized:
         return [{"params": group} for group in groups if group]
 
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
-        """Average plain gradients after backward: dense ones over all processes, experts' over those with the same.
+        """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
 
-        For models that neither DDP nor FSDP2 takes care of. All processes call it. Without a grid it does nothing.
+        For a model that FSDP2 does not take care of. All processes call it. Without a grid it does nothing.
         """
         if self.grid is not None:
-            gradients_.average(self.dense(), self.experts(), self.grid, codec)
+            reduce_gradients(self.model, self.grid, codec=codec)
+
+    def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
+        """FSDP2: experts over those that have the same (edp), the rest over dp; see laconic.moe.fully_shard_layers.
+
+        `units` are modules to be gathered one at a time, as decoder layers are. Call it before the optimizer is made.
+        Raises ConfigError without a grid.
+        """
+        if self.grid is None:
+            raise ConfigError("no mesh was given, but fully_shard needs its groups; call parallelize with one")
+        fully_shard_layers(self.model, self.grid, units=units, **options)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their 2-norm over the whole model is at most `max_norm`; returns the norm before.
 
-        The gradients of dense parameters must be reduced already. All processes call it and get the same norm, 0-dim.
+        Gradients must be reduced already. All processes call it and get the same norm, 0-dim. (torch's own
+        clip_grad_norm_ cannot take tensors and DTensors together.)
         """
-        return gradients_.clip(self.dense(), self.experts(), self.grid, max_norm)
-
-    def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
-        """FSDP2: experts over the processes that have the same (edp), then `units` and the model over dp.
-
-        `units` are modules to be gathered one at a time, as decoder layers are; `options` those of
-        torch.distributed.fsdp.fully_shard. Call it before the optimizer is made. Raises ConfigError without a grid.
-        """
-        if self.grid is None:
-            raise ConfigError("no grid was given, but fully_shard needs its groups; call parallelize with a mesh")
-        alone: set[nn.Parameter] = set()
-        for layer in self.layers.values():
-            if self.grid.layout.edp > 1:
-                fully_shard(layer.experts, mesh=self.grid.expert_mesh["edp"], **options)
-            else:
-                alone |= {*layer.experts.parameters()}
-        for module in (*units, self.model):
-            fully_shard(module, mesh=self.grid.dense_mesh["dp"], ignored_params=alone, **options)
+        return clip([*self.dense(), *self.experts()], max_norm)
 
     def __str__(self) -> str:
         ep = 1 if self.grid is None else self.grid.layout.ep
@@ -106,12 +101,12 @@ def parallelize(
     model: nn.Module,
     mesh: DeviceMesh | Grid | None = None,
     *,
-    gradients: Literal["mean", "sum"] = "mean",
     codec: Codec | str = "auto",
     order: Order | None = None,
     dispatcher: Callable[[Grid | None], Dispatcher] | None = None,
     schedule: Schedule | None = None,
     hooks: Iterable[Hook] = (),
+    movable: bool = False,
     check_logits: bool = True,
 ) -> Parallelized:
     """Replace the mixture-of-experts blocks of `model` in place by layers of laconic.moe with the same outputs.
@@ -123,18 +118,14 @@ def parallelize(
             others built the same way); all processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
             spread: of E experts, process r of an EP group keeps numbers r E / N_EP and following. None keeps all.
-        gradients: "mean" if each process's loss is the mean over its own tokens and gradients are to be those of the
-            mean of the losses, as DDP and FSDP2 make them: experts' gradients, which come from all processes of an EP
-            group, are divided by N_EP. "sum" leaves them as the sum.
         codec: what rows are in the all-to-all, see laconic.collectives.
         order, schedule, hooks: of the layers, see MoELayer. `dispatcher` makes each layer's from the grid.
+        movable: give each layer a Placement, so that a laconic.moe.ExpertMover can move its experts.
         check_logits: refuse router logits that are not finite, which waits for a GPU once in each block.
 
     Raises ModelError if there are no such blocks, or one is not understood, or experts are sharded already, and
     ConfigError if E / N_EP is no whole number or the mesh does not fit. Nothing is changed then.
     """
-    if gradients not in ("mean", "sum"):
-        raise ConfigError(f"gradients is {gradients!r}, but it must be 'mean' or 'sum'")
     blocks = find_blocks(model)
     if not blocks:
         again = any(isinstance(module, MoELayer) for module in model.modules())
@@ -159,11 +150,12 @@ def parallelize(
             original,
             block,
             RouterGate(original.get_submodule(block.router), block.num_experts, block.top_k, check_logits),
-            FusedExperts(held, parameters, 1.0 / ep if gradients == "mean" else 1.0),
+            FusedExperts(held, parameters),
             order,
             _spread(grid, codec) if dispatcher is None else dispatcher(grid),
             schedule=schedule,
             hooks=hooks,
+            placement=Placement(block.num_experts) if movable else None,
         )
         owner, _, child = name.rpartition(".")
         setattr(model.get_submodule(owner), child, layer)
@@ -190,6 +182,11 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
                 f"{where} has {block.num_experts} experts, which ep = {grid.layout.ep} processes cannot share evenly;"
                 f" let ep be one of {fitting}"
             )
+        for child in (block.router, block.experts):
+            if "forward" in model.get_submodule(name).get_submodule(child).__dict__:
+                raise ModelError(
+                    f"{name}.{child} has a forward that was put there, as compress_activations does; parallelize first"
+                )
         if (kind := (type(experts), block.num_experts)) not in tried:
             check(experts, where)
             tried.add(kind)

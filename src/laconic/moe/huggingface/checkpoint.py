@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
         reader = FileSystemReader(directory)
         try:
             found = reader.read_metadata().state_dict_metadata
-        except (OSError, CheckpointException) as error:
+        except (OSError, EOFError, UnpicklingError, CheckpointException) as error:
             raise CheckpointError(f"{directory} holds no checkpoint that can be read: {error}") from error
         sizes = {key: getattr(entry, "size", None) for key, entry in found.items()}
 

@@ -28,20 +28,13 @@ class FusedExperts(Experts):
     Under expert parallelism they are DTensors with Shard(0), and rows are those of the local experts.
     """
 
-    def __init__(
-        self, original: nn.Module, parameters: Mapping[str, nn.Parameter], gradient_factor: float = 1.0
-    ) -> None:
-        """Take the behaviour of `original` and `parameters` in place of its own.
-
-        `gradient_factor` multiplies the parameters' gradients. Raises ModelError if the original computes something
-        else than this module would.
-        """
+    def __init__(self, original: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the behaviour of `original`, with `parameters` for its own; `check` says whether that is right."""
         super().__init__()
         # A copy without parameters serves the original's gating, which may read its attributes.
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
         self.__dict__["_behaviour"] = behaviour
-        self.gradient_factor = gradient_factor
         for name, child in original.named_children():
             self.register_module(name, child)
         for name, parameter in parameters.items():
@@ -58,35 +51,16 @@ class FusedExperts(Experts):
             of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
 
         def product(rows: Tensor, name: str) -> Tensor:
-            weight = self._own(name)
+            weight = local_part(self.get_parameter(name))
             out = grouped_mm(rows, weight if kind.is_transposed else weight.transpose(1, 2), counts)
-            return out if of_row is None else out + self._own(f"{name}_bias").to(out.dtype)[of_row]
+            return out if of_row is None else out + local_part(self.get_parameter(f"{name}_bias")).to(out.dtype)[of_row]
 
         if kind.has_gate:
             return product(kind._apply_gate(product(rows, "gate_up_proj")), "down_proj")
         return product(kind.act_fn(product(rows, "up_proj")), "down_proj")
 
-    def _own(self, name: str) -> Tensor:
-        local = local_part(self.get_parameter(name))
-        if self.gradient_factor != 1.0 and local.requires_grad and torch.is_grad_enabled():
-            local = _Factor.apply(local, self.gradient_factor)
-        return local
-
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
-
-
-class _Factor(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None
 
 
 def check(original: nn.Module, name: str) -> None:

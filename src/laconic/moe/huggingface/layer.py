@@ -14,6 +14,7 @@ from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import RouterGate
 from laconic.moe.layer import MoELayer, Schedule
 from laconic.moe.order import Order
+from laconic.moe.placement import Placement
 
 __all__ = ["BlockLayer"]
 
@@ -35,6 +36,7 @@ class BlockLayer(MoELayer):
         *,
         schedule: Schedule | None = None,
         hooks: Iterable[Hook] = (),
+        placement: Placement | None = None,
     ) -> None:
         super().__init__(gate, experts, order, dispatcher, schedule=schedule, hooks=hooks)
         self.jitter_noise = float(getattr(original, "jitter_noise", 0.0))
@@ -48,6 +50,8 @@ class BlockLayer(MoELayer):
             self.__dict__["gate"] = gate
         if block.experts != "experts":
             self.__dict__["experts"] = experts
+        if placement is not None:
+            self.placement = placement.to(experts.get_parameter("down_proj").device)
         if block.shared is not None:
             shared = self._modules[block.shared]
             weigher = None if block.shared_gate is None else self._modules[block.shared_gate]
