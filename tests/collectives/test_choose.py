@@ -87,7 +87,7 @@ def test_one_bad_message_among_good_ones_changes_little() -> None:
 
 
 def test_data_that_shrinks_better_than_gaussian_is_coded_on_faster_links() -> None:
-    own = chooser(bytes_per_second=4e9)
+    own = chooser(bytes_per_second=3e9)
     choice = own.choose("all_gather", LARGE, "bfloat16", "", (1,))
     assert choice.codec == RAW
     # What is never coded is never observed; zeros of a padded dispatch, say, come with another tag or a slower link.

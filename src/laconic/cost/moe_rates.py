@@ -22,7 +22,7 @@ from laconic.cost.rates_file import (
     read_table,
     save_json,
 )
-from laconic.cost.wire import MIN_GAIN, RAW, World, chunk_numbers, coded_seconds, sent_nbytes
+from laconic.cost.wire import RAW, World, chunk_numbers, coded_seconds, pays, sent_nbytes
 from laconic.cost.wire_rates import (
     ITEM_NBYTES,
     CodecRates,
@@ -121,8 +121,8 @@ class MoERates:
                 seconds = coded_seconds(operation, nbytes, world.num_ranks, link, codec, ratio, chunks)
                 found.append(Price(seconds, sent, code, chunks))
         coded = min(found, key=lambda price: price.seconds, default=raw)
-        pays = coded.seconds < (1 - MIN_GAIN) * raw.seconds
-        return coded if pays or coding.code != "auto" else raw
+        gains = pays(coded.seconds, raw.seconds, link.line(operation).alpha_seconds)
+        return coded if gains or coding.code != "auto" else raw
 
     def products_seconds(self, multiply_adds: float, num_products: int, num_experts: int = 1) -> float:
         """Of `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""

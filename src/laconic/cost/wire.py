@@ -15,7 +15,7 @@ choices on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,14 +40,15 @@ __all__ = [
     "coded_seconds",
     "decide",
     "left_raw",
+    "pays",
     "sent_nbytes",
 ]
 
 RAW = "raw"
 
 MIN_GAIN = 0.05
-"""A message is coded when that is predicted to take at least this share less time: predictions are a few per cent off,
-and no message may lose more than that."""
+"""A message is coded when that is predicted to take at least this share less time, and half a latency less:
+predictions are a few per cent off, those of short messages by more, and no message may lose."""
 
 MIN_CODED_NBYTES = 1 << 14
 """Smaller messages are never coded: headers and the exchange of sizes cost more than any code saves."""
@@ -166,9 +167,7 @@ def decide(
         raise ConfigError(f"operation is {operation!r}, but it must be one of {', '.join(OPERATIONS)}")
     if world.num_ranks == 1:
         return left_raw(ONE_RANK)
-    found = list(candidates(operation, numel, dtype, world, rates, ratio, levels))
-    raw = _better(found[0], (c for c in found if c.codec == RAW))
-    chosen = _better(raw, (c for c in found if c.codec != RAW))
+    raw, chosen = _choose(operation, numel, dtype, world, rates, ratio, levels)
     reason = PAYS if chosen is not raw else _why_raw(operation, numel, dtype, world, rates, ratio, levels)
     return Choice(*chosen, raw.seconds, reason)
 
@@ -201,10 +200,28 @@ def candidates(
                 yield Candidate(code, num_chunks, level, seconds)
 
 
-def _better(simple: Candidate, others: Iterable[Candidate]) -> Candidate:
-    """The fastest of the others if it gains enough over the simple one."""
-    fastest = min(others, key=lambda candidate: candidate.seconds, default=simple)
-    return fastest if fastest.seconds < (1 - MIN_GAIN) * simple.seconds else simple
+def pays(coded_seconds: float, raw_seconds: float, latency_seconds: float) -> bool:
+    """Whether coding gains enough; `latency_seconds` is the raw operation's alpha. See `MIN_GAIN`."""
+    return coded_seconds < (1 - MIN_GAIN) * raw_seconds - latency_seconds / 2
+
+
+def _choose(
+    operation: str,
+    numel: int,
+    dtype: str,
+    world: World,
+    rates: WireRates,
+    ratio: Mapping[str, float] | None,
+    levels: tuple[int, ...],
+) -> tuple[Candidate, Candidate]:
+    """The best raw way, and the one to take."""
+    found = list(candidates(operation, numel, dtype, world, rates, ratio, levels))
+    simple = found[0]
+    raw = min((c for c in found if c.codec == RAW), key=lambda candidate: candidate.seconds)
+    raw = raw if raw.seconds < (1 - MIN_GAIN) * simple.seconds else simple
+    coded = min((c for c in found if c.codec != RAW), key=lambda candidate: candidate.seconds, default=raw)
+    latency = rates.link(world.kind).at(world.num_ranks).line(operation).alpha_seconds
+    return raw, coded if pays(coded.seconds, raw.seconds, latency) else raw
 
 
 def _possible(levels: tuple[int, ...], operation: str, world: World, rates: WireRates) -> tuple[int, ...]:
@@ -305,9 +322,12 @@ def _phases(operation: str, nbytes: float, world: int) -> tuple[_Phase, ...]:
 def chunk_numbers(sent_nbytes: float) -> Iterator[int]:
     """Into how many chunks a message may be cut of which a process sends so many bytes."""
     number = 1
-    while number == 1 or (number <= MAX_CHUNKS and sent_nbytes / number >= MIN_CHUNK_NBYTES):
-        yield number
+    while number < MAX_CHUNKS and sent_nbytes / number > MAX_CHUNK_NBYTES:
         number *= 2
+    yield number
+    while 2 * number <= MAX_CHUNKS and sent_nbytes / (2 * number) >= MIN_CHUNK_NBYTES:
+        number *= 2
+        yield number
 
 
 def _why_raw(
@@ -324,11 +344,10 @@ def _why_raw(
     if not rates.codecs.get(dtype):
         return NOT_MEASURED
 
-    def pays(numel: int, ratio: Mapping[str, float] | None) -> bool:
-        found = list(candidates(operation, numel, dtype, world, rates, ratio, levels))
-        raw = _better(found[0], (c for c in found if c.codec == RAW))
-        return _better(raw, (c for c in found if c.codec != RAW)) is not raw
+    def would_pay(numel: int, ratio: Mapping[str, float] | None) -> bool:
+        raw, chosen = _choose(operation, numel, dtype, world, rates, ratio, levels)
+        return chosen is not raw
 
-    if ratio and pays(numel, None):
+    if ratio and would_pay(numel, None):
         return LOW_RATIO
-    return TOO_SMALL if pays(max(numel, _LARGE_NUMEL), None) else FAST_LINK
+    return TOO_SMALL if would_pay(max(numel, _LARGE_NUMEL), None) else FAST_LINK
