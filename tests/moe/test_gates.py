@@ -337,7 +337,9 @@ def test_sigmoid_gate_routes_as_the_deepseek_router_does() -> None:
 @pytest.mark.parametrize("kind", [SoftmaxGate, GShardGate, SigmoidGate, CosineGate])
 def test_layer_with_any_gate_equals_every_token_on_its_own_gate_gradients_included(kind: type[TokenChoiceGate]) -> None:
     torch.manual_seed(0)
-    gate = kind(EXPERTS, DIM, 3, num_groups=4, top_groups=2, balance_coef=0.1, z_coef=0.01, dtype=torch.float64)
+    options: dict[str, Any] = {"projection_dim": 4} if kind is CosineGate else {}
+    options |= {"num_groups": 4, "top_groups": 2, "balance_coef": 0.1, "z_coef": 0.01}
+    gate = kind(EXPERTS, DIM, 3, **options, dtype=torch.float64)
     layer = MoELayer(gate, GatedExperts(EXPERTS, DIM, 4, dtype=torch.float64)).eval()
     x = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
     out = layer(x)
