@@ -25,6 +25,7 @@ from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
+from laconic.moe.overlapped import Overlapped, WindowedReduction
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
 from laconic.moe.pipelined import Pipelined, thread_streams
 from laconic.moe.placement import Placement
@@ -39,6 +40,8 @@ __all__ = [
     "MoELayer",
     "Schedule",
     "Pipelined",
+    "Overlapped",
+    "WindowedReduction",
     "thread_streams",
     "Hook",
     "auxiliary_losses",

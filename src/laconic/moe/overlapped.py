@@ -41,7 +41,7 @@ _BETWEEN = "gradients"
 class Overlapped(Pipelined):
     """A `Schedule` of r pieces on two streams, "wire" and "compute", forward and backward.
 
-    Gradients are those of `Pipelined` bit for bit, but for the order in which pieces add to a parameter's.
+    Outputs and gradients are those of `Pipelined` up to rounding: pieces may add to a parameter's in another order.
     """
 
     def __init__(

@@ -7,8 +7,7 @@ are the same sums; only the sizes of the experts' products change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -19,6 +18,7 @@ from torch import Tensor
 from laconic.errors import ConfigError
 from laconic.moe.layer import MoELayer
 from laconic.moe.routing import Routing
+from laconic.moe.thread_state import thread_state
 from laconic.schedule.execute import InlineStream, Stream, ThreadStream, execute
 from laconic.schedule.streams import StreamPlan, Task
 
@@ -92,16 +92,5 @@ def pieces(batch: Mapping[str, Any], degree: int) -> list[dict[str, Any]]:
 
 
 def thread_streams() -> dict[str, Stream]:
-    """The wire in a thread of its own, the experts in the caller's: for CPUs. Backward stays in autograd's thread."""
-    return {"wire": ThreadStream("laconic-moe-wire", around=_modes), "compute": InlineStream()}
-
-
-def _modes() -> AbstractContextManager[None]:
-    """The caller's grad mode and autocast, to be entered in another thread."""
-    return _entered(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-
-
-@contextmanager
-def _entered(grad: bool, autocast: bool, dtype: torch.dtype) -> Iterator[None]:
-    with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=autocast):
-        yield
+    """The wire in a thread of its own, the experts in the caller's: for CPUs."""
+    return {"wire": ThreadStream("laconic-moe-wire", around=thread_state), "compute": InlineStream()}
