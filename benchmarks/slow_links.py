@@ -23,7 +23,9 @@ __all__ = ["Timed", "format_size", "join", "leave", "run_ranks", "seconds_of_all
 _LONGEST_SECONDS = 3600
 
 
-def run_ranks(lab: Lab, module: str, task: Mapping[str, Any], profile: bool = False) -> dict[str, Any]:
+def run_ranks(
+    lab: Lab, module: str, task: Mapping[str, Any], profile: bool = False, ranks_per_host: int = 1
+) -> dict[str, Any]:
     """Run `python -m module TASK` on every host of the lab and return what rank 0 printed last, as JSON.
 
     Choices rest on what `laconic profile` measures in the lab first, if so asked, else on what they measure themselves;
@@ -35,14 +37,16 @@ def run_ranks(lab: Lab, module: str, task: Mapping[str, Any], profile: bool = Fa
         environment = {"XDG_CACHE_HOME": folder}
         if profile:
             environment["LACONIC_WIRE_RATES"] = f"{folder}/wire_rates.json"
-            _run(lab, ["-m", "laconic", "profile", "--out", environment["LACONIC_WIRE_RATES"]], environment)
-        out = _run(lab, ["-m", module, json.dumps(task)], environment)
+            profiling = ["-m", "laconic", "profile", "--out", environment["LACONIC_WIRE_RATES"]]
+            _run(lab, profiling, environment, ranks_per_host)
+        out = _run(lab, ["-m", module, json.dumps(task)], environment, ranks_per_host)
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
 
-def _run(lab: Lab, arguments: list[str], environment: dict[str, str]) -> str:
-    endings = finish(lab.start_ranks([sys.executable, *arguments], environment), _LONGEST_SECONDS)
+def _run(lab: Lab, arguments: list[str], environment: dict[str, str], ranks_per_host: int) -> str:
+    programs = lab.start_ranks([sys.executable, *arguments], environment, ranks_per_host=ranks_per_host)
+    endings = finish(programs, _LONGEST_SECONDS)
     for rank, ending in enumerate(endings):
         if ending.code:
             raise RuntimeError(f"rank {rank} ended with {ending.code}:\n{ending.err}")
@@ -90,7 +94,9 @@ def time_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: i
     for round_number in range(-warm_ups, rounds):
         for name, case in cases.items():
             dist.barrier()
-            sent, started = _sent_nbytes(), time.perf_counter()
+            sent = _sent_nbytes()
+            dist.barrier()  # other ranks of this host have not begun when it is read
+            started = time.perf_counter()
             case()
             slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)  # when it is done, everybody has received everything
