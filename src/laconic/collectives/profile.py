@@ -23,7 +23,7 @@ from laconic.collectives.route import Route
 from laconic.cost.wire import World, coded_seconds, sent_nbytes
 from laconic.cost.wire_rates import ITEM_NBYTES, OPERATIONS, SEND, CodecRates, Line, LinkRates, WireRates, fit_line
 
-__all__ = ["profile"]
+__all__ = ["measure_link", "profile"]
 
 _SIZES = tuple(1 << power for power in range(12, 25, 2))
 """Bytes that a process sends: 4 KB to 16 MB."""
@@ -54,7 +54,7 @@ def profile(device: torch.device, report: Callable[[str], None] = lambda text: N
     links = {}
     for kind, group in groups.items():
         report(f"links, {kind}: {group.size()} ranks")
-        links[kind] = _link(ranks, group, _QUICK_SIZES if quick else _SIZES)
+        links[kind] = measure_link(ranks, group, _QUICK_SIZES if quick else _SIZES)
     codecs, codec_sizes = {}, _QUICK_CODEC_SIZES if quick else _CODEC_SIZES
     for dtype in ITEM_NBYTES:
         report(f"codecs, {dtype}")
@@ -92,9 +92,15 @@ def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
 # --- links ---
 
 
-def _link(ranks: Ranks, group: dist.ProcessGroup, sizes: Sequence[int]) -> LinkRates:
+def measure_link(
+    ranks: Ranks, group: dist.ProcessGroup, sizes: Sequence[int], names: Sequence[str] = OPERATIONS
+) -> LinkRates:
+    """The rates of a group, with lines of the operations `names`; sizes are bytes that a process sends.
+
+    All of `ranks` call this together, each with its own group, groups being of one size.
+    """
     lines = {}
-    for operation in OPERATIONS:
+    for operation in names:
         points = []
         for size in sizes:
             case, sent = _case(operation, size, group, ranks.device, Raw())
