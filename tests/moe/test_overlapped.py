@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from laconic.collectives import Raw
 from laconic.errors import ConfigError
-from laconic.moe import FlatDispatcher, GatedExperts, MoELayer, SoftmaxGate, thread_streams
+from laconic.moe import FlatDispatcher, GatedExperts, Grid, MoELayer, ShardedDispatcher, SoftmaxGate, thread_streams
 from laconic.moe.overlapped import Overlapped, WindowedReduction
+from tests.moe.parallel import assert_same_as_whole, make_whole, spread_over
 from tests.moe.test_pipelined import DIM, EXPERTS, GATES, whole
 from tests.moe.worlds import run_world
 
@@ -134,8 +135,21 @@ def gradients_in_windows_over_two_ranks() -> None:
             assert sent["end"] < sum(8 * parameter.numel() for parameter in dense) / 2
 
 
-def test_dense_gradients_are_reduced_in_the_windows(tmp_path: Path) -> None:
-    run_world([gradients_in_windows_over_two_ranks], 2, tmp_path)
+def ranks_without_tokens_and_shared_experts() -> None:
+    """Over exchanges and over exchanges with gathers; nobody waits for a rank that has nothing."""
+    for grid, num_tokens in ((Grid(), (0, 5)), (Grid(), (0,)), (Grid(1, 1, 2), (3, 1)), (Grid(1, 1, 2), (0, 4))):
+        whole = make_whole(grid, num_tokens=num_tokens)
+        for dispatcher in (
+            FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=Raw()),
+            ShardedDispatcher(grid.ep, grid.esp, codec=Raw()),
+        ):
+            layer = spread_over(grid, whole, dispatcher)
+            layer.schedule = Overlapped(2, thread_streams())
+            assert_same_as_whole(grid, whole, layer, losses=True)
+
+
+def test_dense_gradients_are_reduced_in_the_windows_and_no_rank_is_waited_for(tmp_path: Path) -> None:
+    run_world([gradients_in_windows_over_two_ranks, ranks_without_tokens_and_shared_experts], 2, tmp_path)
 
 
 def test_a_negative_window_is_refused() -> None:
