@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
 from laconic.cost.hierarchy import RowCounts, count_vector, level_nbytes
 from laconic.cost.moe_rates import MoERates
 from laconic.cost.wire_rates import Line
-from laconic.errors import ConfigError, RoutingError
+from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
 from laconic.moe.agreement import agree_on_depth, gather_counts, hierarchy_of
 from laconic.moe.dispatch import Dispatcher
@@ -265,6 +266,22 @@ def work(rank: int, world: int, levels: tuple[int, ...], directory: str) -> None
             call(checks)
     dist.barrier()
     leave(0)
+
+
+def _lose_a_rank(rank: int, directory: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    dispatcher = HierarchicalDispatcher(Grid(device_type="cpu").levels, codec=Raw())
+    x, routing = tokens_of(rank, 4, 4, 0.5, torch.float32)
+    dispatched = dispatcher.dispatch(x, routing, SortedOrder())
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(CollectiveError, match=r"one of ranks \[0, 1\] ended or stopped while they exchanged rows"):
+        dispatcher.combine(dispatched.rows, dispatched)
+    leave(0)
+
+
+def test_a_rank_that_is_lost_between_dispatch_and_combine_is_noticed(tmp_path: Path) -> None:
+    mp.spawn(_lose_a_rank, args=(str(tmp_path),), nprocs=2)
 
 
 def test_levels_of_four_processes_agree_with_a_dense_reference(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from laconic.errors import ConfigError
 from laconic.moe.crossing import Crossing
 
 __all__ = ["LevelTraffic", "add_traffic", "traffic_of"]
@@ -54,8 +55,16 @@ def traffic_of(crossing: Crossing, rows: Tensor, weights: Tensor) -> LevelTraffi
 
 
 def add_traffic(many: Iterable[tuple[LevelTraffic, ...]]) -> tuple[LevelTraffic, ...]:
-    """Stage by stage, the sums over dispatches of one depth: of several layers, steps or ranks."""
+    """Stage by stage, the sums over dispatches: of several layers, steps or ranks.
+
+    Raises ConfigError for dispatches of different depths.
+    """
     sums: tuple[LevelTraffic, ...] = ()
     for traffic in many:
+        if sums and len(traffic) != len(sums):
+            raise ConfigError(
+                f"dispatches have {len(sums)} and {len(traffic)} stages, but only those of one depth add up; sort them"
+                " by depth first"
+            )
         sums = tuple(a + b for a, b in zip(sums, traffic, strict=True)) if sums else traffic
     return sums
