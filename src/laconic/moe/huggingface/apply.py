@@ -44,7 +44,7 @@ class Parallelized:
     layers: dict[str, BlockLayer]
     """The layers by the names of the blocks they replaced."""
     grid: Grid | None
-    """Who holds which experts; None if all of them are here."""
+    """Who holds which experts; None if no mesh was given."""
 
     def experts(self) -> list[nn.Parameter]:
         """The parameters of all layers' experts: under EP those of other processes are others'."""
@@ -164,7 +164,7 @@ def parallelize(
         layers[name] = layer
     if ep > 1 and hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = save_gathered(model)
-    return Parallelized(model, layers, grid if ep > 1 else None)
+    return Parallelized(model, layers, grid)
 
 
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:
