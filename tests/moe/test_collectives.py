@@ -189,6 +189,6 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives_and_their_gradients(world: int, tmp_path: Path) -> None:
     run_world(COLLECTIVES, world, tmp_path)
