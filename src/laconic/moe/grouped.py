@@ -67,7 +67,7 @@ class _Contiguous(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.detach()  # not a view to autograd: FSDP2 warns of modules that return one
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

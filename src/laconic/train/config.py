@@ -19,6 +19,7 @@ __all__ = [
     "DataConfig",
     "GradientsConfig",
     "ModelConfig",
+    "MoEConfig",
     "OptimizerConfig",
     "PipelineConfig",
     "TrainConfig",
@@ -276,6 +277,44 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Experts of a mixture-of-experts model, spread over processes."""
+
+    expert_parallel: int | None = None
+    """Processes that share a layer's experts (EP); divides the number of processes and of experts. 1: every process has
+    all of them, in layers of laconic.moe. None: the model's own blocks are left as they are."""
+    dispatcher: Literal["flat", "hierarchical"] = "flat"
+    """flat: one all-to-all. hierarchical: level by level, each row once per group of processes that has experts for
+    it."""
+    levels: tuple[int, ...] = ()
+    """Groups that the processes of one EP group form at each level, such as nodes: each number is a multiple of the one
+    before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
+    depth: int | None = None
+    """Stages of the hierarchical all-to-all, 1 to the number of levels + 1; None means the largest."""
+    rows: Literal["exact", "int8"] = "exact"
+    """What travels to experts and back: rows as they are (shortened as `zip` says), or int8 blocks of 128, which rounds
+    them and their gradients."""
+
+    def __post_init__(self) -> None:
+        size = self.expert_parallel
+        _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
+        for name in ("dispatcher", "levels", "depth", "rows"):
+            value = getattr(self, name)
+            _require(
+                size is not None or value == MoEConfig.__dataclass_fields__[name].default,
+                f"moe.{name}",
+                list(value) if isinstance(value, tuple) else value,
+                "be left out without moe.expert_parallel; set that to 1 or more",
+            )
+        _require(
+            self.depth is None or (self.depth >= 1 and self.dispatcher == "hierarchical"),
+            "moe.depth",
+            self.depth,
+            "be at least 1 and come with moe.dispatcher = hierarchical",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When and how many checkpoints are kept."""
 
@@ -304,6 +343,7 @@ class TrainConfig:
     gradients: GradientsConfig = field(default_factory=GradientsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     plan: str | None = None
@@ -366,6 +406,19 @@ class TrainConfig:
             self.gradients.reduce,
             f'be q8 or left out with parallel = "ddp" and gradients.bits = {self.gradients.bits}: codes are reduced as '
             "they are",
+        )
+        spread = self.moe.expert_parallel
+        _require(
+            spread is None or self.pipeline.stages == 1,
+            "moe.expert_parallel",
+            spread,
+            f"be left out with pipeline.stages = {self.pipeline.stages}: stages are cut from the model's own blocks",
+        )
+        _require(
+            spread is None or self.plan is None,
+            "moe.expert_parallel",
+            spread,
+            "be left out with a plan, which knows nothing of it",
         )
         _require(self.rank_timeout_seconds > 0, "rank_timeout_seconds", self.rank_timeout_seconds, "be above 0")
         _require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")

@@ -1,8 +1,9 @@
 """What becomes of gradients between backward and the update: kept dense or in codes, reduced, measured, clipped.
 
-The two kinds answer the same calls, so the loop is the same for both:
+The kinds answer the same calls, so the loop is the same for both:
 
 - `DenseGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
+- `SpreadGradients`: the same where experts are spread over processes, whose gradients are averaged over other groups.
 - `StoredGradients`: 8 or 12 bits per element (laconic.gradients.compress_gradients), folded in after each backward and
   reduced as codes, or as FSDP2 does before they are stored.
 """
@@ -10,24 +11,27 @@ The two kinds answer the same calls, so the loop is the same for both:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.collectives import operations
-from laconic.collectives.codec import Codec
+from laconic.collectives.codec import Codec, Raw
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
-from laconic.gradients import CompressedGradients, all_reduce_quantized, compress_gradients
+from laconic.gradients import CompressedGradients, all_reduce_q8, all_reduce_quantized, compress_gradients
+from laconic.moe.grid import Grid
+from laconic.moe.huggingface import Parallelized
+from laconic.moe.huggingface import gradients as spread
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.parallel import accumulate, clip_gradients, full_value, gradient_norm
 from laconic.train.zipped import zip_codec
 
-__all__ = ["DenseGradients", "Gradients", "StoredGradients", "make_gradients"]
+__all__ = ["DenseGradients", "Gradients", "SpreadGradients", "StoredGradients", "make_gradients"]
 
 
 class Gradients(ABC):
@@ -109,22 +113,68 @@ class DenseGradients(Gradients):
         self._model.zero_grad(set_to_none=True)
 
 
+class SpreadGradients(DenseGradients):
+    """Gradients of a model whose experts are on other processes than the rest.
+
+    Backward has brought an expert the gradients of all tokens of its EP group. They are added up over the processes
+    that have the same experts and divided by the number of all, as FSDP2 has done already when backward ends.
+    """
+
+    def __init__(self, model: nn.Module, experts: Parallelized, grid: Grid, config: TrainConfig) -> None:
+        """`experts` and `grid` say which parameters those are, and who has the same."""
+        super().__init__(model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._experts = [p for p in experts.experts() if p.requires_grad] if config.parallel == "ddp" else []
+        self._grid, self._q8 = grid, config.reduce == "q8"
+        self._codec: Codec | str = zip_codec(config) or Raw()
+
+    def reduce(self) -> None:
+        for parameter in self._experts:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_part(parameter.grad)
+            if self._grid.layout.edp == 1:
+                gradient.div_(self._grid.layout.dp)
+            elif self._q8:
+                all_reduce_q8(gradient, self._grid.edp, op="sum").div_(self._grid.layout.dp)
+            else:
+                operations.all_reduce(gradient, self._grid.edp, codec=self._codec).wait()
+                gradient.div_(self._grid.layout.dp)
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return spread.norm(self._parameters)
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        if max_norm > 0:
+            spread.scale(self._parameters, norm, max_norm)
+
+
 class StoredGradients(Gradients):
-    """Gradients in codes; `store` has been put on the model."""
+    """Gradients in codes; each of `stores` has been put on some of the model's parameters."""
 
-    def __init__(self, store: CompressedGradients, unpack: bool) -> None:
-        """`unpack`: whether the optimizer needs dense gradients."""
-        self._store = store
+    def __init__(
+        self, stores: Sequence[CompressedGradients], unpack: bool, divided: CompressedGradients | None = None
+    ) -> None:
+        """`unpack`: whether the optimizer needs dense gradients; `divided`: the one of `stores` that holds sums."""
+        self._stores = tuple(stores)
         self._unpack = unpack
+        self._divided = divided
 
-    def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
-        return self._store.last_micro_batch(num_backwards)
+    @contextmanager
+    def last_backward(self, num_backwards: int = 1) -> Iterator[None]:
+        with ExitStack() as stack:
+            for store in self._stores:
+                stack.enter_context(store.last_micro_batch(num_backwards))
+            yield
 
     def earlier_backward(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def reduce(self) -> None:
-        self._store.reduce()
+        for store in self._stores:
+            store.reduce()
+        if self._divided is not None:
+            self._divided.scale_(1 / dist.get_world_size())
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         gradients = [quantized_gradient(parameter) for parameter in parameters]
@@ -134,27 +184,60 @@ class StoredGradients(Gradients):
         all_reduce_quantized(present, group, average=False).wait()
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return self._store.norm(counted=parameters)
+        if len(self._stores) == 1:
+            return self._stores[0].norm(counted=parameters)
+        return torch.stack([store.norm(counted=parameters) for store in self._stores]).square().sum().sqrt()
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if max_norm > 0:
-            self._store.scale_((max_norm / (norm.float() + 1e-6)).clamp(max=1.0))
+            for store in self._stores:
+                store.scale_((max_norm / (norm.float() + 1e-6)).clamp(max=1.0))
 
     def prepare_update(self) -> None:
         if self._unpack:
-            self._store.dequantize_to_grad()
+            for store in self._stores:
+                store.dequantize_to_grad()
 
     def clear(self) -> None:
-        self._store.zero_()
+        for store in self._stores:
+            store.zero_()
 
 
-def make_gradients(config: TrainConfig, layout: Layout, model: nn.Module) -> Gradients:
+def make_gradients(
+    config: TrainConfig, layout: Layout, model: nn.Module, experts: Parallelized | None = None
+) -> Gradients:
     """The gradients of `model` as the configuration asks; all processes call it together.
 
-    `model` is what `DenseGradients` takes, except that with 8 or 12 bits it is not wrapped in DDP.
+    `model` is what `DenseGradients` takes, except that with 8 or 12 bits it is not wrapped in DDP. `experts` says where
+    its experts are.
     """
+    grid = None if experts is None else experts.grid
     if config.gradients.bits == 32:
-        return DenseGradients(model, zip_codec(config))
+        if experts is None or grid is None:
+            return DenseGradients(model, zip_codec(config))
+        return SpreadGradients(model, experts, grid, config)
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
-    store = compress_gradients(model, None if sharded else layout.stage_group, bits=config.gradients.bits)
-    return StoredGradients(store, unpack=config.optimizer.kind == "adamw")
+    group, bits = None if sharded else layout.stage_group, config.gradients.bits
+    unpack = config.optimizer.kind == "adamw"
+    if experts is None or grid is None or sharded:
+        return StoredGradients([compress_gradients(model, group, bits=bits)], unpack)
+    held = _Some(model, experts.experts())
+    edp = grid.edp if grid.layout.edp > 1 else None
+    sums = compress_gradients(held, edp, bits=bits, average=False)
+    return StoredGradients(
+        [compress_gradients(_Some(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
+    )
+
+
+class _Some(nn.Module):
+    """Some of a model's parameters, as a module with their names; buffers are left out."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        known = {id(parameter) for parameter in parameters}
+        self._held = {name: p for name, p in model.named_parameters() if id(p) in known}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((prefix + name, parameter) for name, parameter in self._held.items())

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.activations import SavedTensorTracker
@@ -247,13 +249,18 @@ class Trainer:
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW over `model`'s trainable parameters; vectors (norms, biases) are not decayed."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    # A fused update takes tensors that are spread alike: experts are not, and make groups of their own.
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for parameter in model.parameters():
+            if parameter.requires_grad and (parameter.dim() >= 2) == decays:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                groups.setdefault((decays, mesh), []).append(parameter)
     options: dict[str, Any] = {
-        "params": [group for group in groups if group["params"]],
+        "params": [
+            {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
+            for (decays, _), group in groups.items()
+        ],
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,

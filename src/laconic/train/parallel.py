@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from laconic.gradients import quantize_reduction
+from laconic.moe.huggingface import Parallelized
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.stages import Gap, decoder_stack
@@ -38,22 +39,32 @@ __all__ = [
 ]
 
 
-def wrap_model(model: nn.Module, config: TrainConfig, world: World, layout: Layout) -> nn.Module:
+def wrap_model(
+    model: nn.Module, config: TrainConfig, world: World, layout: Layout, experts: Parallelized | None = None
+) -> nn.Module:
     """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
     Unchanged also where gradients are stored and reduced in codes, which needs no wrapper. With FSDP2 and bf16 the
-    layers compute and are gathered in bf16, while shards, gradients and their reduction stay fp32.
+    layers compute and are gathered in bf16, while shards, gradients and their reduction stay fp32. `experts` says which
+    of the parameters are not the same everywhere: DDP leaves them alone, FSDP2 shards them over those that have them.
     """
     if layout.stage_group is None or (config.parallel == "ddp" and config.gradients.bits < 32):
         return model
-    wrapped = _wrapped(model, layout.stage_group, config, world)
+    spread = None if experts is None or experts.grid is None else experts
+    wrapped = _wrapped(model, layout.stage_group, config, world, spread)
     if config.reduce == "q8":
         quantize_reduction(wrapped)
     return wrapped
 
 
-def _wrapped(model: nn.Module, group: dist.ProcessGroup, config: TrainConfig, world: World) -> nn.Module:
+def _wrapped(
+    model: nn.Module, group: dist.ProcessGroup, config: TrainConfig, world: World, spread: Parallelized | None
+) -> nn.Module:
     if config.parallel == "ddp":
+        if spread is not None:
+            others = {id(parameter) for parameter in spread.experts()}
+            names = [name for name, parameter in model.named_parameters() if id(parameter) in others]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         # Nothing here changes buffers in forward, so they need no broadcast. torch 2.13 renamed the switch.
         parameters = inspect.signature(DistributedDataParallel.__init__).parameters
         no_broadcast: dict[str, Any] = {
@@ -66,10 +77,13 @@ def _wrapped(model: nn.Module, group: dist.ProcessGroup, config: TrainConfig, wo
             gradient_as_bucket_view=True,
             **no_broadcast,
         )
-    mesh = DeviceMesh.from_group(group, world.device.type)
     policy = MixedPrecisionPolicy()
     if config.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if spread is not None:
+        spread.fully_shard(decoder_layers(model), mp_policy=policy, reshard_after_forward=True)
+        return model
+    mesh = DeviceMesh.from_group(group, world.device.type)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy)

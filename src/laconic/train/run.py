@@ -25,6 +25,7 @@ from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
+from laconic.train.experts import check_experts, spread_experts
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
@@ -63,6 +64,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
     # 1. Everything that can be refused, before anything is written.
     check_agreement(config, world)
+    check_experts(config, world)
     layout = make_layout(config, world)
     if config.tensorboard:
         check_tensorboard()
@@ -83,15 +85,16 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     if config.plan is not None:
         plan = load_plan(config.plan)
         check_plan(plan, config, layout, plain.config, chunked_loss)
+    texts, model_config = _model_texts(plain), plain.config.to_dict()
+    experts = spread_experts(plain, config, world)
     report = _compress(plain, config, plan, chunked_loss)
 
     # 2. The trainer, and where it starts.
-    texts, model_config = _model_texts(plain), plain.config.to_dict()
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
-    model = wrap_model(plain, config, world, layout) if pipeline is None else pipeline.parts
+    model = wrap_model(plain, config, world, layout, experts) if pipeline is None else pipeline.parts
     zipped = zip_model([model] if pipeline is None else pipeline.wrapped, config, world, layout)
     del plain
-    gradients = make_gradients(config, layout, model)
+    gradients = make_gradients(config, layout, model, experts)
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline, chunked_loss)
     split = () if pipeline is None else pipeline.split

@@ -11,20 +11,30 @@ from torch.distributed.tensor import DTensor
 
 from laconic.formats.shards import local_part
 
-__all__ = ["clip"]
+__all__ = ["clip", "norm", "scale"]
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most `max_norm`; the norm before, 0-dim fp32 (or fp64).
+    """Scale all gradients so that their common 2-norm is at most `max_norm`; the norm before, 0-dim fp32 (or fp64)."""
+    before = norm(parameters)
+    scale(parameters, before, max_norm)
+    return before
+
+
+def norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together, 0-dim fp32 (or fp64), the same on every process, all of which call it.
 
     Shards of DTensors are added up over the processes that hold the others.
     """
-    norm = _square(parameters).sqrt()
+    return _square(parameters).sqrt()
+
+
+def scale(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients by min(1, max_norm / norm), in place."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
             local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))
-    return norm
 
 
 def _square(parameters: Sequence[nn.Parameter]) -> Tensor:

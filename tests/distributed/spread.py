@@ -1,0 +1,131 @@
+"""Runs with experts spread over processes: `python -m tests.distributed.spread FOLDER SET` with torchrun's variables.
+
+As in `tests.distributed.pair`, each scenario is a run in FOLDER, and the tests read what it left there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.train.worker import leave
+from laconic.train.world import join_world, read_environment
+from tests.distributed.pair import FSDP, SMOOTH, Pair
+from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.train.runs import AGOQ, resumed, tiny_config
+
+QWEN = {
+    "model.family": "qwen3_moe",
+    "model.extra": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "attention_dropout": 0.1,
+    },
+}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {**_LATENT, **_ROUTED, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_LATENT, **_ROUTED, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+}
+SMOOTH_QWEN = QWEN | SMOOTH | {"model.extra": QWEN["model.extra"] | {"attention_dropout": 0.0}}
+EP = {"moe.expert_parallel": 2}
+DEEP = {"moe.dispatcher": "hierarchical"}
+Q8 = {"gradients.reduce": "q8"}
+
+# Losses differ from those of the plain run by rounding only.
+ALIKE: dict[str, dict[str, Any]] = {
+    "ep1": {"moe.expert_parallel": 1},
+    "ep2": EP,
+    "ep2-fsdp": EP | FSDP,
+    "ep2-deep": EP | DEEP,
+    "ep2-accumulated": EP | {"accumulation": 2},
+    "ep2-zip": EP | FSDP | {"zip": "on"},
+}
+# Each is run in one piece, and with a stop after step 3 as "<name>-broken".
+BROKEN: dict[str, dict[str, Any]] = {
+    "ddp": EP | {"moe.rows": "int8"},
+    "fsdp-bf16": EP | FSDP | DEEP | {"precision": "bf16", "accumulation": 2, "checkpoint.zip": True},
+    "agoq": EP | AGOQ,
+    "fsdp-agoq": EP | FSDP | AGOQ,
+}
+# What four processes do: every expert twice.
+FOUR: dict[str, dict[str, Any]] = {
+    "ddp": EP,
+    "fsdp": EP | FSDP,
+    "deep": {"moe.expert_parallel": 4, "moe.levels": (2,)} | DEEP,
+    "zip": EP | {"zip": "on"},
+    "q8": EP | Q8,
+    "fsdp-q8": EP | FSDP | Q8,
+}
+
+
+class Spread(Pair):
+    """The scenarios, as seen by one of the processes."""
+
+    def interrupted(self, name: str, changes: dict[str, Any]) -> None:
+        assert self.train(tiny_config(self.folder, name, changes)) == 0
+        broken = tiny_config(self.folder, f"{name}-broken", changes)
+        assert self.train(broken, stop_after=3, on_rank=1) == 130
+        torch.manual_seed(self.world.rank + 77)
+        assert self.train(resumed(broken)) == 0
+
+    def two(self) -> None:
+        self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
+        for name, changes in ALIKE.items():
+            self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes))
+        for name, changes in BROKEN.items():
+            self.interrupted(name, QWEN | changes)
+        self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | EP | FSDP)), stop_after=2)
+        self.expect_error("odd", tiny_config(self.folder, "odd", QWEN | {"moe.expert_parallel": 3}))
+        self.expect_error("dense", tiny_config(self.folder, "dense", EP))
+        extra = QWEN["model.extra"] | {"num_experts": 5}
+        self.expect_error("five", tiny_config(self.folder, "five", QWEN | EP | {"model.extra": extra}))
+        self.expect_error("deep", tiny_config(self.folder, "deep", QWEN | EP | DEEP | {"moe.depth": 2}))
+
+    def four(self) -> None:
+        self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
+        for name, changes in FOUR.items():
+            self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes))
+        self.interrupted("broken-fsdp-bf16", QWEN | EP | FSDP | {"precision": "bf16"})
+        self.interrupted("broken-agoq", QWEN | EP | AGOQ)
+        for family, extra in FAMILIES.items():
+            options = SMOOTH | {"model.family": family, "model.extra": extra}
+            self.train(tiny_config(self.folder, family, options))
+            self.train(tiny_config(self.folder, f"{family}-ep", options | {"moe.expert_parallel": 4}))
+
+    def one_step_more(self) -> None:
+        """Go on with "resharded", experts over all processes."""
+        changes = {"moe.expert_parallel": self.world.size} | (FSDP if self.world.size == 2 else {})
+        self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | changes)), stop_after=1)
+
+
+def run_processes(folder: Path, scenario: str, num_processes: int) -> None:
+    """Let as many processes go through `scenario`, a method of Spread; fails if one fails."""
+    port = free_port()
+    arguments = ["-m", "tests.distributed.spread", str(folder), scenario]
+    processes: list[subprocess.Popen[str]] = [
+        start(arguments, rank_environment(rank, num_processes, port)) for rank in range(num_processes)
+    ]
+    for rank, ending in enumerate([finish(process, 280) for process in processes]):
+        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+
+
+def main() -> None:
+    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
+    getattr(Spread(Path(sys.argv[1]), world), sys.argv[2])()
+    world.leave()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""`laconic train` with experts spread over processes: the same training, and checkpoints for any number of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laconic.train.checkpoint import find_checkpoint
+from laconic.train.export import export
+from laconic.train.metrics import read_metrics
+from tests.distributed.spread import ALIKE, BROKEN, FAMILIES, FOUR, SMOOTH_QWEN, run_processes
+from tests.distributed.test_parallel import ROUNDING
+from tests.train.runs import ALONE, exact_metrics, losses, resumed, tiny_config, train_alone
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two processes have done all that `tests.distributed.spread` lists for them."""
+    folder = tmp_path_factory.mktemp("spread")
+    train_alone(tiny_config(folder, "alone", SMOOTH_QWEN))
+    train_alone(tiny_config(folder, "resharded", SMOOTH_QWEN), stop_after=2)
+    run_processes(folder, "two", 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of four processes."""
+    folder = tmp_path_factory.mktemp("four")
+    run_processes(folder, "four", 4)
+    return folder
+
+
+def assert_alike(folder: Path, name: str, reference: str, tolerance: float = ROUNDING) -> None:
+    expected, found = losses(folder / reference), losses(folder / name)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, abs=tolerance), step
+    rows, expected_rows = read_metrics(folder / name), read_metrics(folder / reference)
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        if "grad_norm" in row:
+            assert row["grad_norm"] == pytest.approx(expected_row["grad_norm"], rel=max(1e-4, 10 * tolerance))
+        else:
+            assert row["validation_loss"] == pytest.approx(expected_row["validation_loss"], abs=tolerance)
+
+
+@pytest.mark.parametrize("name", list(ALIKE))
+def test_losses_are_those_of_the_model_as_it_was(folder: Path, name: str) -> None:
+    assert_alike(folder, name, "plain")
+
+
+def test_so_are_the_exported_weights(folder: Path, tmp_path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(export(folder / "alone", tmp_path / "alone"))
+    for name in ("ep2", "ep2-fsdp"):
+        found = AutoModelForCausalLM.from_pretrained(export(folder / name, tmp_path / name))
+        for one, two in zip(expected.parameters(), found.parameters(), strict=True):
+            assert torch.allclose(one, two, rtol=0, atol=6 * 0.2 * 2**-20)  # as in test_parallel
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(folder: Path, name: str, tmp_path: Path) -> None:
+    assert exact_metrics(folder / f"{name}-broken") == exact_metrics(folder / name)
+    whole, broken = (export(folder / run, tmp_path / run) for run in (name, f"{name}-broken"))
+    assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
+
+
+def test_each_process_writes_its_own_experts(folder: Path) -> None:
+    checkpoint = find_checkpoint(folder / "ep2", ALONE).path
+    sizes = [sum(path.stat().st_size for path in checkpoint.glob(f"__{rank}_*")) for rank in range(2)]
+    experts_nbytes = 2 * 4 * 3 * 32 * 48 * 4 * 3  # layers, experts, matrices, their size, bytes, weight and moments
+    assert min(sizes) > experts_nbytes / 2
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes_for_experts(folder: Path) -> None:
+    # 1: two steps alone; 2: two in two processes, done in the fixture; 1: the rest alone.
+    train_alone(resumed(tiny_config(folder, "resharded", SMOOTH_QWEN | {"moe.expert_parallel": 1})))
+    assert_alike(folder, "resharded", "alone")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("odd", "ConfigError: moe.expert_parallel is 3, but it must divide the number of processes (2)"),
+        ("dense", "ModelError: moe.expert_parallel is 2, but LlamaForCausalLM has no mixture-of-experts block"),
+        ("five", "ConfigError: model.layers.0.mlp.experts has 5 experts, which ep = 2 processes cannot share evenly"),
+        ("deep", "ConfigError: moe.depth is 2, but it must be at most 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_all(folder: Path, name: str, error: str, rank: int) -> None:
+    assert (folder / f"{name}.{rank}.txt").read_text().startswith(error)
+    assert not (folder / name).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(FOUR))
+def test_four_processes_with_replicas_of_experts_are_alike(of_four: Path, name: str) -> None:
+    assert_alike(of_four, name, "plain", 5e-3 if "q8" in name else ROUNDING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_is_alike(of_four: Path, family: str) -> None:
+    assert_alike(of_four, f"{family}-ep", family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["broken-fsdp-bf16", "broken-agoq"])
+def test_four_processes_resume_bit_for_bit(of_four: Path, name: str) -> None:
+    assert exact_metrics(of_four / f"{name}-broken") == exact_metrics(of_four / name)
+
+
+@pytest.mark.slow
+def test_experts_go_from_one_to_two_to_four_and_back(tmp_path: Path) -> None:
+    train_alone(tiny_config(tmp_path, "alone", SMOOTH_QWEN))
+    train_alone(tiny_config(tmp_path, "resharded", SMOOTH_QWEN), stop_after=2)
+    run_processes(tmp_path, "one_step_more", 4)
+    run_processes(tmp_path, "one_step_more", 2)
+    train_alone(resumed(tiny_config(tmp_path, "resharded", SMOOTH_QWEN)))
+    assert_alike(tmp_path, "resharded", "alone")
