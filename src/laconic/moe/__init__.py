@@ -27,6 +27,7 @@ from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.overlapped import Overlapped, WindowedReduction
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.pipeline import PipelineSchedule
 from laconic.moe.pipelined import Pipelined, thread_streams
 from laconic.moe.placement import Placement
 from laconic.moe.replicas import fully_shard_layers, reduce_gradients
@@ -43,6 +44,7 @@ __all__ = [
     "Overlapped",
     "WindowedReduction",
     "thread_streams",
+    "PipelineSchedule",
     "Hook",
     "auxiliary_losses",
     "Routing",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.dispatch import Dispatcher, LocalDispatcher, SharesTokens
+from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
 from laconic.moe.order import Order, SortedOrder
@@ -24,8 +24,9 @@ class Schedule(Protocol):
     def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
         """Dispatch batch["x"] [n, M] by batch["routing"], run the experts and combine: [n, M].
 
-        The means are `layer.dispatch`, `layer.compute` and `layer.combine`, once each for every piece it makes; a piece
-        is a dict with its own x and routing. The result must not depend on the pieces, up to rounding.
+        The means are `layer.dispatch` (or `layer.arrive`, for a schedule that sends rows itself), `layer.compute` and
+        `layer.combine`, for every piece it makes; a piece is a dict like the batch. The result must not depend on the
+        pieces, up to rounding.
         """
         ...
 
@@ -105,13 +106,16 @@ class MoELayer(nn.Module):
 
     def dispatch(self, batch: dict[str, Any]) -> None:
         """Send batch["x"] by batch["routing"]: sets rows, counts and dispatched."""
-        dispatched = self.dispatcher.dispatch(batch["x"], batch["routing"], self.order)
+        self.arrive(batch, self.dispatcher.dispatch(batch["x"], batch["routing"], self.order))
+
+    def arrive(self, batch: dict[str, Any], dispatched: Dispatched) -> None:
+        """What a schedule that sends rows itself calls in place of `dispatch`: sets rows, counts and dispatched."""
         batch.update(dispatched=dispatched, rows=dispatched.rows, counts=dispatched.counts)
         self._call("after_dispatch", batch)
 
-    def compute(self, batch: dict[str, Any]) -> None:
-        """Run the experts on batch["rows"], in place of which their outputs come."""
-        batch["rows"] = self.experts(batch["rows"], batch["counts"])
+    def compute(self, batch: dict[str, Any], experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        """Run the experts, or what stands in for them, on batch["rows"], in place of which their outputs come."""
+        batch["rows"] = (experts or self.experts)(batch["rows"], batch["counts"])
         self._call("before_combine", batch)
 
     def combine(self, batch: dict[str, Any]) -> Tensor:

@@ -30,14 +30,14 @@ class ShardedDispatcher:
     def __init__(self, ep: dist.ProcessGroup, esp: dist.ProcessGroup, *, codec: Codec | str = "auto") -> None:
         """`ep` and `esp` of a `Grid`; `codec` of rows and gradients on both."""
         self.esp, self.codec = esp, codec
-        self._exchange = FlatDispatcher(ep, codec=codec)
+        self.exchange = FlatDispatcher(ep, codec=codec)
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
         """See `Dispatcher.dispatch`. Raises RoutingError if experts cannot be spread evenly."""
-        num_local_experts(routing.num_experts, self._exchange.num_places)
+        num_local_experts(routing.num_experts, self.exchange.num_places)
         rows, counts = order.permute(x, routing)
-        arrival = Arrival.agree(counts, 1, self._exchange.group)
-        rows = self._exchange.send(rows, arrival)
+        arrival = Arrival.agree(counts, 1, self.exchange.group)
+        rows = self.exchange.send(rows, arrival)
         shares = _Shares.agree(arrival.counts, self.esp)
         padded = F.pad(rows, (0, 0, 0, shares.most - len(rows)))
         # index_select's backward adds, but here to different rows only.
@@ -50,7 +50,7 @@ class ShardedDispatcher:
         rows = attached(rows, dispatched.rows)
         padded = rows.new_zeros(shares.most * self.esp.size(), rows.shape[1]).index_copy(0, shares.index, rows)
         mine = reduce_scatter(padded, self.esp, codec=self.codec)[: len(arrival.index)]
-        result: Tensor = order.combine(self._exchange.send_back(mine, arrival), routing)
+        result: Tensor = order.combine(self.exchange.send_back(mine, arrival), routing)
         return result
 
 
