@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from laconic.cost.moe_rates import MoERates
+from laconic.cost.wire_rates import Line
 from laconic.train.worker import leave
 from laconic.train.world import join_world, read_environment
 from tests.distributed.pair import FSDP, SMOOTH, Pair
@@ -42,13 +44,14 @@ EP = {"moe.expert_parallel": 2}
 DEEP = {"moe.dispatcher": "hierarchical"}
 Q8 = {"gradients.reduce": "q8"}
 
+SWAPPED = EP | DEEP | {"moe.swap_every": 1, "moe.swap_pairs": 2}
+
 # Losses differ from those of the plain run by rounding only.
 ALIKE: dict[str, dict[str, Any]] = {
     "ep1": {"moe.expert_parallel": 1},
     "ep2": EP,
     "ep2-fsdp": EP | FSDP,
     "ep2-deep": EP | DEEP,
-    "ep2-accumulated": EP | {"accumulation": 2},
     "ep2-zip": EP | FSDP | {"zip": "on"},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
@@ -56,7 +59,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "ddp": EP | {"moe.rows": "int8"},
     "fsdp-bf16": EP | FSDP | DEEP | {"precision": "bf16", "accumulation": 2, "checkpoint.zip": True},
     "agoq": EP | AGOQ,
-    "fsdp-agoq": EP | FSDP | AGOQ,
 }
 # What four processes do: every expert twice.
 FOUR: dict[str, dict[str, Any]] = {
@@ -86,6 +88,8 @@ class Spread(Pair):
         for name, changes in BROKEN.items():
             self.interrupted(name, QWEN | changes)
         self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | EP | FSDP)), stop_after=2)
+        self.train(tiny_config(self.folder, "full", QWEN | EP | {"moe.capacity_factor": 0.5, "steps": 2}))
+        self.expect_error("unrated", tiny_config(self.folder, "unrated", QWEN | SWAPPED | {"moe.rates": "none.json"}))
         self.expect_error("odd", tiny_config(self.folder, "odd", QWEN | {"moe.expert_parallel": 3}))
         self.expect_error("dense", tiny_config(self.folder, "dense", EP))
         extra = QWEN["model.extra"] | {"num_experts": 5}
@@ -98,10 +102,27 @@ class Spread(Pair):
             self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes))
         self.interrupted("broken-fsdp-bf16", QWEN | EP | FSDP | {"precision": "bf16"})
         self.interrupted("broken-agoq", QWEN | EP | AGOQ)
+        self.interrupted("broken-fsdp-agoq", QWEN | EP | FSDP | AGOQ)
         for family, extra in FAMILIES.items():
             options = SMOOTH | {"model.family": family, "model.extra": extra}
             self.train(tiny_config(self.folder, family, options))
             self.train(tiny_config(self.folder, f"{family}-ep", options | {"moe.expert_parallel": 4}))
+
+    def swapped(self) -> None:
+        """Two machines as it were, and a link between them on which every swap pays."""
+        rates = self.folder / "rates.json"
+        if self.world.is_main:
+            slow, none = Line(0.0, 1.0), Line(0.0, 0.0)
+            links = {kind: {"all_to_all": slow} for kind in ("ep", "inter1", "intra0", "intra1")}
+            MoERates.of_lines(links, none).save(rates)
+        self.world.gather(None)
+        changes = {"moe.expert_parallel": self.world.size, "moe.rates": str(rates)}
+        levels = {"moe.levels": (2,)} if self.world.size == 4 else {}
+        changes = SWAPPED | changes | levels
+        self.train(tiny_config(self.folder, "unswapped", SMOOTH_QWEN | EP | DEEP))
+        self.train(tiny_config(self.folder, "swapped", SMOOTH_QWEN | changes | {"checkpoint.every": 2}))
+        self.train(tiny_config(self.folder, "continued", SMOOTH_QWEN | changes), stop_after=3, on_rank=1)
+        self.train(resumed(tiny_config(self.folder, "continued", SMOOTH_QWEN | changes)))
 
     def one_step_more(self) -> None:
         """Go on with "resharded", experts over all processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,45 @@ def test_a_run_goes_on_with_other_numbers_of_processes_for_experts(folder: Path)
     assert_alike(folder, "resharded", "alone")
 
 
+def test_metrics_tell_what_experts_did(folder: Path) -> None:
+    rows = {name: [r for r in read_metrics(folder / name) if "loss" in r] for name in ("ep1", "ep2", "ep2-deep")}
+    tokens = 4 * 32
+    for row, flat, deep in zip(rows["ep1"], rows["ep2"], rows["ep2-deep"], strict=True):
+        assert 1 <= row["moe_load_ratio"] <= row["moe_load_ratio_worst"] <= 2  # each token takes 2 of 4
+        assert row["moe_load_ratio"] == pytest.approx(flat["moe_load_ratio"], abs=0.05)
+        assert row["moe_dropped"] == flat["moe_dropped"] == 0
+        assert "moe_level1_nbytes" not in row
+        # Of 2 assignments per token and layer some are in one process; a row is 32 fp32 values.
+        most_nbytes = 2 * 2 * tokens * 32 * 4
+        assert 0 < deep["moe_level1_nbytes"] < flat["moe_level1_nbytes"] < most_nbytes
+        assert 0 < flat["moe_duplicate_rate"] < 0.5
+        assert "moe_swaps" not in flat
+    moe = json.loads((folder / "ep2-deep" / "summary.json").read_text())["moe"]
+    assert moe["experts"] == "experts: 2 layers over 2 processes, 1 of 1 stages, each row once per group"
+    assert [sum(load) for load in moe["last_step"]["loads"]] == [2 * tokens] * 2
+    assert json.loads((folder / "plain" / "summary.json").read_text())["moe"] is None
+
+
+def test_a_capacity_drops_and_says_so(folder: Path) -> None:
+    for row in read_metrics(folder / "full"):
+        if "loss" in row:
+            # Half of the even share: at most that much is left of 2 layers' assignments.
+            assert row["moe_dropped"] >= 4 * 32 * 2 * 2 / 2
+
+
+def test_experts_keep_codes_only(folder: Path) -> None:
+    exact, codes = (
+        json.loads((folder / name / "summary.json").read_text())["saved_nbytes_per_token"] for name in ("ep2", "agoq")
+    )
+    # Exactly an expert keeps 32 values in and 4 x 48 inside for each of two assignments in two layers, in fp32.
+    assert exact - codes > 2 * 2 * (4 * 48 + 32) * 4
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("name", "error"),
     [
+        ("unrated", "ConfigError: moe.swap_every is 1, but there are no rates at none.json"),
         ("odd", "ConfigError: moe.expert_parallel is 3, but it must divide the number of processes (2)"),
         ("dense", "ModelError: moe.expert_parallel is 2, but LlamaForCausalLM has no mixture-of-experts block"),
         ("five", "ConfigError: model.layers.0.mlp.experts has 5 experts, which ep = 2 processes cannot share evenly"),
@@ -108,9 +144,18 @@ def test_every_family_is_alike(of_four: Path, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["broken-fsdp-bf16", "broken-agoq"])
+@pytest.mark.parametrize("name", ["broken-fsdp-bf16", "broken-agoq", "broken-fsdp-agoq"])
 def test_four_processes_resume_bit_for_bit(of_four: Path, name: str) -> None:
     assert exact_metrics(of_four / f"{name}-broken") == exact_metrics(of_four / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_experts_that_change_places_change_nothing_else(tmp_path: Path, num_processes: int) -> None:
+    run_processes(tmp_path, "swapped", num_processes)
+    for name in ("swapped", "continued"):
+        assert_alike(tmp_path, name, "unswapped")
+        assert read_metrics(tmp_path / name)[-2]["moe_swaps"] > 0
 
 
 @pytest.mark.slow

@@ -226,3 +226,27 @@ def test_value_that_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
 def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_config(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe.expert_parallel": 0}, "moe.expert_parallel is 0, but it must be at least 1"),
+        (
+            {"moe.dispatcher": "hierarchical"},
+            "moe.dispatcher is 'hierarchical', but it must be left out without moe.exp",
+        ),
+        ({"moe.expert_parallel": 2, "moe.depth": 2}, "moe.depth is 2, but it must be at least 1 and come with"),
+        ({"moe.expert_parallel": 2, "moe.capacity_factor": 0.0}, "moe.capacity_factor is 0.0, but it must be finite"),
+        ({"moe.expert_parallel": 2, "moe.swap_every": 5}, "moe.swap_every is 5, but it must be 0 unless"),
+        (
+            {"moe.expert_parallel": 2, "pipeline.stages": 2},
+            "moe.expert_parallel is 2, but it must be left out with pipel",
+        ),
+        ({"moe.expert_parallel": 2, "plan": "p.json"}, "moe.expert_parallel is 2, but it must be left out with a plan"),
+    ],
+)
+def test_experts_that_cannot_be_spread_so_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, changes)
+    assert str(caught.value).startswith(message)

@@ -20,7 +20,8 @@ __all__ = ["ExpertsSpec", "RouterSpec", "experts_of", "router_of"]
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Experts in fused parameters: forward(hidden [tokens, features], index [tokens, k], weights [tokens, k])."""
+    """Experts in fused parameters: forward(hidden [tokens, features], index [tokens, k], weights [tokens, k]), or
+    forward(rows [q, features] sorted by expert, counts [experts])."""
 
     num_experts: int
     hidden_size: int
@@ -37,9 +38,13 @@ def experts_of(module: nn.Module) -> ExpertsSpec | None:
     """What a module of fused experts computes, or None if it is no such module.
 
     Its parameters all begin with the dimension of the experts. Its output is, for each token, the sum over its experts
-    times their weights, in whatever order they are named.
+    times their weights, in whatever order they are named; or for rows sorted by expert, each row's own expert's.
     """
-    if any(True for _ in module.buffers()) or _num_arguments(module) < 3:
+    if any(True for _ in module.buffers()):
+        return None
+    if _num_arguments(module) == 2:
+        return _sorted_experts_of(module)
+    if _num_arguments(module) < 3:
         return None
     generator = torch.Generator().manual_seed(0)
     for hidden_size, parameters in _narrow_parameters(module, narrow=8, wide=16):
@@ -57,6 +62,24 @@ def experts_of(module: nn.Module) -> ExpertsSpec | None:
         if all(isinstance(out, Tensor) and out.shape == x.shape for out in outs):
             whole, flipped, first, second = outs
             if _same(flipped, whole) and _same(first + second, whole) and not _same(first, second):
+                return ExpertsSpec(num_experts, hidden_size)
+    return None
+
+
+def _sorted_experts_of(module: nn.Module) -> ExpertsSpec | None:
+    generator = torch.Generator().manual_seed(0)
+    for hidden_size, parameters in _narrow_parameters(module, narrow=8, wide=16):
+        num_experts = next(iter(parameters.values())).shape[0]
+        x = torch.randn(5, 8, generator=generator)
+        counts = torch.zeros(3, num_experts, dtype=torch.int64)
+        counts[0, 0], counts[1, 1], counts[2, 1] = 3, 2, 3
+        trials = ((x, counts[0] + counts[1]), (x[:3], counts[0]), (x[3:], counts[1]), (x[:3], counts[2]))
+        outs = [_results(module, parameters, *trial) for trial in trials]
+        if all(
+            isinstance(out, Tensor) and out.shape == trial[0].shape for out, trial in zip(outs, trials, strict=True)
+        ):
+            whole, first, second, other = outs
+            if _same(torch.cat([first, second]), whole) and not _same(first, other):
                 return ExpertsSpec(num_experts, hidden_size)
     return None
 

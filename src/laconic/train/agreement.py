@@ -18,7 +18,17 @@ from laconic.train.world import World
 __all__ = ["check_agreement"]
 
 # What may differ between machines, or is taken from rank 0.
-_LOCAL = ("plan", "run_dir", "nproc", "tensorboard", "data.paths", "data.cache_dir", "data.tokenizer", "model.path")
+_LOCAL = (
+    "plan",
+    "run_dir",
+    "nproc",
+    "tensorboard",
+    "data.paths",
+    "data.cache_dir",
+    "data.tokenizer",
+    "model.path",
+    "moe.rates",
+)
 
 
 def check_agreement(config: TrainConfig, world: World) -> None:

@@ -294,11 +294,23 @@ class MoEConfig:
     rows: Literal["exact", "int8"] = "exact"
     """What travels to experts and back: rows as they are (shortened as `zip` says), or int8 blocks of 128, which rounds
     them and their gradients."""
+    capacity_factor: float | None = None
+    """In training an expert takes at most this many times its even share of a process's micro-batch, tokens in order;
+    the rest is dropped. None drops nothing."""
+    swap_every: int = 0
+    """Least number of steps between two looks at a layer for experts that should change places, which they do where the
+    cost model says that it pays; 0 means never. Needs the hierarchical dispatcher and measured rates."""
+    swap_pairs: int = 1
+    """Most pairs of experts of a layer that change places at a time."""
+    rates: str | None = None
+    """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every`; None means the one that
+    laconic profile wrote."""
 
     def __post_init__(self) -> None:
-        size = self.expert_parallel
+        size, factor = self.expert_parallel, self.capacity_factor
         _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
-        for name in ("dispatcher", "levels", "depth", "rows"):
+        names = ("dispatcher", "levels", "depth", "rows", "capacity_factor", "swap_every", "swap_pairs", "rates")
+        for name in names:
             value = getattr(self, name)
             _require(
                 size is not None or value == MoEConfig.__dataclass_fields__[name].default,
@@ -312,6 +324,20 @@ class MoEConfig:
             self.depth,
             "be at least 1 and come with moe.dispatcher = hierarchical",
         )
+        _require(
+            factor is None or (math.isfinite(factor) and factor > 0),
+            "moe.capacity_factor",
+            factor,
+            "be finite and above 0",
+        )
+        _require(self.swap_every >= 0, "moe.swap_every", self.swap_every, "be at least 0")
+        _require(
+            not self.swap_every or ((size or 1) > 1 and self.dispatcher == "hierarchical"),
+            "moe.swap_every",
+            self.swap_every,
+            "be 0 unless moe.expert_parallel is above 1 and moe.dispatcher = hierarchical, which counts rows by level",
+        )
+        _require(self.swap_pairs >= 1, "moe.swap_pairs", self.swap_pairs, "be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

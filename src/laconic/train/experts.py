@@ -8,25 +8,31 @@ experts and average their gradients.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from laconic.collectives.codec import Blockwise, Codec, Raw
+from laconic.cost.moe_rates import MoERates, default_moe_path
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import BlockFormat
+from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
-from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
+from laconic.moe.moves import ExpertMover
 from laconic.train.config import TrainConfig
+from laconic.train.expert_meter import Capacity, ExpertMeter, ExpertUse, describe
 from laconic.train.world import World
 from laconic.train.zipped import zip_codec
 
-__all__ = ["check_experts", "spread_experts"]
+__all__ = ["SpreadExperts", "check_experts", "spread_experts"]
 
 _ROWS = BlockFormat("int8", 128)
 
@@ -67,9 +73,79 @@ def num_stages(size: int, levels: tuple[int, ...]) -> int:
     return 1 + sum(num_groups < size for num_groups in levels)
 
 
-def spread_experts(
-    model: nn.Module, config: TrainConfig, world: World, hooks: Iterable[Hook] = ()
-) -> Parallelized | None:
+class SpreadExperts:
+    """The layers of a run whose experts are spread, what they do in each step, and who moves them."""
+
+    def __init__(self, model: Parallelized, meter: ExpertMeter, config: TrainConfig) -> None:
+        self.model = model
+        self._meter = meter
+        self._config = config
+        self._mover: ExpertMover | None = None
+        self._balancer: ExpertBalancer | None = None
+        self._num_swaps = 0
+        self._last: ExpertUse | None = None
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make ready to move experts, if the configuration wants that; all processes call it together.
+
+        Raises ConfigError where experts cannot be moved, or there are no rates to decide by.
+        """
+        moe, grid = self._config.moe, self.model.grid
+        if not moe.swap_every or grid is None:
+            return
+        path = Path(moe.rates) if moe.rates is not None else default_moe_path()
+        if not path.is_file():
+            raise ConfigError(
+                f"moe.swap_every is {moe.swap_every}, but there are no rates at {path}, by which swaps are decided; "
+                "write them with laconic profile, or name a file in moe.rates"
+            )
+        replicas = grid.edp if grid.layout.edp > 1 else None
+        layers = list(self.model.layers.values())
+        try:
+            self._mover = ExpertMover(layers, grid.ep, [optimizer], replicas=replicas)
+        except ConfigError as error:
+            raise ConfigError(f"moe.swap_every is {moe.swap_every}, but {error}") from None
+        rates = MoERates.load(path)
+        self._balancer = ExpertBalancer(self._mover, rates, num_pairs=moe.swap_pairs, min_period=moe.swap_every)
+
+    def begin(self) -> None:
+        """Forget what layers did before the first step."""
+        self._meter.clear()
+
+    def after_step(self, done: int, skipped: bool) -> dict[str, float | int]:
+        """Take the numbers of the step after which `done` steps are done, and move experts if that pays.
+
+        All processes call it together and get the same fields for metrics.jsonl.
+        """
+        self._last = self._meter.take()
+        fields = {} if self._last is None else self._last.to_metrics()
+        if self._balancer is not None:
+            balanced = None if skipped else self._balancer.step(done)
+            self._num_swaps += 0 if balanced is None else len(balanced.swapped)
+            fields["moe_swaps"] = self._num_swaps
+        return fields
+
+    def at_home(self) -> AbstractContextManager[object]:
+        """The context in which a checkpoint is saved: experts are in logical order."""
+        return nullcontext() if self._mover is None else self._mover.logical_order()
+
+    def __str__(self) -> str:
+        return describe(list(self.model.layers.values()), self._config.moe.expert_parallel or 1)
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json: how rows travel, and what the last step's experts did."""
+        last = self._last
+        return {
+            "experts": str(self),
+            "expert_parallel": self._config.moe.expert_parallel,
+            "dispatcher": self._config.moe.dispatcher if self.model.grid is not None else "local",
+            "num_levels": self._meter.num_levels,
+            "swaps": self._num_swaps,
+            "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
+        }
+
+
+def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> SpreadExperts | None:
     """Put layers of laconic.moe in the place of `model`'s blocks; None without `moe.expert_parallel`.
 
     All processes call it together, with the whole model on `world.device`. Raises ModelError for a model without such
@@ -78,14 +154,18 @@ def spread_experts(
     size = config.moe.expert_parallel
     if size is None:
         return None
+    meter = ExpertMeter(world, size, level_sizes(config))
+    factor = config.moe.capacity_factor
+    hooks = (meter,) if factor is None else (Capacity(factor), meter)
     grid = Grid(ep=size, levels=level_sizes(config), device_type=world.device.type) if size > 1 else None
     # A process that refused bad logits would leave the others waiting; a loss that is not finite is skipped by all.
     try:
-        return parallelize(
+        spread = parallelize(
             model, grid, dispatcher=lambda grid: _dispatcher(grid, config), hooks=hooks, check_logits=False
         )
     except ModelError as error:
         raise ModelError(f"moe.expert_parallel is {size}, but {error}") from None
+    return SpreadExperts(spread, meter, config)
 
 
 def _dispatcher(grid: Grid | None, config: TrainConfig) -> Dispatcher:

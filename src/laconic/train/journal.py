@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,15 @@ class Journal:
         """Show a line to the user."""
         self._progress.message(text)
 
-    def step(self, done: int, result: StepResult, seconds: float, trainer: Trainer) -> None:
-        """Write down the step after which `done` steps are done; it took `seconds`."""
+    def step(
+        self,
+        done: int,
+        result: StepResult,
+        seconds: float,
+        trainer: Trainer,
+        of_experts: Mapping[str, float | int] | None = None,
+    ) -> None:
+        """Write down the step after which `done` steps are done; it took `seconds`. `of_experts`: more fields."""
         config = self._config
         step_tokens = config.batch_size * config.sequence_length
         self._step_seconds.append(seconds)
@@ -61,6 +69,7 @@ class Journal:
             "wire_raw_nbytes": trainer.wire_raw_nbytes,
             "tokens": done * step_tokens,
             "skipped_steps": self._num_skipped,
+            **(of_experts or {}),
         }
         if self._metrics is not None:
             self._metrics.write(done, **{name: self._last[name] for name in self._last if name != "validation_loss"})

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
-from laconic.train.experts import check_experts, spread_experts
+from laconic.train.experts import SpreadExperts, check_experts, spread_experts
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
@@ -87,14 +87,15 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         check_plan(plan, config, layout, plain.config, chunked_loss)
     texts, model_config = _model_texts(plain), plain.config.to_dict()
     experts = spread_experts(plain, config, world)
+    spread = None if experts is None else experts.model
     report = _compress(plain, config, plan, chunked_loss)
 
     # 2. The trainer, and where it starts.
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
-    model = wrap_model(plain, config, world, layout, experts) if pipeline is None else pipeline.parts
+    model = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
     zipped = zip_model([model] if pipeline is None else pipeline.wrapped, config, world, layout)
     del plain
-    gradients = make_gradients(config, layout, model, experts)
+    gradients = make_gradients(config, layout, model, spread)
     optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline, chunked_loss)
     split = () if pipeline is None else pipeline.split
@@ -107,6 +108,9 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         _check_identity(identity, checkpoint.identity, checkpoint.path)
         load_checkpoint(checkpoint, world, model, optimizer)
         first_step = checkpoint.step
+
+    if experts is not None:
+        experts.prepare(optimizer)
 
     if first_step >= config.steps:
         if world.is_main:
@@ -127,28 +131,33 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
     # 4. The steps.
     def save(done: int) -> None:
-        save_checkpoint(
-            run_dir,
-            world,
-            model,
-            optimizer,
-            step=done,
-            identity=identity,
-            texts=texts,
-            keep=config.checkpoint.keep,
-            zipped=config.checkpoint.zip,
-        )
+        with nullcontext() if experts is None else experts.at_home():
+            save_checkpoint(
+                run_dir,
+                world,
+                model,
+                optimizer,
+                step=done,
+                identity=identity,
+                texts=texts,
+                keep=config.checkpoint.keep,
+                zipped=config.checkpoint.zip,
+            )
 
     with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
         stop.armed = True
         trainer.settle()
         journal.message(str(report).splitlines()[-1])
+        if experts is not None:
+            experts.begin()
+            journal.message(str(experts))
         for line in [*zipped, *([] if pipeline is None else [pipeline.sends])]:
             journal.message(line)
         if first_step:
             journal.message(f"resumed after step {first_step}")
-        done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save)
+        done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save, experts)
     summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
+    summary["moe"] = None if experts is None else experts.summary()
     if world.is_main:
         write_json(run_dir / "summary.json", summary)
         print(closing_words(summary, run_dir, config), flush=True)
@@ -163,13 +172,15 @@ def _steps(
     stop: StopRequest,
     first_step: int,
     save: Callable[[int], None],
+    experts: SpreadExperts | None,
 ) -> tuple[int, bool]:
     """The steps from `first_step` on, with evaluations and saves; the number done, and whether a stop was asked for."""
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
         started = time.perf_counter()
         result = trainer.step(done - 1, stop)
-        journal.step(done, result, time.perf_counter() - started, trainer)
+        of_experts = {} if experts is None else experts.after_step(done, result.skipped)
+        journal.step(done, result, time.perf_counter() - started, trainer, of_experts)
         if forecast.check is not None:
             journal.memory(forecast.check)
             forecast.check = None

@@ -60,6 +60,14 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row("sent by a process per step", lambda run: run.wire_nbytes, nbytes),
         row("before lossless coding", lambda run: run.wire_raw_nbytes, nbytes),
         row("lossless coding's ratio", lambda run: run.wire_ratio, _Form("{:.3f}".format, False, False)),
+        *(
+            row(label, value, _Form("{:.3f}".format, False, lower_is_better))
+            for label, value, lower_is_better in (
+                ("busiest expert over mean", lambda run: run.expert_load_ratio, True),
+                ("duplicate rate", lambda run: run.duplicate_rate, None),
+            )
+            if any(value(run) is not None for run in runs)
+        ),
     ]
 
 

@@ -51,9 +51,9 @@ class FusedExperts(Experts):
             of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
 
         def product(rows: Tensor, name: str) -> Tensor:
-            weight = local_part(self.get_parameter(name))
+            weight = local_part(getattr(self, name))
             out = grouped_mm(rows, weight if kind.is_transposed else weight.transpose(1, 2), counts)
-            return out if of_row is None else out + local_part(self.get_parameter(f"{name}_bias")).to(out.dtype)[of_row]
+            return out if of_row is None else out + local_part(getattr(self, f"{name}_bias")).to(out.dtype)[of_row]
 
         if kind.has_gate:
             return product(kind._apply_gate(product(rows, "gate_up_proj")), "down_proj")

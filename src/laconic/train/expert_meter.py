@@ -1,0 +1,185 @@
+"""What the experts of a run do in a step: how evenly they are used, and what travels to them, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.moe.capacity import capacity_of, dropped
+from laconic.moe.dispatch import LocalDispatcher
+from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.hooks import Hook
+from laconic.moe.layer import MoELayer
+from laconic.moe.routing import Routing
+from laconic.train.world import World
+
+__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "describe"]
+
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """One step over all processes and layers."""
+
+    loads: tuple[tuple[int, ...], ...]
+    """Tokens of each expert, by layer."""
+    num_dropped: int
+    """Assignments that a capacity took away."""
+    num_entries: tuple[int, ...]
+    """Assignments that went to a process, by level the same number: what would travel without de-duplication."""
+    num_rows: tuple[int, ...]
+    """Different (token, group) pairs at each level: rows that de-duplication leaves."""
+    level_nbytes: tuple[int, ...]
+    """Bytes of rows that left their group at each level on the way to the experts; before a codec."""
+    num_processes: int
+    """EP."""
+
+    @property
+    def load_ratio(self) -> float:
+        """Tokens of the busiest expert over the mean, mean over layers."""
+        return sum(map(_ratio, self.loads)) / len(self.loads)
+
+    @property
+    def worst_load_ratio(self) -> float:
+        """The same of the least even layer."""
+        return max(map(_ratio, self.loads))
+
+    @property
+    def duplicate_rate(self) -> float:
+        """Share of assignments whose token has another expert in the same group, at the outermost level."""
+        entries, rows = self.num_entries[0], self.num_rows[0]
+        return 1 - rows / entries if entries else 0.0
+
+    def to_metrics(self) -> dict[str, float | int]:
+        """Fields of a row of metrics.jsonl."""
+        fields: dict[str, float | int] = {
+            "moe_load_ratio": self.load_ratio,
+            "moe_load_ratio_worst": self.worst_load_ratio,
+            "moe_dropped": self.num_dropped,
+        }
+        if self.num_processes > 1:
+            fields["moe_duplicate_rate"] = self.duplicate_rate
+            fields |= {f"moe_level{i}_nbytes": nbytes for i, nbytes in enumerate(self.level_nbytes, 1)}
+        return fields
+
+
+class ExpertMeter(Hook):
+    """Counts the training forwards of all layers it is a hook of, until `take`."""
+
+    def __init__(self, world: World, num_processes: int, levels: Sequence[int] = ()) -> None:
+        """`num_processes`: EP, in groups of `levels` (numbers of groups, without the first and the last)."""
+        self._world = world
+        self._num_processes = num_processes
+        self._groups = (*(size for size in levels if 1 < size < num_processes), num_processes)
+        self._place = world.rank % num_processes
+        self._loads: dict[MoELayer, Tensor] = {}
+        self._counts = torch.zeros(1 + 3 * len(self._groups), dtype=torch.int64)
+
+    @property
+    def num_levels(self) -> int:
+        """Levels that bytes are counted at; the last is between processes."""
+        return len(self._groups)
+
+    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+        """Count one forward."""
+        routing = batch["routing"]
+        if not layer.training or not isinstance(routing, Routing):
+            return
+        load = routing.counts().cpu()
+        self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
+        self._counts[0] += routing.num_dropped
+        if self._num_processes == 1:
+            return
+        experts = routing.experts if layer.placement is None else layer.placement(routing.experts)
+        ranks = experts // (routing.num_experts // self._num_processes)
+        x = batch["x"]
+        _, entries, rows, nbytes = self._parts()
+        flat = not isinstance(layer.dispatcher, HierarchicalDispatcher)
+        inside = torch.ones_like(ranks, dtype=torch.bool)  # entries that have not left their group so far
+        for level, num_groups in enumerate(self._groups):
+            size = self._num_processes // num_groups
+            group = ranks // size
+            entries[level] += len(ranks)
+            rows[level] += _num_pairs(routing.tokens, group, routing.num_tokens, num_groups)
+            leaves = inside & (group != self._place // size)
+            inside &= ~leaves
+            if flat:
+                nbytes[level] += int(leaves.sum()) * x.shape[1] * x.itemsize
+            elif layer.dispatcher.depth == 1:  # type: ignore[attr-defined]  # once to each process
+                pairs = _num_pairs(routing.tokens[leaves], ranks[leaves], routing.num_tokens, self._num_processes)
+                nbytes[level] += pairs * x.shape[1] * x.itemsize
+
+    def after_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+        """Count what the stages of a hierarchical all-to-all sent."""
+        dispatcher = layer.dispatcher
+        if layer.training and isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.depth > 1:
+            for level, traffic in enumerate(dispatcher.traffic):
+                self._parts()[3][level] += traffic.row_nbytes
+
+    def take(self) -> ExpertUse | None:
+        """What was counted since the last call, over all processes, which call it together; None: no layer ran."""
+        if not self._loads:
+            return None
+        loads = list(self._loads.values())
+        total = self._world.sum(torch.cat([*loads, self._counts]).to(self._world.device)).cpu()
+        *by_layer, counts = total.split([len(load) for load in loads] + [len(self._counts)])
+        dropped, entries, rows, nbytes = self._parts(counts)
+        self.clear()
+        return ExpertUse(
+            loads=tuple(tuple(load.tolist()) for load in by_layer),
+            num_dropped=int(dropped),
+            num_entries=tuple(entries.tolist()),
+            num_rows=tuple(rows.tolist()),
+            level_nbytes=tuple(nbytes.tolist()),
+            num_processes=self._num_processes,
+        )
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._loads.clear()
+        self._counts.zero_()
+
+    def _parts(self, counts: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Views: dropped, and by level entries, rows and bytes."""
+        return (self._counts if counts is None else counts).split([1, *[len(self._groups)] * 3])
+
+
+class Capacity(Hook):
+    """Drops what an expert gets beyond its share of a process's tokens."""
+
+    def __init__(self, factor: float) -> None:
+        """An expert takes `factor` times its even share of the assignments, tokens in order."""
+        self._factor = factor
+
+    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+        """Replace the routing."""
+        routing = batch["routing"]
+        if layer.training and isinstance(routing, Routing):
+            capacity = capacity_of(self._factor, len(routing), routing.num_experts)
+            batch["routing"] = dropped(routing, capacity, "position")
+
+
+def describe(layers: Sequence[MoELayer], num_processes: int) -> str:
+    """How the rows of `layers` travel, in a line."""
+    dispatcher = layers[0].dispatcher
+    if isinstance(dispatcher, LocalDispatcher):
+        return f"experts: {len(layers)} layers, all of them on every process"
+    way = (
+        f"{dispatcher.depth} of {dispatcher.levels.max_depth} stages, each row once per group"
+        if isinstance(dispatcher, HierarchicalDispatcher)
+        else "one all-to-all"
+    )
+    return f"experts: {len(layers)} layers over {num_processes} processes, {way}"
+
+
+def _ratio(load: Sequence[int]) -> float:
+    return max(load) * len(load) / total if (total := sum(load)) else 1.0
+
+
+def _num_pairs(tokens: Tensor, groups: Tensor, num_tokens: int, num_groups: int) -> int:
+    met = torch.zeros(num_tokens * num_groups, dtype=torch.bool, device=tokens.device)
+    met[tokens * num_groups + groups] = True
+    return int(met.sum())

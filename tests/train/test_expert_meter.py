@@ -1,0 +1,89 @@
+"""Counts of a step's routing, against counting by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from laconic.moe.experts import GatedExperts
+from laconic.moe.gates import SoftmaxGate
+from laconic.moe.hooks import Hook
+from laconic.moe.layer import MoELayer
+from laconic.moe.routing import Routing
+from laconic.train.expert_meter import Capacity, ExpertMeter
+from laconic.train.world import World
+from tests.train.runs import ALONE
+
+
+class Routed(Hook):
+    """Remembers what was dispatched."""
+
+    def __init__(self) -> None:
+        self.routings: list[Routing] = []
+
+    def before_dispatch(self, layer: MoELayer, batch: dict[str, Routing]) -> None:
+        self.routings.append(batch["routing"])
+
+
+def layer_with(hooks: Sequence[Hook]) -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(SoftmaxGate(8, 16, top_k=3), GatedExperts(8, 16, 8), hooks=hooks)
+
+
+@pytest.mark.parametrize("levels", [(), (2,)])
+def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
+    # This process is number 1 of 4; each has two experts. The dispatcher is local, which sends what a flat one would.
+    routed = Routed()
+    meter = ExpertMeter(World(rank=1, size=1, local_rank=0, device=ALONE.device), 4, levels)
+    layer = layer_with((meter, routed))
+    for seed in (1, 2):
+        layer(torch.randn(20, 16, generator=torch.Generator().manual_seed(seed)))
+    use = meter.take()
+    assert use is not None
+    groups = (*levels, 4)
+    loads, entries, nbytes = [0] * 8, 0, [0] * len(groups)
+    rows = [0] * len(groups)
+    for routing in routed.routings:
+        pairs = list(zip(routing.tokens.tolist(), routing.experts.tolist(), strict=True))
+        entries += len(pairs)
+        for _, expert in pairs:
+            loads[expert] += 1
+            crossed = [level for level, num in enumerate(groups) if expert // 2 // (4 // num) != 1 // (4 // num)]
+            if crossed:
+                nbytes[crossed[0]] += 16 * 4
+        for level, num in enumerate(groups):
+            rows[level] += len({(token, expert // 2 // (4 // num)) for token, expert in pairs})
+    assert use.loads == (tuple(loads),)
+    assert use.num_entries == (entries,) * len(groups)
+    assert use.num_rows == tuple(rows)
+    assert use.level_nbytes == tuple(nbytes)
+    assert use.load_ratio == use.worst_load_ratio == max(loads) * 8 / sum(loads)
+    assert use.duplicate_rate == 1 - rows[0] / entries
+    assert use.to_metrics()["moe_level1_nbytes"] == nbytes[0]
+    assert meter.take() is None
+
+
+def test_only_training_counts() -> None:
+    meter = ExpertMeter(ALONE, 1)
+    layer = layer_with((meter,)).eval()
+    layer(torch.randn(4, 16))
+    assert meter.take() is None
+
+
+@pytest.mark.parametrize(("factor", "most"), [(1.0, 9), (0.5, 5), (100.0, 24)])
+def test_a_capacity_drops_what_is_beyond_it(factor: float, most: int) -> None:
+    meter = ExpertMeter(ALONE, 1)
+    layer = layer_with((Capacity(factor), meter))
+    x = torch.randn(24, 16)
+    layer(x)
+    use = meter.take()
+    assert use is not None
+    assert max(use.loads[0]) <= most
+    assert sum(use.loads[0]) + use.num_dropped == 24 * 3
+    assert layer.num_dropped == use.num_dropped
+    assert (use.num_dropped > 0) == (factor < 100)
+    layer.eval()
+    layer(x)
+    assert layer.num_dropped == 0
