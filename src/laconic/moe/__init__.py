@@ -34,6 +34,7 @@ from laconic.moe.replicas import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.sharded import ShardedDispatcher
 from laconic.moe.sharding import expert_shard
+from laconic.moe.windows import DenseGradients, mean_over
 
 __all__ = [
     "parallelize",
@@ -45,6 +46,8 @@ __all__ = [
     "WindowedReduction",
     "thread_streams",
     "PipelineSchedule",
+    "DenseGradients",
+    "mean_over",
     "Hook",
     "auxiliary_losses",
     "Routing",

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.errors import ScheduleError
+from laconic.moe.cuda_stream import CudaStream
 from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.layer import MoELayer
@@ -203,17 +204,19 @@ def issued_around_compute(plan: StreamPlan) -> StreamPlan:
     return StreamPlan((*first, *ordered))
 
 
-_streams: dict[torch.device, dict[str, Stream]] = {}
+_wires: dict[torch.device, dict[str, Stream]] = {}
 
 
 def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
-    """This process's streams for layers on a device: two wires, and the caller itself."""
-    if device.type != "cpu":
-        raise ScheduleError(f"layers run in pieces on CPUs only, not on {device}; pass streams")
-    if device not in _streams:
-        inter, intra = (ThreadStream(f"laconic-{name}", around=torch.no_grad) for name in (INTER, INTRA))
-        _streams[device] = {INTER: inter, INTRA: intra, COMPUTE: InlineStream()}
-    return _streams[device]
+    """This process's streams for layers on a device: two wires, and the caller's thread (on CUDA its stream).
+
+    No machine with several GPUs has run this yet.
+    """
+    cuda = device.type == "cuda"
+    if device not in _wires:
+        names = (INTER, INTRA)
+        _wires[device] = {name: CudaStream() if cuda else ThreadStream(f"laconic-{name}") for name in names}
+    return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
 
 
 def _exchange_of(dispatcher: Dispatcher) -> FlatDispatcher | ShardedDispatcher | None:
@@ -223,7 +226,7 @@ def _exchange_of(dispatcher: Dispatcher) -> FlatDispatcher | ShardedDispatcher |
     if not isinstance(inner, (FlatDispatcher, ShardedDispatcher)):
         raise ScheduleError(
             f"the layer's dispatcher is {type(inner).__name__}, which cannot be run in pieces; use FlatDispatcher or"
-            " ShardedDispatcher (also inside of S1Dispatcher), or no schedule"
+            " ShardedDispatcher (also inside of S1Dispatcher), or the schedule Overlapped"
         )
     return inner
 
@@ -264,10 +267,12 @@ class _Flow:
             steps |= {"all_gather": self._gather, "reduce_scatter": self._scatter}
         return {f"{name} {i}": partial(step, i) for name, step in steps.items() for i in range(self._degree)}
 
+    @torch.no_grad()
     def _dispatch(self, i: int) -> None:
         rows = self._rows if self._degree == 1 else self._rows.index_select(0, self._wires.home(i))
         self._put(i, self._wires.send(i, rows))
 
+    @torch.no_grad()
     def _gather(self, i: int) -> None:
         self._put(i, self._wires.gather(i, self._at[i]))
 
@@ -280,9 +285,11 @@ class _Flow:
         with torch.no_grad():
             self._put(i, self._wires.collect(i, found))
 
+    @torch.no_grad()
     def _scatter(self, i: int) -> None:
         self._put(i, self._wires.scatter(i, self._at[i]))
 
+    @torch.no_grad()
     def _combine(self, i: int) -> None:
         rows = self._wires.send_back(i, self._at[i])
         self._put(i, rows)
