@@ -112,9 +112,8 @@ class Spread(Pair):
         """Two machines as it were, and a link between them on which every swap pays."""
         rates = self.folder / "rates.json"
         if self.world.is_main:
-            slow, none = Line(0.0, 1.0), Line(0.0, 0.0)
-            links = {kind: {"all_to_all": slow} for kind in ("ep", "inter1", "intra0", "intra1")}
-            MoERates.of_lines(links, none).save(rates)
+            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)}
+            MoERates.of_lines(dict.fromkeys(("all", "node", "across"), link), Line(0.0, 0.0)).save(rates)
         self.world.gather(None)
         changes = {"moe.expert_parallel": self.world.size, "moe.rates": str(rates)}
         levels = {"moe.levels": (2,)} if self.world.size == 4 else {}
