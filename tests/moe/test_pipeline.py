@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from laconic.moe import (
 from laconic.moe.pipeline import issued_around_compute
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, pipeline_plan
 from tests.moe.parallel import DIM, Whole, assert_same_as_whole, close, make_whole, spread_over
+from tests.moe.test_replicas import losses_are_those_of_one_process
 from tests.moe.worlds import run_world
 
 RAW = Raw()
@@ -149,6 +151,7 @@ def hooks_see_slices_and_their_parameters_learn() -> None:
         )  # fmt: skip
         fired: list[Tensor] = []
         for parameter in (*layer.parameters(), hook.scale):
+            parameter.register_hook(lambda grad: grad * 3)
             parameter.register_post_accumulate_grad_hook(fired.append)
         (layer(x).pow(2).sum()).backward()
         assert len(fired) == len({id(one) for one in fired}) == len([*layer.parameters()]) + 1
@@ -286,6 +289,16 @@ def what_cannot_be_cut_is_refused() -> None:
         in_pieces(grid, whole, BaselineDispatcher(grid), PipelineSchedule(2))(whole.tokens[0])
 
 
+def training_is_that_of_one_process(fsdp: bool) -> None:
+    """Also where FSDP2 shards the experts: their parameters are gathered, and their gradients reduced, once."""
+    world = dist.get_world_size()
+    layouts = [(1, world, 1, "joint"), (2, world // 2, 2, "sharded")] + ([(1, 2, 1, "joint")] if world == 4 else [])
+    for layout in layouts:
+        losses_are_those_of_one_process(*layout, fsdp, schedule=PipelineSchedule(2, 3))
+    if fsdp:  # experts without replicas are sharded in fp32 only
+        losses_are_those_of_one_process(*layouts[0], fsdp, torch.float32, PipelineSchedule(2, 3))
+
+
 SCENARIOS: list[Callable[[], None]] = [
     any_degree_is_the_whole_layer,
     layers_inside_an_mp_group_too,
@@ -299,6 +312,8 @@ SCENARIOS: list[Callable[[], None]] = [
     graphs_can_be_retained_and_are_freed,
     streams_run_what_was_planned,
     what_cannot_be_cut_is_refused,
+    partial(training_is_that_of_one_process, False),
+    partial(training_is_that_of_one_process, True),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.collectives import Raw
 from laconic.errors import ModelError
-from laconic.moe import GatedExperts, MoELayer, SoftmaxGate
+from laconic.moe import GatedExperts, MoELayer, Schedule, SoftmaxGate
 from laconic.moe.grid import Grid
 from laconic.moe.parm import make_dispatcher
 from laconic.moe.replicas import fully_shard_layers, reduce_gradients
@@ -53,7 +53,13 @@ def batches(dp: int) -> list[list[Tensor]]:
 
 
 def losses_are_those_of_one_process(
-    mp: int, ep: int, esp: int, path: str, fsdp: bool, dtype: torch.dtype = torch.float64
+    mp: int,
+    ep: int,
+    esp: int,
+    path: str,
+    fsdp: bool,
+    dtype: torch.dtype = torch.float64,
+    schedule: Schedule | None = None,
 ) -> None:
     grid = Grid(mp, ep, esp)
     whole = make_model().to(dtype)
@@ -63,6 +69,7 @@ def losses_are_those_of_one_process(
             assert isinstance(module.experts, GatedExperts)
             module.experts = expert_shard(module.experts, grid)
             module.dispatcher = make_dispatcher(grid, path, codec=Raw())  # type: ignore[arg-type]
+            module.schedule = schedule
     if fsdp:
         fully_shard_layers(model, grid, units=list(model)[:2])
     # The usual eps makes steps of gradients that are nothing but rounding.

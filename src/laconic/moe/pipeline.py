@@ -366,7 +366,9 @@ class _Run:
             found: Iterable[Tensor | None] = [None] * (1 + len(sums))
             if out.requires_grad:
                 # Graphs of slices may share nodes (such as casts that autocast remembers); they end with `piece`.
-                found = torch.autograd.grad(out, [leaf, *self._leaves], grad, retain_graph=True, allow_unused=True)
+                with _without_hooks(self._leaves):
+                    wanted = [leaf, *self._leaves]
+                    found = torch.autograd.grad(out, wanted, grad, retain_graph=True, allow_unused=True)
             of_rows, *others = found
             for place, other in enumerate(others):
                 sums[place] = _plus(sums[place], other)
@@ -400,6 +402,19 @@ def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     if total is None or more is None:
         return more if total is None else total
     return total + more.to(torch.promote_types(more.dtype, torch.float32))
+
+
+@contextmanager
+def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks on leaves' gradients are for the sum over slices, which comes later."""
+    hooks = [(found, dict(found)) for leaf in leaves if (found := leaf._backward_hooks)]
+    for found, _ in hooks:
+        found.clear()  # torch looks into this very dict
+    try:
+        yield
+    finally:
+        for found, kept in hooks:
+            found.update(kept)
 
 
 def _leaves_of(slices: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
