@@ -118,7 +118,7 @@ class SavedTensorTracker:
 
     def count(self, tensor: Tensor) -> None:
         """Books a tensor that is kept for backward, unless its storage has been booked or is a parameter's."""
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor.detach()).untyped_storage()
         key = storage._cdata
         if key not in self._parameters and key not in self._seen:
             self._seen[key] = storage
