@@ -312,14 +312,18 @@ SCENARIOS: list[Callable[[], None]] = [
     graphs_can_be_retained_and_are_freed,
     streams_run_what_was_planned,
     what_cannot_be_cut_is_refused,
-    partial(training_is_that_of_one_process, False),
-    partial(training_is_that_of_one_process, True),
 ]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_in_pieces_are_the_same_layer(world: int, tmp_path: Path) -> None:
     run_world(SCENARIOS, world, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_in_pieces_is_that_of_one_process(world: int, tmp_path: Path) -> None:
+    run_world([partial(training_is_that_of_one_process, fsdp) for fsdp in (False, True)], world, tmp_path)
 
 
 def test_a_local_layer_has_nothing_to_cut() -> None:
