@@ -117,8 +117,8 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
             f"model.{absent[0]} cannot be set for family {family!r}, whose transformers config has no such field; "
             "write a config.json and give its directory as model.path"
         )
-    if "head_dim" in known:
-        # Some families fix it (Gemma2 at 256, Qwen3 at 128) whatever the width is.
+    if "head_dim" in known and "qk_rope_head_dim" not in known:
+        # Some families fix it (Gemma2 at 256, Qwen3 at 128) whatever the width is. With latent attention it follows.
         fields["head_dim"] = config.hidden_size // config.num_attention_heads
     # The families' own special tokens belong to their own tokenizers and may lie beyond this vocabulary.
     fields |= {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
