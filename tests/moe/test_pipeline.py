@@ -72,8 +72,9 @@ def layers_inside_an_mp_group_too() -> None:
     grid = Grid(mp=2, ep=dist.get_world_size() // 2, esp=2)
     whole = make_whole(grid)
     for make in (flat, sharded):
+        # Without the gate's losses: S1's are means over shares of the tokens, and balance is not linear in them.
         dispatcher = S1Dispatcher(grid, make(grid), codec=RAW)
-        assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, PipelineSchedule(2, 3)), losses=True)
+        assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, PipelineSchedule(2, 3)))
 
 
 def ranks_without_tokens_or_rows_take_part() -> None:
