@@ -94,6 +94,7 @@ class Trainer:
         self.wire_raw_nbytes: int | None = None
         """Bytes it would have sent in the last step if nothing had been shortened losslessly."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
+        self._num_counted = 0
         self.before_update: Callable[[], None] | None = None
         """Called in each step that updates, when gradients are there and before they are used up."""
 
@@ -118,7 +119,7 @@ class Trainer:
 
         before = audit.snapshot()
         with ExitStack() as measuring:
-            counter = measuring.enter_context(WireCounter(world.size)) if self._other_nbytes is None else None
+            counter = measuring.enter_context(WireCounter(world.size)) if self._num_counted < 2 else None
             loss = self._forward_backward(step)
             norm = self._gradients.norm(self._counted_parameters())
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
@@ -130,7 +131,9 @@ class Trainer:
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
         coded = audit.snapshot() - before
         if counter is not None:
+            # The second step counts for those that follow: in the first, links may have been measured.
             self._other_nbytes = counter.nbytes - coded.sent_nbytes
+            self._num_counted += 1
         assert self._other_nbytes is not None
         self.wire_nbytes = self._other_nbytes + coded.sent_nbytes
         self.wire_raw_nbytes = self._other_nbytes + coded.raw_nbytes
