@@ -131,8 +131,9 @@ class Trainer:
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
         coded = audit.snapshot() - before
         if counter is not None:
-            # The second step counts for those that follow: in the first, links may have been measured.
-            self._other_nbytes = counter.nbytes - coded.sent_nbytes
+            # The lesser of two steps counts: the first may have measured links, in the second DDP lays out its buckets.
+            counted = counter.nbytes - coded.sent_nbytes
+            self._other_nbytes = counted if self._other_nbytes is None else min(self._other_nbytes, counted)
             self._num_counted += 1
         assert self._other_nbytes is not None
         self.wire_nbytes = self._other_nbytes + coded.sent_nbytes
