@@ -179,11 +179,7 @@ class MoERates:
     @classmethod
     def load(cls, path: str | Path) -> MoERates:
         """Read what `save` wrote. Raises ConfigError when it cannot be read."""
-        data = load_json(path, "moe rates")
-        try:
-            return cls.from_dict(data)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        return load_json(path, "moe rates", cls.from_dict)
 
 
 def default_moe_path() -> Path:

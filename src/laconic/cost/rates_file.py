@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from laconic.errors import ConfigError
 
 __all__ = ["cached_path", "check_known", "load_json", "read_number", "read_table", "save_json"]
+
+
+T = TypeVar("T")
 
 
 def cached_path(variable: str, name: str) -> Path:
@@ -31,14 +34,21 @@ def save_json(values: Any, path: str | Path) -> None:
     scratch.replace(path)
 
 
-def load_json(path: str | Path, noun: str) -> Any:
-    """Values of a file of `noun`. Raises ConfigError when it cannot be read or is not JSON."""
+def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
+    """What `read` makes of the values of a file of `noun`.
+
+    Raises ConfigError when it cannot be read, is not JSON, or `read` refuses it.
+    """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{noun} are {str(path)!r}, but it must be a file: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{noun} {path} are not JSON: {error}; run laconic profile again") from error
+    try:
+        return read(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:

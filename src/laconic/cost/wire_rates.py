@@ -188,11 +188,7 @@ class WireRates:
     @classmethod
     def load(cls, path: str | Path) -> WireRates:
         """Read what `save` wrote. Raises ConfigError when it cannot be read."""
-        data = load_json(path, "wire rates")
-        try:
-            return cls.from_dict(data)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        return load_json(path, "wire rates", cls.from_dict)
 
 
 def default_path() -> Path:
