@@ -47,8 +47,11 @@ def assert_told(ending: Ending, culprit: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["here", "in-background"])
-def test_a_killed_peer_is_named_at_once(background: bool, make_lab: MakeLab) -> None:
+@pytest.mark.parametrize("after_seconds", [0.0, 0.06], ids=["between", "amid"])
+def test_a_killed_peer_is_named_at_once(after_seconds: float, background: bool, make_lab: MakeLab) -> None:
+    """Between two messages, or with a part of one received: a round takes 0.12 s and more."""
     ranks = start(make_lab(2, 1e8), Task(rounds=1000, background=background))
+    time.sleep(after_seconds)
     ranks[1].signal(signal.SIGKILL)
     # The kernel closes the dead process's connections: nobody waits for the group's timeout of a minute.
     assert_told(ranks[0].wait(PATIENCE_SECONDS), culprit=1)

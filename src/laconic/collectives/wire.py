@@ -7,6 +7,10 @@ the same tag stands, and tags carry a fingerprint of the call, so that messages 
 Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header
 says how long it is. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
 
+When a peer's connection breaks, gloo tells those that wait for something that has not begun to arrive, but not those
+that have a part of it: they would wait for the group's timeout. So behind each longer message follows its *end*, one
+byte with a tag of its own, for which the receiver waits first. gloo keeps the order between two ranks.
+
 A message that did not fit the capacity of its codec says so in its header, and the same values follow at once in the
 codec's fallback: the sender knows it from the message that it made, the receiver from the one that it got.
 """
@@ -35,11 +39,14 @@ from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Wire"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Changes with anything here that ranks of different releases would understand differently."""
 
 _MESSAGE_TAG = 1 << 30
 """And above (see `Wire.tag`); notices, native.py and programs stay below."""
+
+_MIN_ENDED_NBYTES = 1 << 17
+"""Messages that can be as long have an end: a few per cent of what they take in a fast network, at most."""
 
 
 class Outgoing(NamedTuple):
@@ -169,10 +176,10 @@ class Wire:
         self.sent_nbytes += nbytes
         native.count_sent(nbytes)
 
-    def tag(self, number: int, numel: int, again: bool = False) -> int:
-        """Of message `number` of this call, with `numel` elements; `again`: the fallback's."""
-        fingerprint = zlib.crc32(self._line + numel.to_bytes(8, "little")) & 0xFFFF
-        return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | fingerprint
+    def tag(self, number: int, numel: int, again: bool = False, end: bool = False) -> int:
+        """Of message `number` of this call, with `numel` elements; `again`: the fallback's; `end`: that of its end."""
+        fingerprint = zlib.crc32(self._line + numel.to_bytes(8, "little")) & 0x7FFF
+        return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | end << 15 | fingerprint
 
     @contextmanager
     def blame(self, place: int) -> Iterator[None]:
@@ -216,7 +223,7 @@ class Flight:
         self._wire, self._codec, self._number, self._notices = wire, codec, number, notices
         self._sent: list[tuple[int, dist.Work]] = []
         self._sent_again: list[tuple[int, dist.Work]] = []
-        self._receipts: dict[int, tuple[int, Tensor, dist.Work]] = {}
+        self._receipts: dict[int, tuple[int, Tensor, list[dist.Work]]] = {}
         self._inside: dict[int, int] = {}
         if notices is not None:
             notices.tell_all_but(
@@ -228,7 +235,7 @@ class Flight:
                 self._inside[place] = numel
                 continue
             buffer = _buffer(codec, numel, out, wire)
-            self._receipts[place] = (numel, buffer, self._receive(place, buffer, wire.tag(number, numel)))
+            self._receipts[place] = (numel, buffer, self._receive(place, buffer, numel))
         for places, values, made in outgoing:
             wire.raw_nbytes += values.nbytes * len(places)
             message = wire.encode(codec, values) if made is None else made
@@ -237,9 +244,10 @@ class Flight:
                 for place in places:
                     notices.tell(place, message)
             else:
-                self._send(places, message, values.numel())
+                self._send(places, codec, message, values.numel())
             if not codec.fits(message):
-                self._send(places, wire.encode(codec.fallback, values), values.numel(), again=True)
+                message = wire.encode(codec.fallback, values)
+                self._send(places, codec.fallback, message, values.numel(), again=True)
 
     def take(self, place: int) -> tuple[Codec, Tensor]:
         """Wait for the message from `place`: it, and the codec to decode it with. Call `Wire.agree` before."""
@@ -250,16 +258,16 @@ class Flight:
                 numel = self._inside.pop(place)
                 buffer = self._notices.inside(place, _buffer_nbytes(self._codec, numel, wire.dtype))
             else:
-                numel, buffer, work = self._receipts.pop(place)
-                work.wait()
+                numel, buffer, works = self._receipts.pop(place)
+                _wait_all(works)
             message = self._codec.cut(buffer)
         if self._codec.fits(message):
             return self._codec, message
         fallback = self._codec.fallback
         buffer = _buffer(fallback, numel, None, wire)
-        work = self._receive(place, buffer, wire.tag(self._number, numel, again=True))
+        works = self._receive(place, buffer, numel, again=True)
         with wire.blame(place):
-            work.wait()
+            _wait_all(works)
             return fallback, fallback.cut(buffer)
 
     def wait_sent(self) -> None:
@@ -272,7 +280,7 @@ class Flight:
 
     def drain(self, places: Sequence[int]) -> None:
         """Wait until nothing moves between this rank and these any more; nobody has asked for a fallback yet."""
-        received = [(place, work) for place, (_, _, work) in self._receipts.items()]
+        received = [(place, work) for place, (_, _, works) in self._receipts.items() for work in works]
         for place, work in [*self._sent, *received]:
             if place in places:
                 with self._wire.blame(place):
@@ -281,17 +289,31 @@ class Flight:
     def _is_short(self, numel: int) -> bool:
         return _buffer_nbytes(self._codec, numel, self._wire.dtype) <= MAX_INSIDE_NBYTES
 
-    def _receive(self, place: int, buffer: Tensor, tag: int) -> dist.Work:
+    def _receive(self, place: int, buffer: Tensor, numel: int, again: bool = False) -> list[dist.Work]:
+        """Start receiving a message, and its end behind it."""
+        parts = [buffer, torch.empty(1, dtype=torch.uint8)] if buffer.nbytes >= _MIN_ENDED_NBYTES else [buffer]
         with self._wire.blame(place):
-            work = self._wire.group.recv([buffer], place, tag)
-        assert work is not None
-        return work
+            works = [
+                self._wire.group.recv([part], place, self._wire.tag(self._number, numel, again, end=part is not buffer))
+                for part in parts
+            ]
+        return [work for work in works if work is not None]
 
-    def _send(self, places: Sequence[int], message: Tensor, numel: int, again: bool = False) -> None:
-        tag = self._wire.tag(self._number, numel, again)
-        self._wire.message_nbytes += message.nbytes * len(places)
-        sent = self._sent_again if again else self._sent
-        sent += [(place, self._wire.send(place, message, tag)) for place in places]
+    def _send(self, places: Sequence[int], codec: Codec, message: Tensor, numel: int, again: bool = False) -> None:
+        wire, sent = self._wire, self._sent_again if again else self._sent
+        wire.message_nbytes += message.nbytes * len(places)
+        ended = _buffer_nbytes(codec, numel, wire.dtype) >= _MIN_ENDED_NBYTES
+        for place in places:
+            sent.append((place, wire.send(place, message, wire.tag(self._number, numel, again))))
+            if ended:
+                end = torch.zeros(1, dtype=torch.uint8)
+                sent.append((place, wire.send(place, end, wire.tag(self._number, numel, again, end=True))))
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    """The last first: it is the one that is told of a broken connection."""
+    for work in reversed(works):
+        work.wait()
 
 
 class _BatchedFlight(Flight):
