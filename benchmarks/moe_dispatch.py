@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw, native
-from laconic.cost.hierarchy import RowCounts
-from laconic.cost.moe_rates import MoERates
-from laconic.cost.wire_rates import Line
+from laconic.cost.moe.hierarchy import RowCounts
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.wire.rates import Line
 from laconic.formats import BlockFormat
 from laconic.moe import Dispatcher, Grid, HierarchicalDispatcher, Placement, Routing, SortedOrder
 from laconic.moe.agreement import agree_on_depth, agree_on_swaps, gather_counts

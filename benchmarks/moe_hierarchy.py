@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.registry import Options, Table, benchmark
-from laconic.cost.hierarchy import (
+from laconic.cost.moe import MoERates
+from laconic.cost.moe.hierarchy import (
     Hierarchy,
     LevelCost,
     RowCounts,
@@ -24,8 +25,7 @@ from laconic.cost.hierarchy import (
     duplicate_rate,
     level_costs,
 )
-from laconic.cost.moe import MoERates
-from laconic.cost.wire_rates import Line, LinkRates, WireRates
+from laconic.cost.wire.rates import Line, LinkRates, WireRates
 from laconic.moe.rebalance import rebalance
 from laconic.moe.swap_plan import SwapTables, plan_swaps, swap_tables
 

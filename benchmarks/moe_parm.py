@@ -12,8 +12,8 @@ from statistics import mean, median
 
 from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.moe import GridShape, LayerShape, MoERates, Route, fastest, fsmoe_route, parm_routes
-from laconic.cost.wire import sent_nbytes
-from laconic.cost.wire_rates import Line, LinkRates, WireRates
+from laconic.cost.wire.rates import Line, LinkRates, WireRates
+from laconic.cost.wire.seconds import sent_nbytes
 
 # FSMoE's fit for testbed B, milliseconds: alpha, and beta per byte of the largest buffer of a rank. The all-to-all is
 # between nodes, gather and scatter inside one; an all-reduce inside a node is taken as the two after each other.

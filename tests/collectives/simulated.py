@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from laconic.collectives.measure import Exchange
-from laconic.cost.wire_rates import OPERATIONS, CodecRates, Line, LinkRates, WireRates
+from laconic.cost.wire.rates import OPERATIONS, CodecRates, Line, LinkRates, WireRates
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from laconic.collectives import audit
 from laconic.collectives.choose import Chooser
 from laconic.collectives.measure import Exchange, world_of
-from laconic.cost.wire import LOW_RATIO, NOT_PREPARED, PAYS, PROBE, RAW, Choice, World, decide
-from laconic.cost.wire_rates import WireRates
+from laconic.cost.wire.rates import WireRates
+from laconic.cost.wire.seconds import LOW_RATIO, NOT_PREPARED, PAYS, PROBE, RAW, Choice, World, decide
 from tests.collectives.simulated import made_up_rates, on_ranks
 from tests.distributed.processes import finish, free_port, rank_environment, start
 

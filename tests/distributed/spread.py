@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from laconic.cost.moe_rates import MoERates
-from laconic.cost.wire_rates import Line
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.wire.rates import Line
 from laconic.train.worker import leave
 from laconic.train.world import join_world, read_environment
 from tests.distributed.pair import FSDP, SMOOTH, Pair

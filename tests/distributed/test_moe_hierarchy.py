@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
-from laconic.cost.hierarchy import RowCounts, count_vector, level_nbytes
-from laconic.cost.moe_rates import MoERates
-from laconic.cost.wire_rates import Line
+from laconic.cost.moe.hierarchy import RowCounts, count_vector, level_nbytes
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.wire.rates import Line
 from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
 from laconic.moe.agreement import agree_on_depth, gather_counts, hierarchy_of

@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from laconic.cost.moe_rates import MoERates
-from laconic.cost.wire_rates import Line
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.wire.rates import Line
 from laconic.errors import CheckpointError, CollectiveError, ConfigError
 from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
 from laconic.moe.balancer import ExpertBalancer

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from laconic.collectives.codec import Blockwise
 from laconic.cost.moe import Coding, GridShape, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
-from laconic.cost.wire import World
-from laconic.cost.wire_rates import Line, LinkRates, WireRates
+from laconic.cost.wire.rates import Line, LinkRates, WireRates
+from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe.grid import Grid

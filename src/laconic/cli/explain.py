@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from laconic.cost.sizes import parse_nbytes
-from laconic.cost.wire import World
-from laconic.cost.wire_rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
-from laconic.cost.wire_table import explain_one, explain_sweep, rates_text
+from laconic.cost.wire.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
+from laconic.cost.wire.seconds import World
+from laconic.cost.wire.table import explain_one, explain_sweep, rates_text
 from laconic.errors import ConfigError
 
 __all__ = ["run"]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laconic.cost.wire_rates import default_path
-from laconic.cost.wire_table import rates_text
+from laconic.cost.wire.rates import default_path
+from laconic.cost.wire.table import rates_text
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:

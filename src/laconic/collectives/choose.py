@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from laconic.collectives.lane import original_of
 from laconic.collectives.measure import Exchange, Ranks, brief_codec, brief_link, host_name, world_of
-from laconic.cost.wire import (
+from laconic.cost.wire.rates import ITEM_NBYTES, SEND, CodecRates, WireRates, default_path
+from laconic.cost.wire.seconds import (
     LOW_RATIO,
     MIN_CODED_NBYTES,
     NO_CODE,
@@ -43,7 +44,6 @@ from laconic.cost.wire import (
     decide,
     left_raw,
 )
-from laconic.cost.wire_rates import ITEM_NBYTES, SEND, CodecRates, WireRates, default_path
 from laconic.errors import ConfigError
 
 __all__ = ["Chooser", "choose", "foresee", "observe", "prepare", "use_rates", "would_talk"]

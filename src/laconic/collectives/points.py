@@ -23,7 +23,7 @@ from laconic.collectives.batch import Batches
 from laconic.collectives.choose import foresee
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.works import AfterWork
-from laconic.cost.wire import NO_CODE, RAW, TOO_SMALL
+from laconic.cost.wire.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import FormatError
 
 __all__ = ["CODED", "Points", "as_bytes"]

@@ -34,7 +34,7 @@ from laconic.collectives.codec import Codec
 from laconic.collectives.inner import compare, connect, forget, global_ranks, tell
 from laconic.collectives.points import CODED, Points, as_bytes
 from laconic.collectives.works import AfterWork, LaneWork, Together
-from laconic.cost.wire import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
+from laconic.cost.wire.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create"]

@@ -20,8 +20,8 @@ from laconic.collectives import native, operations
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, world_of
 from laconic.collectives.route import Route
-from laconic.cost.wire import World, coded_seconds, sent_nbytes
-from laconic.cost.wire_rates import ITEM_NBYTES, OPERATIONS, SEND, CodecRates, Line, LinkRates, WireRates, fit_line
+from laconic.cost.wire.rates import ITEM_NBYTES, OPERATIONS, SEND, CodecRates, Line, LinkRates, WireRates, fit_line
+from laconic.cost.wire.seconds import World, coded_seconds, sent_nbytes
 
 __all__ = ["measure_link", "profile"]
 

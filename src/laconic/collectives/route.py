@@ -11,7 +11,7 @@ from laconic.collectives import audit
 from laconic.collectives.choose import choose, observe, would_talk
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.wire import Wire
-from laconic.cost.wire import RAW, Choice
+from laconic.cost.wire.seconds import RAW, Choice
 
 __all__ = ["Route", "find_route", "finish", "slices"]
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives import native
-from laconic.cost.hierarchy import DepthChoice, Hierarchy, RowCounts, best_depth, count_vector, level_costs
-from laconic.cost.moe_rates import Coding, MoERates
+from laconic.cost.moe.hierarchy import DepthChoice, Hierarchy, RowCounts, best_depth, count_vector, level_costs
+from laconic.cost.moe.rates import Coding, MoERates
 from laconic.errors import ConfigError
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.routing import Routing

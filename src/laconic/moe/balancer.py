@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from laconic.cost.moe_rates import Coding, MoERates
-from laconic.cost.swap_period import DIRECTIONS, SwapPeriod, move_seconds
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, move_seconds
 from laconic.errors import ConfigError
 from laconic.moe.agreement import agree_on_depth, agree_on_swaps, first_answer, hierarchy_of
 from laconic.moe.hierarchy import HierarchicalDispatcher
@@ -64,7 +64,7 @@ class ExpertBalancer:
         min_period: steps between two looks at a layer, at least.
 
     Call `step` on all ranks after every optimizer step. When to look at a layer, and whether a swap has paid, decides
-    `laconic.cost.swap_period.SwapPeriod`.
+    `laconic.cost.moe.swap_period.SwapPeriod`.
 
     Raises ConfigError for a layer with another dispatcher.
     """

@@ -22,9 +22,9 @@ from laconic.collectives import native
 from laconic.collectives.codec import Codec
 from laconic.collectives.measure import Ranks, gaussian
 from laconic.collectives.profile import measure_link, profile
-from laconic.cost.moe_rates import MoERates
-from laconic.cost.moe_shape import LayerShape
-from laconic.cost.wire_rates import CodecRates, Line, LinkRates, WireRates, fit_line
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.moe.shape import LayerShape
+from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.errors import ConfigError
 from laconic.moe.grid import Grid
 from laconic.moe.grouped import grouped_mm

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.cost.hierarchy import LevelCost
+from laconic.cost.moe.hierarchy import LevelCost
 from laconic.errors import ConfigError
 
 __all__ = ["GAMMA", "SwapPlan", "SwapTables", "pair_seconds", "plan_swaps", "smooth_max", "swap_tables"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from laconic.collectives.codec import Blockwise, Codec, Raw
-from laconic.cost.moe_rates import MoERates, default_moe_path
+from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import BlockFormat
 from laconic.moe.balancer import ExpertBalancer

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from laconic.collectives.choose import choose, prepare
 from laconic.collectives.codec import Codec, Lossless
 from laconic.collectives.zipped import zip_collectives
-from laconic.cost.wire import NOT_PREPARED, RAW
+from laconic.cost.wire.seconds import NOT_PREPARED, RAW
 from laconic.errors import ModelError
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.swap_period import SwapPeriod, best_period, expert_nbytes, move_seconds
-from laconic.cost.wire import World
-from laconic.cost.wire_rates import Line
+from laconic.cost.moe.swap_period import SwapPeriod, best_period, expert_nbytes, move_seconds
+from laconic.cost.wire.rates import Line
+from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
 

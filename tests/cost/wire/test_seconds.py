@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from laconic.cost import wire
-from laconic.cost.wire import World, candidates, coded_seconds, decide, sent_nbytes
-from laconic.cost.wire_rates import (
+from laconic.cost.wire import seconds as wire
+from laconic.cost.wire.rates import (
     OPERATIONS,
     CodecRates,
     Line,
@@ -25,6 +24,7 @@ from laconic.cost.wire_rates import (
     default_path,
     fit_line,
 )
+from laconic.cost.wire.seconds import World, candidates, coded_seconds, decide, sent_nbytes
 from laconic.errors import ConfigError
 
 GIGABIT = 125e6

@@ -18,9 +18,9 @@ other replicated parameters.
 
 from __future__ import annotations
 
-from laconic.cost.moe_rates import Coding, MoERates
-from laconic.cost.moe_shape import GridShape, LayerShape
-from laconic.cost.routes import Route, RouteBuilder, Step
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.cost.moe.routes import Route, RouteBuilder, Step
+from laconic.cost.moe.shape import GridShape, LayerShape
 
 __all__ = ["BASELINE", "S1", "S2", "parm_routes", "saa_seconds"]
 

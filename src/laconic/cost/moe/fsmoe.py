@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laconic.cost.moe_rates import Coding, MoERates
-from laconic.cost.moe_shape import GridShape, LayerShape
-from laconic.cost.routes import Route, RouteBuilder, Step
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.cost.moe.routes import Route, RouteBuilder, Step
+from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.schedule.moe import ChunkTime, LayerTimes, best_degree, pipeline_seconds
 
 __all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.cost.hierarchy import (
+from laconic.cost.moe import Coding, MoERates
+from laconic.cost.moe.hierarchy import (
     Hierarchy,
     Level,
     RowCounts,
@@ -26,9 +27,8 @@ from laconic.cost.hierarchy import (
     level_rows,
     wire_rows,
 )
-from laconic.cost.moe import Coding, MoERates
-from laconic.cost.wire import World
-from laconic.cost.wire_rates import CodecRates, Line, LinkRates, WireRates
+from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates
+from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
 Routes = list[list[set[int]]]  # by source rank, then token: its experts

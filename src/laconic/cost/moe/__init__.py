@@ -1,10 +1,10 @@
 """The cost of mixture-of-experts layers in one place: shapes, rates and the seconds of every route."""
 
-from laconic.cost.fsmoe import FSMOE, fsmoe_route, layer_times, shares_a_wire
-from laconic.cost.moe_rates import Coding, MoERates, Price, default_moe_path
-from laconic.cost.moe_shape import GROUPS, GridShape, LayerShape
-from laconic.cost.parm import BASELINE, S1, S2, parm_routes, saa_seconds
-from laconic.cost.routes import Route, Step, fastest
+from laconic.cost.moe.fsmoe import FSMOE, fsmoe_route, layer_times, shares_a_wire
+from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes, saa_seconds
+from laconic.cost.moe.rates import Coding, MoERates, Price, default_moe_path
+from laconic.cost.moe.routes import Route, Step, fastest
+from laconic.cost.moe.shape import GROUPS, GridShape, LayerShape
 
 __all__ = [
     "BASELINE",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.moe_shape import GROUPS
+from laconic.cost.moe.shape import GROUPS
 from laconic.cost.rates_file import (
     cached_path,
     check_known,
@@ -22,8 +22,7 @@ from laconic.cost.rates_file import (
     read_table,
     save_json,
 )
-from laconic.cost.wire import RAW, World, chunk_numbers, coded_seconds, pays, sent_nbytes
-from laconic.cost.wire_rates import (
+from laconic.cost.wire.rates import (
     ITEM_NBYTES,
     CodecRates,
     Line,
@@ -33,6 +32,7 @@ from laconic.cost.wire_rates import (
     read_line,
     read_link,
 )
+from laconic.cost.wire.seconds import RAW, World, chunk_numbers, coded_seconds, pays, sent_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
@@ -105,7 +105,7 @@ class MoERates:
     def price(self, operation: str, group: str, world: World, nbytes: float, coding: Coding | None = None) -> Price:
         """Predicted for one operation of a group.
 
-        nbytes: of the input of one rank, as in `laconic.cost.wire.decide`.
+        nbytes: of the input of one rank, as in `laconic.cost.wire.seconds.decide`.
         Raises ConfigError for a code that was not measured on that dtype.
         """
         if world.num_ranks == 1:

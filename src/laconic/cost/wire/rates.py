@@ -65,7 +65,7 @@ class Line:
 @dataclass(frozen=True)
 class LinkRates:
     """One kind of group, as measured with `world` ranks of it. Bytes count what one process sends, see `sent_nbytes`
-    in laconic.cost.wire."""
+    in laconic.cost.wire.seconds."""
 
     world: int
     operations: Mapping[str, Line]

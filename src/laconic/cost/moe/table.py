@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laconic.cost.routes import Route, fastest
+from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.sizes import format_nbytes
-from laconic.cost.wire_table import columns, format_seconds
+from laconic.cost.wire.table import columns, format_seconds
 
 __all__ = ["parts_of", "routes_text"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from laconic.cost.moe_rates import Coding, MoERates
-from laconic.cost.moe_shape import GridShape, LayerShape
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.errors import ConfigError
 
 __all__ = ["Route", "RouteBuilder", "Step", "fastest"]

@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from laconic.cost.moe_rates import MoERates
-from laconic.cost.moe_shape import LayerShape
-from laconic.cost.wire import World
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.moe.shape import LayerShape
+from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
 __all__ = ["DIRECTIONS", "SwapPeriod", "best_period", "expert_nbytes", "move_seconds"]
