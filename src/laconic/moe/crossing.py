@@ -24,7 +24,7 @@ from laconic.moe.legs import Held, Leg, arrive, leave
 from laconic.moe.levels import Stage
 from laconic.moe.rows import accumulation_dtype
 
-__all__ = ["Crossing", "cross", "down", "up"]
+__all__ = ["Crossing", "carry_down", "carry_up", "cross", "down", "up"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def down(rows: Tensor, weights: Tensor, crossing: Crossing, codec: Codec | str) 
     [Note: transposes]; if one peer goes backward through it, all of them do. A codec that is not lossless makes values
     and gradients inexact.
     """
-    result: tuple[Tensor, Tensor] = _Down.apply(rows, weights, crossing, codec)
+    result: tuple[Tensor, Tensor] = _Carried.apply(rows, weights, crossing, codec, True)
     return result
 
 
@@ -73,54 +73,58 @@ def up(rows: Tensor, crossing: Crossing, codec: Codec | str) -> Tensor:
 
     A row that went nowhere gets zeros. Differentiable as `down` is.
     """
-    result: tuple[Tensor, Tensor | None] = _Up.apply(rows, None, crossing, codec)
+    result: tuple[Tensor, Tensor | None] = _Carried.apply(rows, None, crossing, codec, False)
     return result[0]
 
 
-class _Down(torch.autograd.Function):
+def carry_down(
+    rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str
+) -> tuple[Tensor, Tensor | None]:
+    """`down` without autograd; weights may stay at home."""
+    leg, works, weights_in = crossing.leg, [], None
+    if weights is not None:
+        weights_in = weights.new_empty(sum(crossing.entry_splits))
+        sent = weights.index_select(0, leg.entries)
+        works.append(_start(weights_in, sent, crossing.entry_splits, leg.entry_splits, crossing.group))
+    sent = rows.index_select(0, leg.rows)
+    rows_in = _moved(sent, crossing.row_splits, leg.row_splits, crossing.group, codec)
+    _wait_for(works, crossing.group)
+    return rows_in, weights_in
+
+
+def carry_up(
+    rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str
+) -> tuple[Tensor, Tensor | None]:
+    """`up` without autograd, and weights [b] back to the assignments [a] that they belong to, if there are any."""
+    leg, works, weights_out = crossing.leg, [], None
+    if weights is not None:
+        back = weights.new_empty(len(leg.entries))
+        works.append(_start(back, weights, leg.entry_splits, crossing.entry_splits, crossing.group))
+    rows_back = _moved(rows, leg.row_splits, crossing.row_splits, crossing.group, codec)
+    _wait_for(works, crossing.group)
+    if weights is not None:
+        weights_out = torch.empty_like(back).scatter_(0, leg.entries, back)
+    total = rows.new_zeros(leg.num_rows, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
+    # Place by place: within one no row appears twice, so that the order of sums is fixed on every device.
+    for part, index in zip(rows_back.split(leg.row_splits), leg.rows.split(leg.row_splits), strict=True):
+        total.index_add_(0, index, part.to(total.dtype))
+    return total.to(rows.dtype), weights_out
+
+
+class _Carried(torch.autograd.Function):
+    """One of the two; its backward is the other, see [Note: transposes]."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str
+        ctx: Any, rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str, is_down: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.crossing, ctx.codec, ctx.weighted = crossing, codec, weights is not None
-        leg, works, weights_in = crossing.leg, [], None
-        if weights is not None:
-            weights_in = weights.new_empty(sum(crossing.entry_splits))
-            sent = weights.index_select(0, leg.entries)
-            works.append(_start(weights_in, sent, crossing.entry_splits, leg.entry_splits, crossing.group))
-        sent = rows.index_select(0, leg.rows)
-        rows_in = _moved(sent, crossing.row_splits, leg.row_splits, crossing.group, codec)
-        _wait_for(works, crossing.group)
-        return rows_in, weights_in
+        ctx.crossing, ctx.codec, ctx.is_down, ctx.weighted = crossing, codec, is_down, weights is not None
+        return (carry_down if is_down else carry_up)(rows, weights, crossing, codec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Up.apply(grads[0], grads[1] if ctx.weighted else None, ctx.crossing, ctx.codec), None, None
-
-
-class _Up(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.crossing, ctx.codec, ctx.weighted = crossing, codec, weights is not None
-        leg, works, weights_out = crossing.leg, [], None
-        if weights is not None:
-            back = weights.new_empty(len(leg.entries))
-            works.append(_start(back, weights, leg.entry_splits, crossing.entry_splits, crossing.group))
-        rows_back = _moved(rows, leg.row_splits, crossing.row_splits, crossing.group, codec)
-        _wait_for(works, crossing.group)
-        if weights is not None:
-            weights_out = torch.empty_like(back).scatter_(0, leg.entries, back)
-        total = rows.new_zeros(leg.num_rows, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
-        # Place by place: within one no row appears twice, so that the order of sums is fixed on every device.
-        for part, index in zip(rows_back.split(leg.row_splits), leg.rows.split(leg.row_splits), strict=True):
-            total.index_add_(0, index, part.to(total.dtype))
-        return total.to(rows.dtype), weights_out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Down.apply(grads[0], grads[1] if ctx.weighted else None, ctx.crossing, ctx.codec), None, None
+        back = (ctx.crossing, ctx.codec, not ctx.is_down)
+        return *_Carried.apply(grads[0], grads[1] if ctx.weighted else None, *back), None, None, None
 
 
 # --- messages ---
