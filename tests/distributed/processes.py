@@ -12,11 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch.multiprocessing as mp
 
 from laconic.train.config import TrainConfig
 from laconic.train.load_config import save_config
 
 ROOT = Path(__file__).parents[2]
+
+# What nearly every rank imports; none of it starts a thread, which a fork would lose.
+_PRELOADED = ["pytest", "torch", "torch.distributed.fsdp", "torch.testing", "transformers", "laconic.train.run"]
+
+
+def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> None:
+    """Run work(rank, *args) in `num_ranks` processes; fails if one of them does.
+
+    Like torch.multiprocessing.spawn, but the processes are forked from one that has imported torch and laconic once
+    for the whole session and done nothing else. Its environment variables are those of the first call.
+    """
+    mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    mp.start_processes(work, args=args, nprocs=num_ranks, join=True, start_method="forkserver")
 
 
 def environment(**changes: str) -> dict[str, str]:

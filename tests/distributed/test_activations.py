@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, f
 from laconic.formats import BlockFormat
 from laconic.train.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.distributed.processes import run_ranks
 
 WORLD = 2
 
@@ -86,7 +86,7 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
 def test_gradients_and_kept_bytes_are_those_of_one_process(
     wrapping: str, mode: str, bound: float, tmp_path: Path
 ) -> None:
-    mp.spawn(work, args=(wrapping, mode, str(tmp_path)), nprocs=WORLD)
+    run_ranks(work, (wrapping, mode, str(tmp_path)), WORLD)
     got, nbytes = torch.load(tmp_path / "result.pt")
     model = compressed(mode)
     expected, _ = gradients_and_bytes(model, model, make_ids(batch=2 * WORLD))

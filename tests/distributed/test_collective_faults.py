@@ -20,7 +20,7 @@ from laconic.collectives import wire
 from laconic.collectives.codec import Lossless, Raw
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.worker import leave
-from tests.distributed.processes import wait_until
+from tests.distributed.processes import run_ranks, wait_until
 
 
 def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
@@ -74,7 +74,7 @@ def damaged(rank: int, world: int, folder: str) -> None:
 
 
 def test_flipped_bit_is_reported_where_it_arrives_by_operation_and_rank(tmp_path: Path) -> None:
-    mp.spawn(damaged, args=(2, str(tmp_path)), nprocs=2)
+    run_ranks(damaged, (2, str(tmp_path)), 2)
 
 
 def survivor(rank: int, world: int, folder: str, fault: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic import collectives
@@ -23,6 +22,7 @@ from laconic.collectives.levels import TwoLevel
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat
 from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 
 # 11.5 bits hold Gaussian bfloat16 in long messages and nothing else: the rest travels twice.
 LOSSLESS: list[Codec] = [Raw(), Lossless(), Lossless("window"), Lossless("tiered", capacity_bits=11.5)]
@@ -400,12 +400,12 @@ def work(rank: int, world: int, sizes: list[int], directory: str) -> None:
 
 
 def test_collectives_give_native_results_and_documented_sums_on_every_rank(tmp_path: Path) -> None:
-    mp.spawn(work, args=(2, [1, 2], str(tmp_path)), nprocs=2)
+    run_ranks(work, (2, [1, 2], str(tmp_path)), 2)
 
 
 @pytest.mark.slow
 def test_collectives_give_the_same_in_larger_worlds(tmp_path: Path) -> None:
-    mp.spawn(work, args=(4, [3, 4], str(tmp_path)), nprocs=4)
+    run_ranks(work, (4, [3, 4], str(tmp_path)), 4)
 
 
 def test_call_without_a_process_group_is_refused() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from laconic.collectives import native
 from laconic.collectives.lane import Work, run_in_background
 from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 
 
 def work(rank: int, folder: str) -> None:
@@ -40,4 +40,4 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_the_first_job_of_a_lane_keeps_nobody_waiting(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    run_ranks(work, (str(tmp_path),), 2)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.train.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.distributed.processes import run_ranks
 
 WORLD = 2
 WRAPPINGS = ("ddp", "root", "head", "root-bf16", "tied")
@@ -68,7 +68,7 @@ def work(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     directory: Path = tmp_path_factory.mktemp("loss")
-    mp.spawn(work, args=(str(directory),), nprocs=WORLD)
+    run_ranks(work, (str(directory),), WORLD)
     loaded: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = torch.load(directory / "results.pt")
     return loaded
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
@@ -27,6 +26,7 @@ from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.order import SortedOrder
 from laconic.moe.routing import Routing
 from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 
 M, E_LOCAL = 8, 2
 SLOW_BETWEEN = {
@@ -281,11 +281,11 @@ def _lose_a_rank(rank: int, directory: str) -> None:
 
 
 def test_a_rank_that_is_lost_between_dispatch_and_combine_is_noticed(tmp_path: Path) -> None:
-    mp.spawn(_lose_a_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_lose_a_rank, (str(tmp_path),), 2)
 
 
 def test_levels_of_four_processes_agree_with_a_dense_reference(tmp_path: Path) -> None:
-    mp.spawn(work, args=(4, (2,), str(tmp_path)), nprocs=4)
+    run_ranks(work, (4, (2,), str(tmp_path)), 4)
 
 
 @pytest.mark.slow
@@ -293,4 +293,4 @@ def test_levels_of_four_processes_agree_with_a_dense_reference(tmp_path: Path) -
 def test_levels_of_other_worlds_agree_with_a_dense_reference(
     world: int, levels: tuple[int, ...], tmp_path: Path
 ) -> None:
-    mp.spawn(work, args=(world, levels, str(tmp_path)), nprocs=world)
+    run_ranks(work, (world, levels, str(tmp_path)), world)

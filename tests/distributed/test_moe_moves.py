@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,6 +22,7 @@ from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.moves import ExpertMover
 from laconic.train.worker import leave
 from tests.activations.models import make_ids, make_model
+from tests.distributed.processes import run_ranks
 from tests.moe.moving import OPTIMIZERS, E, build, experts_of, forward, inputs, train_step
 from tests.moe.worlds import run_world
 
@@ -281,5 +281,5 @@ def test_replicas_of_experts_move_alike(tmp_path: Path) -> None:
 
 
 def test_a_rank_lost_in_a_move_leaves_the_others_and_the_checkpoint_as_they_were(tmp_path: Path) -> None:
-    mp.spawn(_lose_a_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_lose_a_rank, (str(tmp_path),), 2)
     check_saved(tmp_path / "saved")

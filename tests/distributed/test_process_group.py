@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from laconic.collectives import audit
 from laconic.collectives.codec import Blockwise, Lossless, Raw
@@ -20,7 +19,7 @@ from laconic.formats import BlockFormat
 from laconic.train.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join
-from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start
 
 CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
 
@@ -71,7 +70,7 @@ def check_audit(found: audit.Snapshot) -> None:
 
 
 def test_programs_compute_the_same_bits_as_over_gloo(tmp_path: Path) -> None:
-    mp.spawn(beside_gloo, args=(str(tmp_path),), nprocs=2)
+    run_ranks(beside_gloo, (str(tmp_path),), 2)
 
 
 def compiled(rank: int, folder: str, backend: str) -> None:
@@ -86,12 +85,12 @@ def compiled(rank: int, folder: str, backend: str) -> None:
 
 
 def test_traced_collectives_compute_the_same_bits(tmp_path: Path) -> None:
-    mp.spawn(compiled, args=(str(tmp_path), "aot_eager"), nprocs=2)
+    run_ranks(compiled, (str(tmp_path), "aot_eager"), 2)
 
 
 @pytest.mark.slow
 def test_compiled_collectives_compute_the_same_bits(tmp_path: Path) -> None:
-    mp.spawn(compiled, args=(str(tmp_path), "inductor"), nprocs=2)
+    run_ranks(compiled, (str(tmp_path), "inductor"), 2)
 
 
 def odd_tensors() -> None:
@@ -175,7 +174,7 @@ def failures(rank: int, folder: str) -> None:
 
 
 def test_what_goes_wrong_is_said_where_it_is_waited_for(tmp_path: Path) -> None:
-    mp.spawn(failures, args=(str(tmp_path),), nprocs=2)
+    run_ranks(failures, (str(tmp_path),), 2)
 
 
 ENDING = """
@@ -214,4 +213,4 @@ def refusals(rank: int, folder: str) -> None:
 
 
 def test_groups_of_different_options_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    mp.spawn(refusals, args=(str(tmp_path),), nprocs=2)
+    run_ranks(refusals, (str(tmp_path),), 2)

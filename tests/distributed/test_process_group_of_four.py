@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic.collectives import Lossless, ProcessGroupOptions, Raw
 from laconic.train.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import all_gather_single, assert_same, join, reduce_scatter_single, values
+from tests.distributed.processes import run_ranks
 
 WORLD = 4
 
@@ -82,4 +82,4 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_sums_are_in_the_order_of_ranks_and_training_does_not_see_the_codec(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path),), nprocs=WORLD)
+    run_ranks(work, (str(tmp_path),), WORLD)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic.errors import ConfigError, FormatError
@@ -18,6 +17,7 @@ from laconic.gradients import TwoLevel, Work, all_reduce_q8, all_reduce_quantize
 from laconic.ops import sum_blockwise
 from laconic.train.wire import WireCounter
 from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 from tests.gradients.reference import error_bound, gradient_of, mean_by_reference, value_of
 from tests.ops.shards import shards_of
 
@@ -280,12 +280,12 @@ def work(rank: int, world: int, worlds: list[int], directory: str) -> None:
 
 
 def test_reductions_return_the_references_bits_on_every_rank(tmp_path: Path) -> None:
-    mp.spawn(work, args=(4, [1, 2, 4], str(tmp_path)), nprocs=4)
+    run_ranks(work, (4, [1, 2, 4], str(tmp_path)), 4)
 
 
 @pytest.mark.slow
 def test_reductions_return_the_references_bits_in_worlds_up_to_eight(tmp_path: Path) -> None:
-    mp.spawn(work, args=(8, [3, 5, 6, 7, 8], str(tmp_path)), nprocs=8)
+    run_ranks(work, (8, [3, 5, 6, 7, 8], str(tmp_path)), 8)
 
 
 def test_call_without_a_process_group_is_refused() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +24,7 @@ from laconic.gradients.fsdp2 import Q8ReduceScatter
 from laconic.train.wire import WireCounter
 from laconic.train.worker import leave
 from tests.activations.models import loss_of, make_ids, make_model, relative_error
+from tests.distributed.processes import run_ranks
 
 WORLD = 2
 # Relative L2 error of a mean of two quantized Gaussians, quantized once more, is 0.8 %; gradients have heavier tails.
@@ -217,4 +217,4 @@ def work(rank: int, directory: str) -> None:
 
 
 def test_wrapped_models_train_with_a_quarter_of_the_bytes(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path),), nprocs=WORLD)
+    run_ranks(work, (str(tmp_path),), WORLD)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +24,7 @@ from laconic.errors import ConfigError, ModelError
 from laconic.gradients import quantize_reduction
 from laconic.train.worker import leave
 from tests.activations.models import loss_of, make_ids, make_model
+from tests.distributed.processes import run_ranks
 
 STEPS = 4
 LOSSLESS = Lossless()
@@ -245,4 +245,4 @@ def work(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_zipped_collectives_keep_every_bit(world: int, tmp_path: Path) -> None:
-    mp.spawn(work, args=(world, str(tmp_path)), nprocs=world, join=True)
+    run_ranks(work, (world, str(tmp_path)), world)

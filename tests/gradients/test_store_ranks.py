@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 
 WORLD = 2
 Found = dict[str, Any]
@@ -340,7 +340,7 @@ def work(rank: int, directory: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     """By rank and scenario."""
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(directory),), nprocs=WORLD)
+    run_ranks(work, (str(directory),), WORLD)
     return [torch.load(Path(directory) / f"{rank}.pt") for rank in range(WORLD)]
 
 

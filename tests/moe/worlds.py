@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 
 Scenario = Callable[[], None]
 
 
 def run_world(scenarios: Sequence[Scenario], world: int, folder: Path) -> None:
     """Run module-level functions, one after the other, in `world` processes; fails if one of them raises anywhere."""
-    mp.spawn(_work, args=(world, str(folder), tuple(scenarios)), nprocs=world, join=True)
+    run_ranks(_work, (world, str(folder), tuple(scenarios)), world)
 
 
 def _work(rank: int, world: int, folder: str, scenarios: Sequence[Scenario]) -> None:
