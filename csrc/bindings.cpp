@@ -195,6 +195,31 @@ int lossless_decode(size_t isa, int64_t num_threads, uintptr_t message, uint64_t
       laconic::decode_message(*laconic::supported_isas().at(isa).lossless, num_threads, task));
 }
 
+// Returns whether every entry names a row and the offsets ascend from 0 to the number of entries; if
+// not, nothing is written.
+bool sum_rows(size_t isa, int64_t num_threads, uintptr_t rows, int type, int64_t num_rows,
+              int64_t width, uintptr_t index, int64_t num_entries, uintptr_t offsets,
+              int64_t num_sums, uintptr_t weights, uintptr_t sums) {
+  const laconic::SumRows task{pointer<const void>(rows),
+                              static_cast<FloatType>(type),
+                              width,
+                              pointer<const int64_t>(index),
+                              pointer<const int64_t>(offsets),
+                              pointer<const float>(weights),
+                              pointer<void>(sums)};
+  if (task.offsets[0] != 0 || task.offsets[num_sums] != num_entries) return false;
+  for (int64_t i = 0; i < num_sums; ++i) {
+    if (task.offsets[i] > task.offsets[i + 1]) return false;
+  }
+  for (int64_t i = 0; i < num_entries; ++i) {
+    if (task.index[i] < 0 || task.index[i] >= num_rows) return false;
+  }
+  const laconic::RowsKernels& kernels = *laconic::supported_isas().at(isa).rows;
+  run(num_sums, width, width, num_threads,
+      [&](int64_t first, int64_t last) { kernels.sum(task, first, last); });
+  return true;
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -214,5 +239,6 @@ NB_MODULE(_kernels, m) {
   m.def("accumulate_blockwise", &accumulate_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("lossless_encode", &lossless_encode, nb::call_guard<nb::gil_scoped_release>());
   m.def("lossless_decode", &lossless_decode, nb::call_guard<nb::gil_scoped_release>());
+  m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
   m.def("square_sum_blockwise", &square_sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -9,6 +9,7 @@
 #include "blockwise.h"
 #include "lossless.h"
 #include "reduce.h"
+#include "rows.h"
 
 namespace laconic {
 
@@ -19,6 +20,7 @@ struct Isa {
   const ReduceKernels* reduce;
   const AdamWKernels* adamw;
   const LosslessKernels* lossless;
+  const RowsKernels* rows;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

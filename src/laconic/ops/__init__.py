@@ -32,6 +32,7 @@ __all__ = [
     "lossless_encode",
     "lossless_decode_",
     "lossless_decode_add_",
+    "sum_rows",
     "quantize_dynamic",
     "dequantize_dynamic",
     "kernels_in_use",
@@ -61,6 +62,7 @@ _FAMILIES = {
     "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
     "adamw": ("adamw8bit_",),
     "lossless": ("lossless_encode", "lossless_decode_", "lossless_decode_add_"),
+    "rows": ("sum_rows",),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
@@ -80,6 +82,7 @@ _adamw8bit_ = torch.ops.laconic.adamw8bit_.default
 _lossless_encode = torch.ops.laconic.lossless_encode.default
 _lossless_decode_ = torch.ops.laconic.lossless_decode_.default
 _lossless_decode_add_ = torch.ops.laconic.lossless_decode_add_.default
+_sum_rows = torch.ops.laconic.sum_rows.default
 _dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
 
 # Whatever the device, it is the op without `after`; only a graph that orders its nodes sees a difference.
@@ -294,6 +297,23 @@ def adamw8bit_(
         step,
         maximize,
     )
+
+
+def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sums of rows picked from a matrix, each in one pass over memory and without its products in between.
+
+    Arguments:
+        rows: [q, M], float32, bfloat16 or float16.
+        index: int64 [e], entry i picks the row index[i].
+        offsets: int64 [n + 1], ascending from 0 to e: entries offsets[i] to offsets[i + 1] make sum i.
+        weights: fp32 [e], what picked rows are multiplied by; None: 1.
+
+    Returns [n, M] in the rows' dtype: from 0, fp32(total + fp32(weight * row)) entry by entry, rounded once in the end.
+    Any NaN becomes the quiet NaN without a payload. A sum without entries is 0.
+
+    Raises FormatError for an argument outside these.
+    """
+    return _sum_rows(rows, index, offsets, weights)
 
 
 def lossless_encode(x: Tensor, *, code: str = "tiered", capacity_nbytes: int | None = None) -> Tensor:

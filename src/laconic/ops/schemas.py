@@ -33,6 +33,7 @@ __all__ = [
     "check_quantize_blockwise",
     "check_square_sum_blockwise",
     "check_sum_blockwise",
+    "check_sum_rows",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,10 @@ LIBRARY.define(
 )
 LIBRARY.define("lossless_decode_(Tensor(a!) out, Tensor message) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
 LIBRARY.define("lossless_decode_add_(Tensor(a!) total, Tensor message) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+LIBRARY.define(
+    "sum_rows(Tensor rows, Tensor index, Tensor offsets, Tensor? weights) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
@@ -98,6 +103,7 @@ for _name in (
     "lossless_encode",
     "lossless_decode_",
     "lossless_decode_add_",
+    "sum_rows",
 ):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
@@ -472,3 +478,34 @@ def _lossless_decode_fake(out: Tensor, message: Tensor) -> Tensor:
 def _lossless_decode_add_fake(total: Tensor, message: Tensor) -> Tensor:
     check_lossless_decode_add_(total, message)
     return total.new_empty((), dtype=torch.int32)
+
+
+def check_sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> int:
+    """Check the arguments of sum_rows but the values of index and offsets; return the number of sums.
+
+    Raises FormatError.
+    """
+    if rows.dtype not in DTYPES:
+        raise FormatError(f"rows.dtype is {rows.dtype}, but it must be one of {_names(DTYPES)}")
+    if rows.dim() != 2:
+        raise FormatError(f"rows have shape {tuple(rows.shape)}, but it must be [rows, width]")
+    expected = [("index", index, torch.int64), ("offsets", offsets, torch.int64)]
+    if weights is not None:
+        expected.append(("weights", weights, torch.float32))
+    for name, tensor, dtype in expected:
+        if tensor.dtype != dtype:
+            raise FormatError(f"{name}.dtype is {tensor.dtype}, but it must be {dtype}")
+        if tensor.dim() != 1:
+            raise FormatError(f"{name} have shape {tuple(tensor.shape)}, but it must be a vector")
+        if tensor.device != rows.device:
+            raise FormatError(f"rows are on {rows.device} and {name} on {tensor.device}, but all must be on one device")
+    if not offsets.numel():
+        raise FormatError("offsets are empty, but they begin with 0 and have one number more than there are sums")
+    if weights is not None and weights.shape != index.shape:
+        raise FormatError(f"there are {weights.numel()} weights, but {index.numel()} entries in index; give one each")
+    return offsets.shape[0] - 1
+
+
+@torch.library.register_fake("laconic::sum_rows", lib=LIBRARY)
+def _sum_rows_fake(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty(check_sum_rows(rows, index, offsets, weights), rows.shape[1])

@@ -10,6 +10,7 @@ from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwis
 from laconic.ops.native.library import SELECTION, supported_isas
 from laconic.ops.native.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
+from laconic.ops.native.rows import sum_rows
 
 __all__ = [
     "SELECTION",
@@ -23,5 +24,6 @@ __all__ = [
     "square_sum_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
+    "sum_rows",
     "supported_isas",
 ]

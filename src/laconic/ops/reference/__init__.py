@@ -9,6 +9,7 @@ from laconic.ops.reference.adamw import adamw8bit_, dequantize_dynamic, quantize
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
 from laconic.ops.reference.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.reference.reduce import sum_blockwise, sum_requantize_blockwise
+from laconic.ops.reference.rows import sum_rows
 
 __all__ = [
     "accumulate_blockwise_",
@@ -24,5 +25,6 @@ __all__ = [
     "square_sum_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
+    "sum_rows",
     "uniform",
 ]

@@ -1,0 +1,7 @@
+#include "rows-inl.h"
+
+namespace laconic {
+
+const RowsKernels kRowsPortable = {sum_rows};
+
+}  // namespace laconic
