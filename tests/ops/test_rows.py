@@ -81,7 +81,7 @@ def test_entries_that_lead_outside_are_refused(function: object, index: list[int
     if function is native.sum_rows and not native.supported_isas():
         pytest.skip("the C++ kernels are not built")
     arguments = torch.ones(3, 2), torch.tensor(index, dtype=torch.int64), torch.tensor(offsets), None
-    with pytest.raises(FormatError, match="must be one of the 3 rows, and offsets must ascend from 0 to the"):
+    with pytest.raises(FormatError, match="must be one of the 3 rows, and offsets must ascend from 0 to"):
         function(*arguments)  # type: ignore[operator]  # both take the same
 
 

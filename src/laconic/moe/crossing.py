@@ -22,7 +22,7 @@ from laconic.collectives.codec import Codec, Raw
 from laconic.errors import CollectiveError
 from laconic.moe.legs import Held, Leg, arrive, leave
 from laconic.moe.levels import Stage
-from laconic.moe.rows import accumulation_dtype
+from laconic.moe.rows import accumulation_dtype, sum_picked
 
 __all__ = ["Crossing", "carry_down", "carry_up", "cross", "down", "up"]
 
@@ -104,11 +104,19 @@ def carry_up(
     _wait_for(works, crossing.group)
     if weights is not None:
         weights_out = torch.empty_like(back).scatter_(0, leg.entries, back)
+    return _added(rows_back, leg), weights_out
+
+
+def _added(rows: Tensor, leg: Leg) -> Tensor:
+    """Rows [m, M], as they came from the places that they had been sent to, added up at home: [n, M]."""
+    if rows.device.type == "cpu":
+        home, index = leg.rows.sort(stable=True)  # a row's copies stay in the order of places
+        return sum_picked(rows, index, home, leg.num_rows)
     total = rows.new_zeros(leg.num_rows, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
     # Place by place: within one no row appears twice, so that the order of sums is fixed on every device.
-    for part, index in zip(rows_back.split(leg.row_splits), leg.rows.split(leg.row_splits), strict=True):
+    for part, index in zip(rows.split(leg.row_splits), leg.rows.split(leg.row_splits), strict=True):
         total.index_add_(0, index, part.to(total.dtype))
-    return total.to(rows.dtype), weights_out
+    return total.to(rows.dtype)
 
 
 class _Carried(torch.autograd.Function):

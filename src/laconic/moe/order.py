@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.moe.routing import Routing
-from laconic.moe.rows import accumulation_dtype, permuted, spread, summed
+from laconic.moe.rows import accumulation_dtype, permuted, spread, summed, weighted_sums
 
 __all__ = ["DenseOrder", "Order", "SortedOrder"]
 
@@ -42,6 +42,9 @@ class SortedOrder:
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         """See `Order.combine`."""
+        if rows.device.type == "cpu":
+            index, inverse = routing.row_of_entry, routing.by_expert
+            return weighted_sums(rows, routing.weights, index, inverse, routing.tokens, routing.num_tokens)
         dtype = accumulation_dtype(rows.dtype)
         values = permuted(rows, routing.row_of_entry, routing.by_expert).to(dtype)
         weights = routing.weights.to(dtype)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "permuted", "spread", "summed"]
+from laconic.ops import DTYPES, sum_rows
+
+__all__ = ["accumulation_dtype", "offsets_of", "permuted", "spread", "sum_picked", "summed", "weighted_sums"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,6 +43,70 @@ def summed(values: Tensor, tokens: Tensor, num_tokens: int, choices: int | None)
     return values.new_zeros(num_tokens, values.shape[1]).index_add(0, tokens, values)
 
 
+def offsets_of(groups: Tensor, num_groups: int) -> Tensor:
+    """int64 [num_groups + 1]: entries offsets[g] to offsets[g + 1] of groups, int64 [a] ascending, are those of g."""
+    return torch.searchsorted(groups, torch.arange(num_groups + 1, device=groups.device))
+
+
+def sum_picked(rows: Tensor, index: Tensor, groups: Tensor, num_groups: int, weights: Tensor | None = None) -> Tensor:
+    """Sums [num_groups, M] of rows[index] of [q, M] over the entries of each group, times their weights if any.
+
+    index, groups: int64 [a], groups ascending; weights: [a]. Products and sums in fp32 (fp64 for fp64), in the order of
+    entries on CPUs, rounded once to the rows' dtype. Not differentiable.
+    """
+    dtype = accumulation_dtype(rows.dtype)
+    weights = None if weights is None else weights.to(dtype)
+    if rows.device.type == "cpu" and rows.dtype in DTYPES:
+        return sum_rows(rows, index, offsets_of(groups, num_groups), weights)
+    values = rows.index_select(0, index).to(dtype)
+    return summed(values if weights is None else values * weights[:, None], groups, num_groups, None).to(rows.dtype)
+
+
+def weighted_sums(rows: Tensor, weights: Tensor, index: Tensor, inverse: Tensor, tokens: Tensor, n: int) -> Tensor:
+    """Sums [n, M] of weights[i] * rows[index[i]] over the entries i of each token; `sum_picked`, differentiable.
+
+    rows: [a, M]; index, inverse: a permutation, int64 [a], and its inverse; tokens: int64 [a], ascending, below n.
+    """
+    result: Tensor = _WeightedSums.apply(rows, weights, index, inverse, tokens, n)
+    return result
+
+
+_DOT_ELEMENTS = 1 << 17
+"""Products of so many elements at a time stay in the second-level cache."""
+
+
+class _WeightedSums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, index: Tensor, inverse: Tensor, tokens: Tensor, n: int
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weights, index, inverse, tokens)
+        return sum_picked(rows, index, tokens, n, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        rows, weights, index, inverse, tokens = ctx.saved_tensors
+        dtype = accumulation_dtype(grad.dtype)
+        grad_rows = grad_weights = None
+        if torch.is_grad_enabled():  # gradients of gradients: operations that autograd knows
+            spread_grad = grad.index_select(0, tokens).to(dtype)
+            grad_rows = permuted((spread_grad * weights.to(dtype)[:, None]).to(rows.dtype), inverse, index)
+            grad_weights = (spread_grad * permuted(rows, index, inverse).to(dtype)).sum(1).to(weights.dtype)
+            return grad_rows, grad_weights, None, None, None, None
+        if ctx.needs_input_grad[0]:
+            each = torch.arange(len(inverse), device=inverse.device)
+            grad_rows = sum_picked(grad, tokens[inverse], each, len(each), weights[inverse])
+        if ctx.needs_input_grad[1]:
+            step = max(1, _DOT_ELEMENTS // max(1, rows.shape[1])) if rows.device.type == "cpu" else max(1, len(index))
+            dots = [
+                (rows.index_select(0, i).to(dtype) * grad.index_select(0, t).to(dtype)).sum(1)
+                for i, t in zip(index.split(step), tokens.split(step), strict=True)
+            ]
+            grad_weights = torch.cat(dots).to(weights.dtype)
+        return grad_rows, grad_weights, None, None, None, None
+
+
 class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -64,5 +130,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tokens, index, inverse = ctx.saved_tensors
+        if grad.device.type == "cpu" and not torch.is_grad_enabled():
+            return sum_picked(grad, inverse, tokens, ctx.num_tokens), None, None, None, None
         values = permuted(grad, inverse, index).to(accumulation_dtype(grad.dtype))
         return summed(values, tokens, ctx.num_tokens, ctx.choices).to(grad.dtype), None, None, None, None

@@ -13,9 +13,7 @@ from laconic.ops.schemas import check_sum_rows
 __all__ = ["sum_rows"]
 
 
-def sum_rows(
-    rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None, *, isa: str | None = None
-) -> Tensor:
+def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None, *, isa: str | None = None) -> Tensor:
     """`reference.sum_rows` in C++, the same bits; `isa` overrides the instruction set."""
     num_sums = check_sum_rows(rows, index, offsets, weights)
     rows, index, offsets = rows.contiguous(), index.contiguous(), offsets.contiguous()

@@ -11,8 +11,8 @@ from laconic.ops.schemas import check_sum_rows
 __all__ = ["BAD_ENTRIES", "sum_rows"]
 
 BAD_ENTRIES = (
-    "index and offsets do not fit: every entry of index must be one of the {num_rows} rows, and offsets must ascend from"
-    " 0 to the {num_entries} entries"
+    "index and offsets do not fit: every entry of index must be one of the {num_rows} rows, and offsets must ascend"
+    " from 0 to the {num_entries} entries"
 )
 
 
