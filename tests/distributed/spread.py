@@ -56,7 +56,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
-    "ddp": EP | {"moe.rows": "int8"},
+    "swapping": SWAPPED | {"moe.rows": "int8"},
     "fsdp-bf16": EP | FSDP | DEEP | {"precision": "bf16", "accumulation": 2, "checkpoint.zip": True},
     "agoq": EP | AGOQ,
 }
@@ -81,12 +81,22 @@ class Spread(Pair):
         torch.manual_seed(self.world.rank + 77)
         assert self.train(resumed(broken)) == 0
 
+    def rates(self) -> str:
+        """A file with rates of links on which every swap pays."""
+        rates = self.folder / "rates.json"
+        if self.world.is_main:
+            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)}
+            MoERates.of_lines(dict.fromkeys(("all", "node", "across"), link), Line(0.0, 0.0)).save(rates)
+        self.world.gather(None)
+        return str(rates)
+
     def two(self) -> None:
+        rates = {"moe.rates": self.rates()}
         self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
         for name, changes in ALIKE.items():
             self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes))
         for name, changes in BROKEN.items():
-            self.interrupted(name, QWEN | changes)
+            self.interrupted(name, QWEN | changes | (rates if "moe.swap_every" in changes else {}))
         self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | EP | FSDP)), stop_after=2)
         self.train(tiny_config(self.folder, "full", QWEN | EP | {"moe.capacity_factor": 0.5, "steps": 2}))
         self.expect_error("unrated", tiny_config(self.folder, "unrated", QWEN | SWAPPED | {"moe.rates": "none.json"}))
@@ -110,12 +120,7 @@ class Spread(Pair):
 
     def swapped(self) -> None:
         """Two machines as it were, and a link between them on which every swap pays."""
-        rates = self.folder / "rates.json"
-        if self.world.is_main:
-            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)}
-            MoERates.of_lines(dict.fromkeys(("all", "node", "across"), link), Line(0.0, 0.0)).save(rates)
-        self.world.gather(None)
-        changes = {"moe.expert_parallel": self.world.size, "moe.rates": str(rates)}
+        changes = {"moe.expert_parallel": self.world.size, "moe.rates": self.rates()}
         levels = {"moe.levels": (2,)} if self.world.size == 4 else {}
         changes = SWAPPED | changes | levels
         self.train(tiny_config(self.folder, "unswapped", SMOOTH_QWEN | EP | DEEP))

@@ -64,6 +64,10 @@ def test_so_are_the_exported_weights(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(folder: Path, name: str, tmp_path: Path) -> None:
     assert exact_metrics(folder / f"{name}-broken") == exact_metrics(folder / name)
+    swaps = [[row.get("moe_swaps") for row in read_metrics(folder / run)] for run in (name, f"{name}-broken")]
+    assert swaps[0] == swaps[1]
+    if name == "swapping":  # experts are elsewhere when it stops, and go on moving
+        assert 0 < swaps[0][2] < swaps[0][-2]
     whole, broken = (export(folder / run, tmp_path / run) for run in (name, f"{name}-broken"))
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
@@ -156,6 +160,7 @@ def test_experts_that_change_places_change_nothing_else(tmp_path: Path, num_proc
     for name in ("swapped", "continued"):
         assert_alike(tmp_path, name, "unswapped")
         assert read_metrics(tmp_path / name)[-2]["moe_swaps"] > 0
+    assert exact_metrics(tmp_path / "continued") == exact_metrics(tmp_path / "swapped")
 
 
 @pytest.mark.slow

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from laconic.collectives.codec import Blockwise, Codec, Raw
+from laconic.formats import BlockFormat
 from laconic.moe.experts import GatedExperts
 from laconic.moe.gates import SoftmaxGate
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
+from laconic.moe.levels import Levels
 from laconic.moe.routing import Routing
-from laconic.train.expert_meter import Capacity, ExpertMeter
+from laconic.train.expert_meter import Capacity, ExpertMeter, moved_rows
 from laconic.train.world import World
 from tests.train.runs import ALONE
 
@@ -63,6 +69,51 @@ def test_counts_are_those_of_the_routing(levels: tuple[int, ...]) -> None:
     assert use.duplicate_rate == 1 - rows[0] / entries
     assert use.to_metrics()["moe_level1_nbytes"] == nbytes[0]
     assert meter.take() is None
+
+
+@given(
+    st.sampled_from([((1, 4), 1), ((1, 2, 4), 2), ((1, 2, 4, 8), 3), ((1, 3, 12), 2)]),
+    st.integers(1, 3),
+    st.integers(0, 1 << 30),
+)
+@settings(max_examples=40, deadline=None)
+def test_rows_are_those_of_a_walk_stage_by_stage(sizes: tuple[tuple[int, ...], int], depth: int, seed: int) -> None:
+    groups, most = sizes
+    depth, size = min(depth, most), groups[-1]
+    rng = random.Random(seed)
+    wanted = [(place, token, rng.randrange(size)) for place in range(size) for token in range(3) for _ in range(4)]
+    expected = [0] * (len(groups) - 1)
+    at = {(place, token, rank): place for place, token, rank in wanted}
+    for stage in Levels(size, groups[:-1]).stages(depth):
+        sent = set()
+        for (place, token, rank), here in at.items():
+            there = stage.peers(here)[stage.place(rank)]
+            if there != here:
+                sent.add((place, token, here, there))
+            at[place, token, rank] = there
+        for _, _, here, there in sent:
+            level = next(i for i, num in enumerate(groups) if here // (size // num) != there // (size // num))
+            expected[level - 1] += 1
+    assert at == {key: key[2] for key in at}
+    found = [0] * len(expected)
+    for place in range(size):
+        pairs = [(token, rank) for origin, token, rank in wanted if origin == place]
+        tokens, ranks = torch.tensor(pairs).T
+        moved = moved_rows(tokens, ranks, place, groups, depth)
+        found = [a + b for a, b in zip(found, moved, strict=True)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("codec", "nbytes"), [(Raw(), 4 * 16), (Blockwise(BlockFormat("int8", 16)), 16 + 2)])
+def test_rows_count_as_they_travel(codec: Codec, nbytes: int) -> None:
+    meters = []
+    for place in (0, 1):
+        meters.append(ExpertMeter(World(rank=place, size=1, local_rank=0, device=ALONE.device), 2))
+        layer = layer_with((meters[-1],))
+        layer.dispatcher.codec = codec  # type: ignore[attr-defined]  # as dispatchers that send rows have one
+        layer(torch.randn(20, 16, generator=torch.Generator().manual_seed(1)))
+    uses = [meter.take() for meter in meters]
+    assert sum(use.level_nbytes[0] for use in uses if use is not None) == 20 * 3 * nbytes
 
 
 def test_only_training_counts() -> None:

@@ -64,6 +64,11 @@ class Checkpoint:
     identity: dict[str, Any]
     """What the run passed to `save_checkpoint`: the settings that must not change when it is continued."""
 
+    def text(self, name: str) -> str | None:
+        """One of the `texts` that were saved beside the state; None if there is none of this name."""
+        file = self.path / name
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
 
 def save_checkpoint(
     run_dir: Path,

@@ -278,7 +278,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Experts of a mixture-of-experts model, spread over processes."""
+    """Experts of a mixture-of-experts model: how they are kept evenly used, and how they are spread over processes."""
 
     expert_parallel: int | None = None
     """Processes that share a layer's experts (EP); divides the number of processes and of experts. 1: every process has
@@ -305,9 +305,22 @@ class MoEConfig:
     rates: str | None = None
     """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every`; None means the one that
     laconic profile wrote."""
+    balance_coef: float | None = None
+    """Times the routers' load balancing loss, added to the cross entropy in training; None means the family's
+    router_aux_loss_coef, 0 where it has none."""
+    z_coef: float = 0.0
+    """Times the mean square of the logsumexp of router logits, added in training."""
+    bias_rate: float | None = None
+    """By how much a step lowers the bias of an expert with more tokens than the mean and raises that of one with fewer,
+    in families whose routers have biases (DeepSeek-V3); None means 0.001 there."""
 
     def __post_init__(self) -> None:
         size, factor = self.expert_parallel, self.capacity_factor
+        for name in ("balance_coef", "z_coef", "bias_rate"):
+            value = getattr(self, name)
+            _require(
+                value is None or (math.isfinite(value) and value >= 0), f"moe.{name}", value, "be finite and at least 0"
+            )
         _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
         names = ("dispatcher", "levels", "depth", "rows", "capacity_factor", "swap_every", "swap_pairs", "rates")
         for name in names:
@@ -433,6 +446,13 @@ class TrainConfig:
             f'be q8 or left out with parallel = "ddp" and gradients.bits = {self.gradients.bits}: codes are reduced as '
             "they are",
         )
+        for name in ("balance_coef", "z_coef", "bias_rate"):
+            _require(
+                not getattr(self.moe, name) or self.pipeline.stages == 1,
+                f"moe.{name}",
+                getattr(self.moe, name),
+                f"be left out with pipeline.stages = {self.pipeline.stages}: routers are on different processes",
+            )
         spread = self.moe.expert_parallel
         _require(
             spread is None or self.pipeline.stages == 1,

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.collectives.codec import Blockwise
 from laconic.moe.capacity import capacity_of, dropped
-from laconic.moe.dispatch import LocalDispatcher
+from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.routing import Routing
 from laconic.train.world import World
 
-__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "describe"]
+__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "describe", "moved_rows"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class ExpertUse:
     num_rows: tuple[int, ...]
     """Different (token, group) pairs at each level: rows that de-duplication leaves."""
     level_nbytes: tuple[int, ...]
-    """Bytes of rows that left their group at each level on the way to the experts; before a codec."""
+    """Bytes of rows that left their group at each level on the way to the experts, in the codes that they travel in;
+    before lossless coding."""
     num_processes: int
     """EP."""
 
@@ -73,15 +75,15 @@ class ExpertMeter(Hook):
         """`num_processes`: EP, in groups of `levels` (numbers of groups, without the first and the last)."""
         self._world = world
         self._num_processes = num_processes
-        self._groups = (*(size for size in levels if 1 < size < num_processes), num_processes)
+        self._groups = (1, *(size for size in levels if 1 < size < num_processes), num_processes)
         self._place = world.rank % num_processes
         self._loads: dict[MoELayer, Tensor] = {}
-        self._counts = torch.zeros(1 + 3 * len(self._groups), dtype=torch.int64)
+        self._counts = torch.zeros(1 + 3 * self.num_levels, dtype=torch.int64)
 
     @property
     def num_levels(self) -> int:
         """Levels that bytes are counted at; the last is between processes."""
-        return len(self._groups)
+        return len(self._groups) - 1
 
     def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
         """Count one forward."""
@@ -95,29 +97,15 @@ class ExpertMeter(Hook):
             return
         experts = routing.experts if layer.placement is None else layer.placement(routing.experts)
         ranks = experts // (routing.num_experts // self._num_processes)
-        x = batch["x"]
         _, entries, rows, nbytes = self._parts()
-        flat = not isinstance(layer.dispatcher, HierarchicalDispatcher)
-        inside = torch.ones_like(ranks, dtype=torch.bool)  # entries that have not left their group so far
-        for level, num_groups in enumerate(self._groups):
-            size = self._num_processes // num_groups
-            group = ranks // size
+        for level, num_groups in enumerate(self._groups[1:]):
+            group = ranks // (self._num_processes // num_groups)
             entries[level] += len(ranks)
-            rows[level] += _num_pairs(routing.tokens, group, routing.num_tokens, num_groups)
-            leaves = inside & (group != self._place // size)
-            inside &= ~leaves
-            if flat:
-                nbytes[level] += int(leaves.sum()) * x.shape[1] * x.itemsize
-            elif layer.dispatcher.depth == 1:  # type: ignore[attr-defined]  # once to each process
-                pairs = _num_pairs(routing.tokens[leaves], ranks[leaves], routing.num_tokens, self._num_processes)
-                nbytes[level] += pairs * x.shape[1] * x.itemsize
-
-    def after_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        """Count what the stages of a hierarchical all-to-all sent."""
-        dispatcher = layer.dispatcher
-        if layer.training and isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.depth > 1:
-            for level, traffic in enumerate(dispatcher.traffic):
-                self._parts()[3][level] += traffic.row_nbytes
+            rows[level] += len(_distinct(routing.tokens * num_groups + group))
+        dispatcher, row_nbytes = layer.dispatcher, _row_nbytes(layer.dispatcher, batch["x"])
+        depth = dispatcher.depth if isinstance(dispatcher, HierarchicalDispatcher) else None
+        for level, num_rows in enumerate(moved_rows(routing.tokens, ranks, self._place, self._groups, depth)):
+            nbytes[level] += num_rows * row_nbytes
 
     def take(self) -> ExpertUse | None:
         """What was counted since the last call, over all processes, which call it together; None: no layer ran."""
@@ -144,7 +132,7 @@ class ExpertMeter(Hook):
 
     def _parts(self, counts: Tensor | None = None) -> tuple[Tensor, ...]:
         """Views: dropped, and by level entries, rows and bytes."""
-        return (self._counts if counts is None else counts).split([1, *[len(self._groups)] * 3])
+        return (self._counts if counts is None else counts).split([1, *[self.num_levels] * 3])
 
 
 class Capacity(Hook):
@@ -175,11 +163,48 @@ def describe(layers: Sequence[MoELayer], num_processes: int) -> str:
     return f"experts: {len(layers)} layers over {num_processes} processes, {way}"
 
 
+def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int], depth: int | None) -> list[int]:
+    """How many rows of a process's tokens leave their group at each level on their way.
+
+    Those count that other processes pass on: in another group a row is first where its own process would be in it. So
+    the sum over processes is what all of them send.
+
+    Arguments:
+        tokens, ranks: int64 [a], assignments of tokens to processes of the EP group.
+        place: of the process in its EP group.
+        groups: numbers of groups at each level, from 1 to the number of processes.
+        depth: stages, of which each but the last crosses one level, and a row goes once to each group; None: one
+            exchange, in which every assignment is a row.
+    """
+    size, begin, moved = groups[-1], 0, []
+    ends = [len(groups) - 1] if depth is None else [*range(1, depth), len(groups) - 1]
+    for end in ends:
+        inside, target = size // groups[begin], ranks // (size // groups[end])
+        goal = ranks if depth is None else ranks[_distinct(tokens * groups[end] + target)]
+        here = goal // inside * inside + place % inside
+        for num_groups in groups[begin + 1 : end + 1]:
+            leaves = goal // (size // num_groups) != here // (size // num_groups)
+            moved.append(int(leaves.sum()))
+            goal, here = goal[~leaves], here[~leaves]
+        begin = end
+    return moved
+
+
 def _ratio(load: Sequence[int]) -> float:
     return max(load) * len(load) / total if (total := sum(load)) else 1.0
 
 
-def _num_pairs(tokens: Tensor, groups: Tensor, num_tokens: int, num_groups: int) -> int:
-    met = torch.zeros(num_tokens * num_groups, dtype=torch.bool, device=tokens.device)
-    met[tokens * num_groups + groups] = True
-    return int(met.sum())
+def _distinct(keys: Tensor) -> Tensor:
+    """The first place of each different key, int64."""
+    ordered, places = keys.sort(stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return places[first]
+
+
+def _row_nbytes(dispatcher: Dispatcher, x: Tensor) -> int:
+    """Of a row of x [n, M] on the wire, before lossless coding."""
+    codec = getattr(dispatcher, "codec", None)
+    if isinstance(codec, Blockwise):
+        return codec.format.nbytes((x.shape[1],))
+    return x.shape[1] * x.itemsize

@@ -7,8 +7,10 @@ experts and average their gradients.
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from torch import nn
 
 from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.cost.moe.rates import MoERates, default_moe_path
-from laconic.errors import ConfigError, ModelError
+from laconic.cost.moe.swap_period import SwapPeriod
+from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats import BlockFormat
 from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
@@ -32,7 +35,10 @@ from laconic.train.expert_meter import Capacity, ExpertMeter, ExpertUse, describ
 from laconic.train.world import World
 from laconic.train.zipped import zip_codec
 
-__all__ = ["SpreadExperts", "check_experts", "spread_experts"]
+__all__ = ["STATE_FILE", "SpreadExperts", "check_experts", "spread_experts"]
+
+STATE_FILE = "experts.json"
+"""What `SpreadExperts.state` is called in a checkpoint."""
 
 _ROWS = BlockFormat("int8", 128)
 
@@ -85,10 +91,12 @@ class SpreadExperts:
         self._num_swaps = 0
         self._last: ExpertUse | None = None
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
         """Make ready to move experts, if the configuration wants that; all processes call it together.
 
-        Raises ConfigError where experts cannot be moved, or there are no rates to decide by.
+        `saved`: what `state` gave when the run was saved that goes on here. Experts take the places that they had, if
+        as many processes share them now; otherwise they begin in logical order. Raises ConfigError where experts cannot
+        be moved, or there are no rates to decide by, and CheckpointError for a state that cannot be read.
         """
         moe, grid = self._config.moe, self.model.grid
         if not moe.swap_every or grid is None:
@@ -107,6 +115,39 @@ class SpreadExperts:
             raise ConfigError(f"moe.swap_every is {moe.swap_every}, but {error}") from None
         rates = MoERates.load(path)
         self._balancer = ExpertBalancer(self._mover, rates, num_pairs=moe.swap_pairs, min_period=moe.swap_every)
+        if saved is not None:
+            self._restore(saved, self._mover, self._balancer)
+
+    def state(self) -> str | None:
+        """Where experts are and when to look at them next, as JSON for a checkpoint; None if they stay at home."""
+        if self._mover is None or self._balancer is None:
+            return None
+        layers = [
+            {"slots": self._mover.placement(number).slots.tolist(), "period": asdict(period)}
+            for number, period in enumerate(self._balancer.periods)
+        ]
+        return json.dumps({**self._sharers(), "num_swaps": self._num_swaps, "layers": layers})
+
+    def _restore(self, saved: str, mover: ExpertMover, balancer: ExpertBalancer) -> None:
+        try:
+            state = json.loads(saved)
+            if any(state[name] != value for name, value in self._sharers().items()):
+                return
+            least = self._config.moe.swap_every
+            periods = [replace(SwapPeriod(**one["period"]), min_period=least) for one in state["layers"]]
+            slots = [torch.tensor(one["slots"], dtype=torch.int64) for one in state["layers"]]
+            self._num_swaps = int(state["num_swaps"])
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+            raise CheckpointError(
+                f"{STATE_FILE} of the checkpoint does not say where experts are ({error!r}); continue from another one"
+            ) from None
+        mover.move(slots)
+        balancer.periods = periods
+
+    def _sharers(self) -> dict[str, Any]:
+        """What has to be the same for experts to have the same places."""
+        sizes = [layer.gate.num_experts for layer in self.model.layers.values()]
+        return {"expert_parallel": self._config.moe.expert_parallel, "num_experts": sizes}
 
     def begin(self) -> None:
         """Forget what layers did before the first step."""

@@ -31,6 +31,7 @@ from laconic.train.gradients import Gradients
 from laconic.train.layout import Layout
 from laconic.train.parallel import autocast, plain_model
 from laconic.train.pipeline import Pipeline
+from laconic.train.routers import Routers
 from laconic.train.sampler import split_mix
 from laconic.train.schedule import learning_rate
 from laconic.train.stages import mean_loss
@@ -74,8 +75,10 @@ class Trainer:
         validation: TokenDataset | None,
         pipeline: Pipeline | None = None,
         chunked_loss: bool = False,
+        routers: Routers | None = None,
     ) -> None:
         self._chunked_loss = chunked_loss
+        self._routers = routers
         self._config = config
         self._world = world
         self._layout = layout
@@ -106,7 +109,9 @@ class Trainer:
         otherwise than the same step of a run that was never interrupted.
         """
         if isinstance(self.model, DistributedDataParallel) and self._config.reduce == "q8":
-            self._loss(self.model, next(self._micro_batches(0))).backward()
+            self._training_loss(next(self._micro_batches(0)))[1].backward()
+            if self._routers is not None:
+                self._routers.clear()
             self.model.zero_grad(set_to_none=True)
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
@@ -171,13 +176,23 @@ class Trainer:
             for micro, tokens in enumerate(self._micro_batches(step)):
                 last = micro == config.micro_batches - 1
                 with gradients.last_backward() if last else gradients.earlier_backward():
-                    loss = self._measured_loss(tokens)
-                    (loss / config.micro_batches).backward()
+                    loss, whole = self._training_loss(tokens)
+                    (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
         gradients.reduce()
         if pipeline is not None and layout.ends_group is not None:
             gradients.add_copies(pipeline.copies, layout.ends_group)
         return total
+
+    def _training_loss(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean cross entropy, and what backward starts from: that and the losses of routers."""
+        if self._routers is None:
+            loss = self._measured_loss(tokens)
+            return loss, loss
+        self._routers.begin()
+        loss = self._measured_loss(tokens)
+        of_routers = self._routers.loss()
+        return loss, loss if of_routers is None else loss + of_routers
 
     def _measured_loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """`_loss` of the model in training; the first time also a measurement."""

@@ -25,7 +25,7 @@ from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
-from laconic.train.experts import SpreadExperts, check_experts, spread_experts
+from laconic.train.experts import STATE_FILE, SpreadExperts, check_experts, spread_experts
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
@@ -37,6 +37,7 @@ from laconic.train.model import build_model
 from laconic.train.parallel import wrap_model
 from laconic.train.pipeline import Pipeline
 from laconic.train.planned import activation_plan, check_plan, load_plan
+from laconic.train.routers import Routers, watch_routers
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
@@ -86,6 +87,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         plan = load_plan(config.plan)
         check_plan(plan, config, layout, plain.config, chunked_loss)
     texts, model_config = _model_texts(plain), plain.config.to_dict()
+    routers, of_routers = watch_routers(plain, config, world)
     experts = spread_experts(plain, config, world)
     spread = None if experts is None else experts.model
     report = _compress(plain, config, plan, chunked_loss)
@@ -97,20 +99,22 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     del plain
     gradients = make_gradients(config, layout, model, spread)
     optimizer = make_optimizer(model, config.optimizer)
-    trainer = Trainer(config, world, layout, model, gradients, optimizer, train, validation, pipeline, chunked_loss)
+    trainer = Trainer(
+        config, world, layout, model, gradients, optimizer, train, validation, pipeline, chunked_loss, routers
+    )
     split = () if pipeline is None else pipeline.split
     forecast = Forecast(config, layout, model_config, trainer, plan, split, chunked_loss)
     identity = _identity(config, corpus)
-    first_step = 0
+    first_step, saved_experts = 0, None
     if config.resume:
         name = None if config.checkpoint.load is None else str(config.checkpoint.load)
         checkpoint = find_checkpoint(run_dir, world, name)
         _check_identity(identity, checkpoint.identity, checkpoint.path)
         load_checkpoint(checkpoint, world, model, optimizer)
-        first_step = checkpoint.step
+        first_step, saved_experts = checkpoint.step, checkpoint.text(STATE_FILE)
 
     if experts is not None:
-        experts.prepare(optimizer)
+        experts.prepare(optimizer, saved_experts)
 
     if first_step >= config.steps:
         if world.is_main:
@@ -131,6 +135,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
     # 4. The steps.
     def save(done: int) -> None:
+        state = None if experts is None else experts.state()
         with nullcontext() if experts is None else experts.at_home():
             save_checkpoint(
                 run_dir,
@@ -139,7 +144,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
                 optimizer,
                 step=done,
                 identity=identity,
-                texts=texts,
+                texts=texts if state is None else {**texts, STATE_FILE: state},
                 keep=config.checkpoint.keep,
                 zipped=config.checkpoint.zip,
             )
@@ -151,11 +156,12 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         if experts is not None:
             experts.begin()
             journal.message(str(experts))
-        for line in [*zipped, *([] if pipeline is None else [pipeline.sends])]:
-            journal.message(line)
+        for line in [of_routers, *zipped, None if pipeline is None else pipeline.sends]:
+            if line is not None:
+                journal.message(line)
         if first_step:
             journal.message(f"resumed after step {first_step}")
-        done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save, experts)
+        done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save, experts, routers)
     summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
     summary["moe"] = None if experts is None else experts.summary()
     if world.is_main:
@@ -173,13 +179,18 @@ def _steps(
     first_step: int,
     save: Callable[[int], None],
     experts: SpreadExperts | None,
+    routers: Routers | None,
 ) -> tuple[int, bool]:
     """The steps from `first_step` on, with evaluations and saves; the number done, and whether a stop was asked for."""
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
         started = time.perf_counter()
         result = trainer.step(done - 1, stop)
-        of_experts = {} if experts is None else experts.after_step(done, result.skipped)
+        of_experts: dict[str, float | int] = {}
+        if routers is not None:
+            of_experts |= routers.after_step(result.skipped)
+        if experts is not None:
+            of_experts |= experts.after_step(done, result.skipped)
         journal.step(done, result, time.perf_counter() - started, trainer, of_experts)
         if forecast.check is not None:
             journal.memory(forecast.check)

@@ -1,0 +1,164 @@
+"""Losses of routers against Hugging Face's own, biases against the load, and both in runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from laconic.errors import ConfigError
+from laconic.moe.huggingface import find_blocks
+from laconic.train.config import ModelConfig
+from laconic.train.load_config import load_config
+from laconic.train.metrics import read_metrics
+from laconic.train.model import build_model
+from laconic.train.routers import Routers, watch_routers
+from tests.train.runs import ALONE, losses, resumed, tiny_config, train_alone, trained_model
+
+MIXTRAL: dict[str, Any] = {
+    "model.family": "mixtral",
+    "model.extra": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+}
+DEEPSEEK: dict[str, Any] = {
+    "model.family": "deepseek_v3",
+    "model.extra": {
+        **{"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+    },
+}
+
+
+def model_of(options: dict[str, Any]) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    fields = {name.removeprefix("model."): value for name, value in options.items() if name.startswith("model.")}
+    return build_model(ModelConfig(**sizes, **fields), 64, 16, seed=0)
+
+
+def watched(model: nn.Module, **coefficients: float) -> Routers:
+    return Routers(
+        model, [f"{name}.{block.router}" for name, block in find_blocks(model).items()], ALONE, **coefficients
+    )
+
+
+def test_the_balance_loss_and_its_gradient_are_those_of_hugging_face() -> None:
+    ids = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(0))
+    theirs, ours = model_of(MIXTRAL), model_of(MIXTRAL)
+    out: Any = theirs(input_ids=ids, labels=ids, output_router_logits=True)
+    out.loss.backward()
+    routers = watched(ours, balance_coef=0.1)
+    routers.begin()
+    plain = ours(input_ids=ids, labels=ids).loss
+    found = routers.loss()
+    assert found is not None
+    torch.testing.assert_close(found, 0.1 * out.aux_loss)
+    (plain + found).backward()
+    for (name, one), two in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, msg=name)
+    assert routers.after_step(False) == {"moe_balance_loss": pytest.approx(out.aux_loss.item())}
+    assert routers.after_step(False) == {}
+
+
+def test_the_z_loss_is_the_mean_over_layers() -> None:
+    model, ids = model_of(MIXTRAL), torch.arange(16)[None]
+    routers = watched(model, z_coef=0.5)
+    seen: Any = model(input_ids=ids, output_router_logits=True).router_logits
+    expected = torch.stack([logits.logsumexp(-1).square().mean() for logits in seen]).mean()
+    found = routers.loss()
+    assert found is not None
+    torch.testing.assert_close(found, 0.5 * expected)
+    assert load_balancing_loss_func(seen, 4, 2) > 0  # there is another loss, which is not in it
+
+
+def test_biases_follow_the_load() -> None:
+    model = model_of(DEEPSEEK)
+    routers = watched(model, bias_rate=0.25)
+    loads = []
+    gates = [model.get_submodule(f"{name}.{block.router}") for name, block in find_blocks(model).items()]
+    for gate in gates:
+        gate.register_forward_hook(lambda _, __, out: loads.append(torch.bincount(out[2].flatten(), minlength=4)))
+    for _ in range(2):  # micro-batches
+        model(input_ids=torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1)))
+        assert routers.loss() is None
+    fields = routers.after_step(skipped=False)
+    for number, gate in enumerate(gates):
+        load = (loads[number] + loads[number + len(gates)]).float()
+        assert torch.equal(gate.get_buffer("e_score_correction_bias"), 0.25 * (load.mean() - load).sign())
+    assert fields == {"moe_bias_range": 0.5}
+    model(input_ids=torch.arange(16)[None])
+    routers.loss()
+    before = gates[0].get_buffer("e_score_correction_bias").clone()
+    assert routers.after_step(skipped=True) == {"moe_bias_range": 0.5}
+    assert torch.equal(gates[0].get_buffer("e_score_correction_bias"), before)
+
+
+def test_evaluation_is_not_watched() -> None:
+    model = model_of(MIXTRAL).eval()
+    routers = watched(model, balance_coef=1.0)
+    model(input_ids=torch.arange(16)[None])
+    with pytest.raises(Exception, match="was not called in a training forward"):
+        routers.loss()
+
+
+@pytest.mark.parametrize(
+    ("options", "moe", "message"),
+    [
+        ({}, {"balance_coef": 0.1}, "moe.balance_coef is 0.1, but the model has no mixture-of-experts blocks"),
+        (DEEPSEEK, {"balance_coef": 0.1}, "have biases for that; use moe.bias_rate"),
+        (MIXTRAL, {"bias_rate": 0.1}, "have no e_score_correction_bias; use moe.balance_coef"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused(options: dict[str, Any], moe: dict[str, Any], message: str) -> None:
+    config = load_config(None, {f"moe.{name}": value for name, value in moe.items()})
+    with pytest.raises(ConfigError, match=message):
+        watch_routers(model_of(options), config, ALONE)
+
+
+def test_families_decide_where_nothing_is_asked() -> None:
+    config = load_config(None, {})
+    assert watch_routers(model_of({}), config, ALONE) == (None, None)
+    assert watch_routers(model_of(MIXTRAL), config, ALONE)[1] == "routers: balance loss 0.1"
+    assert watch_routers(model_of(DEEPSEEK), config, ALONE)[1] == "routers: bias by load 0.001"
+    off = load_config(None, {"moe.balance_coef": 0.0})
+    assert watch_routers(model_of(MIXTRAL), off, ALONE)[1] == "routers: nothing balances them"
+
+
+def test_a_run_counts_the_loss_apart_and_lowers_it(tmp_path: Path) -> None:
+    changes = MIXTRAL | {"moe.expert_parallel": 1, "steps": 12, "optimizer.learning_rate": 1e-2, "eval_every": 0}
+    for name, coef in (("none", 0.0), ("weak", 1e-9), ("strong", 1.0)):
+        train_alone(tiny_config(tmp_path, name, changes | {"moe.balance_coef": coef}))
+    rows = {name: [r for r in read_metrics(tmp_path / name) if "loss" in r] for name in ("none", "weak", "strong")}
+    assert rows["strong"][0]["loss"] == rows["none"][0]["loss"]  # the cross entropy alone
+    assert "moe_balance_loss" not in rows["none"][0]
+    assert rows["strong"][0]["moe_balance_loss"] == rows["weak"][0]["moe_balance_loss"]
+    assert 1.99 < rows["strong"][-1]["moe_balance_loss"] < rows["weak"][-1]["moe_balance_loss"]  # 2 where all is even
+
+
+def test_own_blocks_and_layers_of_laconic_are_balanced_alike(tmp_path: Path) -> None:
+    changes = MIXTRAL | {"optimizer.eps": 1e-2, "activations.bits": 16, "moe.z_coef": 0.01}
+    train_alone(tiny_config(tmp_path, "own", changes))
+    train_alone(tiny_config(tmp_path, "ours", changes | {"moe.expert_parallel": 1}))
+    for own, ours in zip(read_metrics(tmp_path / "own"), read_metrics(tmp_path / "ours"), strict=True):
+        for name in ("loss", "grad_norm", "moe_balance_loss", "moe_z_loss"):
+            if name in own:
+                assert ours[name] == pytest.approx(own[name], rel=1e-4), (name, own["step"])
+
+
+def test_biases_are_in_checkpoints(tmp_path: Path) -> None:
+    changes = DEEPSEEK | {"moe.bias_rate": 0.05, "steps": 5}
+    whole = trained_model(tiny_config(tmp_path, "whole", changes))
+    broken = tiny_config(tmp_path, "broken", changes)
+    train_alone(broken, stop_after=3)
+    again = trained_model(resumed(broken))
+    biases = [
+        [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for model in (whole, again)
+    ]
+    assert len(biases[0]) == 1
+    assert biases[0][0].abs().max() > 0.04
+    assert torch.equal(biases[0][0], biases[1][0])
+    assert losses(tmp_path / "whole") == losses(tmp_path / "broken")
