@@ -25,10 +25,8 @@ from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
 from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
-from laconic.moe.overlapped import Overlapped, WindowedReduction
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
 from laconic.moe.pipeline import PipelineSchedule
-from laconic.moe.pipelined import Pipelined, thread_streams
 from laconic.moe.placement import Placement
 from laconic.moe.replicas import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import Routing, SoftRouting
@@ -41,10 +39,6 @@ __all__ = [
     "Parallelized",
     "MoELayer",
     "Schedule",
-    "Pipelined",
-    "Overlapped",
-    "WindowedReduction",
-    "thread_streams",
     "PipelineSchedule",
     "DenseGradients",
     "mean_over",

@@ -24,7 +24,7 @@ from laconic.moe.legs import Held, Leg, arrive, leave
 from laconic.moe.levels import Stage
 from laconic.moe.rows import accumulation_dtype, sum_picked
 
-__all__ = ["Crossing", "carry_down", "carry_up", "cross", "down", "up"]
+__all__ = ["Crossing", "carry_down", "carry_up", "cross", "down", "exchange_ids", "exchange_sizes", "up"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,23 @@ def cross(held: Held, stage: Stage, experts_per_rank: int, group: dist.ProcessGr
     """
     leg = leave(held, stage, experts_per_rank)
     sent = torch.tensor([leg.row_splits, leg.entry_splits], device=leg.ids.device).T.contiguous()
+    row_splits, entry_splits = exchange_sizes(sent, group).T.tolist()
+    ids = exchange_ids(leg, entry_splits, group)
+    return Crossing(group, leg, row_splits, entry_splits), arrive(ids, sum(row_splits))
+
+
+def exchange_sizes(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Row p of int64 [fanout, n] goes to place p; returns what came, row p from place p."""
     received = torch.empty_like(sent)
     _wait_for([native.all_to_all(received, sent, group)], group)
-    row_splits, entry_splits = received.T.tolist()
+    return received
+
+
+def exchange_ids(leg: Leg, entry_splits: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The leg's ids to its places; returns those that came, entry_splits[p] from place p."""
     ids = leg.ids.new_empty(sum(entry_splits))
     _wait_for([_start(ids, leg.ids, entry_splits, leg.entry_splits, group)], group)
-    return Crossing(group, leg, row_splits, entry_splits), arrive(ids, sum(row_splits))
+    return ids
 
 
 def down(rows: Tensor, weights: Tensor, crossing: Crossing, codec: Codec | str) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "Cut", "Sharing", "slice_sizes"]
+__all__ = ["Chunk", "Cut", "Sharing", "rows_of_chunks", "slice_sizes"]
 
 
 def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
@@ -26,6 +26,15 @@ def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
     steps = torch.arange(num_slices + 1, device=counts.device)
     ends = (counts[..., None] * steps + (experts % num_slices)[:, None]) // num_slices
     return ends.diff(dim=-1)
+
+
+def rows_of_chunks(sizes: Tensor, degree: int) -> list[Tensor]:
+    """For each of `degree` chunks, int64 [a], which rows sorted by expert are in it; sizes int64 [E, num_slices]."""
+    num_experts, num_slices = sizes.shape
+    by_chunk = sizes.view(num_experts, degree, -1).sum((0, 2)).tolist()
+    chunk_of_row = torch.arange(degree, device=sizes.device).repeat_interleave(num_slices // degree).repeat(num_experts)
+    chunk_of_row = chunk_of_row.repeat_interleave(sizes.flatten(), output_size=sum(by_chunk))
+    return list(torch.argsort(chunk_of_row, stable=True).split(by_chunk))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +89,11 @@ class Cut:
         home, arriving = self.home, self.arriving
         num_local, device = arriving.shape[1], home.device
         per_chunk = self.num_slices // degree
-        # Two looks at the device for everything that the host has to know.
+        # Three looks at the device for everything that the host has to know.
         home_table = home.view(-1, num_local, degree, per_chunk).sum((1, 3)).T.tolist()
         table = arriving.view(len(arriving), num_local, degree, per_chunk)
         received_table, sizes_table = table.sum((1, 3)).T.tolist(), table.sum((0, 1)).tolist()
-        chunk_of_row = torch.arange(degree, device=device).repeat_interleave(per_chunk).repeat(len(home))
-        num_rows = sum(map(sum, home_table))
-        chunk_of_row = chunk_of_row.repeat_interleave(home.flatten(), output_size=num_rows)
-        homes = torch.argsort(chunk_of_row, stable=True).split([sum(sent) for sent in home_table])
+        homes = rows_of_chunks(home, degree)
         counts = self.counts()
         found = []
         for i in range(degree):

@@ -59,6 +59,11 @@ class BaselineDispatcher:
         self.grid, self.codec = grid, codec
         self._exchange = FlatDispatcher(grid.ep, codec=codec)
 
+    @property
+    def exchange(self) -> FlatDispatcher:
+        """Between EP ranks."""
+        return self._exchange
+
     def route(self, gate: Gate, x: Tensor) -> tuple[Tensor, Routing | SoftRouting, Any]:
         """See `SharesTokens.route`: tokens of the whole ESP group."""
         esp = self.grid.esp
@@ -158,14 +163,34 @@ class S2Dispatcher:
         self.num_steps = num_steps
         self._exchange = FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=codec)
 
+    @property
+    def exchange(self) -> FlatDispatcher:
+        """Between all ranks that hold the experts."""
+        return self._exchange
+
+    def own_share(self, routing: Routing) -> tuple[Routing, list[int], list[int]]:
+        """Of a routing that is alike on all MP ranks: this rank's part, and every rank's number of tokens, of entries.
+
+        Raises RoutingError if experts cannot be spread evenly.
+        """
+        num_local_experts(routing.num_experts, self.grid.layout.ep)
+        sizes = split_sizes(routing.num_tokens, self.grid.mp.size())
+        ends = torch.tensor(sizes, device=routing.tokens.device).cumsum(0)
+        entries = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()
+        return _part(routing, sizes, entries, self.grid.mp.rank()), sizes, entries
+
+    def gathered_tokens(
+        self, rows: Tensor, routing: Routing, own: Routing, order: Order, sizes: list[int], entries: list[int]
+    ) -> Tensor:
+        """Outputs [n, M] of this rank's rows, sorted by expert: its tokens' sums, and those of the other MP ranks."""
+        weights = split(routing.weights, self.grid.mp, sizes=entries, codec=self.codec)
+        result = order.combine(rows, replace(own, weights=weights))
+        return gather(result, self.grid.mp, sizes=sizes, codec=self.codec)
+
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
         """See `Dispatcher.dispatch`; x and routing are alike on all MP ranks."""
-        num_local_experts(routing.num_experts, self.grid.layout.ep)
         mp = self.grid.mp
-        sizes = split_sizes(len(x), mp.size())
-        ends = torch.tensor(sizes, device=x.device).cumsum(0)
-        entries = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()
-        own = _part(routing, sizes, entries, mp.rank())
+        own, sizes, entries = self.own_share(routing)
         arrival = Arrival.agree(own.counts(), self.grid.layout.esp, self.grid.joint)
         plan = SaaPlan.make(self.grid, routing, entries, arrival, self.num_steps, self.codec)
         if self.backward == "tokens":
@@ -184,9 +209,8 @@ class S2Dispatcher:
         if self.forward == "rows":
             result = order.combine(gather_home(permuted(rows, plan.arrival.inverse, plan.arrival.index), plan), routing)
             return result
-        weights = split(routing.weights, self.grid.mp, sizes=entries, codec=self.codec)
-        result = order.combine(self._exchange.send_back(rows, plan.arrival), replace(own, weights=weights))
-        return gather(result, self.grid.mp, sizes=sizes, codec=self.codec)
+        home = self._exchange.send_back(rows, plan.arrival)
+        return self.gathered_tokens(home, routing, own, order, sizes, entries)
 
 
 def make_dispatcher(

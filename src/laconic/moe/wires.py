@@ -1,12 +1,11 @@
 """How the chunks of a layer travel: the steps of an exchange one by one, so that different wires can work at once.
 
-Every step is linear, and the way home is the transpose of the way out:
+    out     send (between EP ranks), gather (inside nodes), arrange (into slices)
+    home    collect (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks)
 
-    out     send (between EP ranks), gather (among ranks that share experts), arrange (into slices)
-    home    collect (from slices), scatter (sums among sharers), send_back (between EP ranks)
-
-So forward goes out with rows and home with outputs, and backward goes out with the gradients of outputs and home with
-those of rows. Nothing here is seen by autograd; `laconic.moe.pipeline` tells it what the whole is.
+Forward goes out with rows and home with outputs; backward goes out with the gradients of outputs and home with those of
+rows. Every step is linear, and backward's are forward's transposes. Nothing here is seen by autograd;
+`laconic.moe.pieces` tells it what the whole is.
 """
 
 from __future__ import annotations
@@ -20,80 +19,134 @@ from torch import Tensor
 from laconic.moe.collectives import all_gather, all_to_all_rows, exchange_counts, reduce_scatter
 from laconic.moe.cuts import Chunk, Cut, Sharing
 from laconic.moe.flat import FlatDispatcher, added_up, copied, num_local_experts
+from laconic.moe.order import Order
+from laconic.moe.routing import Routing
 from laconic.moe.sharded import ShardedDispatcher, gathered_counts
 
-__all__ = ["Exchanged", "FlatWires", "ShardedWires", "Wires"]
+__all__ = ["Exchanged", "FlatExchanged", "FlatWires", "Parcel", "ShardedWires", "Wires"]
+
+Parcel = tuple[Tensor, ...]
+"""What travels together: rows [*, M] first, then what belongs to them, such as weights."""
 
 
 class Wires(Protocol):
-    """One layer's exchange, cut into chunks of one degree. `i` is a chunk; M is whatever the rows' dimension is."""
+    """One layer's exchange in one direction, cut into chunks of one degree. `i` is a chunk; M is that of the rows."""
 
     @property
     def has_shards(self) -> bool:
         """Whether gather and scatter do anything; they are not called otherwise."""
 
-    def home(self, i: int) -> Tensor:
-        """int64 [a]: which rows at home are the chunk's."""
+    @property
+    def shares(self) -> bool:
+        """Whether share does anything; it is not called otherwise."""
 
-    def send(self, i: int, rows: Tensor) -> Tensor:
-        """This rank's rows [a, M] of the chunk, to the ranks that have their experts."""
+    def send(self, i: int, home: Parcel) -> Parcel:
+        """The chunk's part of all that is at home, to the ranks (nodes) that have its experts."""
 
-    def gather(self, i: int, rows: Tensor) -> Tensor:
-        """What came, to the ranks that share the experts."""
+    def gather(self, i: int, parcel: Parcel) -> Parcel:
+        """What came, on to the ranks inside a node that need it."""
 
-    def arrange(self, i: int, rows: Tensor) -> list[Tensor]:
-        """What came, slice by slice, sorted by expert: [q, M] each."""
+    def arrange(self, i: int, parcel: Parcel) -> list[Parcel]:
+        """What came, slice by slice, as the slices' graphs take it."""
 
-    def counts(self, i: int) -> tuple[Tensor, ...]:
-        """int64 [E_local]: rows of each expert in each slice."""
+    def collect(self, i: int, slices: list[Parcel]) -> Parcel:
+        """What the slices give, as one message."""
 
-    def collect(self, i: int, slices: list[Tensor]) -> Tensor:
-        """The transpose of `arrange`."""
+    def scatter(self, i: int, parcel: Parcel) -> Parcel:
+        """Back inside the node, summed."""
 
-    def scatter(self, i: int, rows: Tensor) -> Tensor:
-        """The transpose of `gather`."""
+    def send_back(self, i: int, parcel: Parcel) -> Parcel:
+        """To where the chunk came from."""
 
-    def send_back(self, i: int, rows: Tensor) -> Tensor:
-        """The transpose of `send`: [a, M]."""
+    def share(self, i: int, parcel: Parcel) -> Parcel:
+        """What came home, to the MP ranks that want the same."""
+
+    def land(self, i: int, parcel: Parcel) -> None:
+        """Put what came home to its place in `home`."""
+
+    @property
+    def home(self) -> Parcel:
+        """All chunks, when the last has landed."""
+
+
+class Exchanged(Protocol):
+    """One pass of a layer whose ranks have told each other all about it; `wires` of any degree need no further talk."""
+
+    @property
+    def inputs(self) -> Parcel:
+        """What goes out in forward, and gets gradients in backward."""
+
+    def wires(self, degree: int, *, backward: bool) -> Wires:
+        """The exchange in `degree` chunks."""
+
+    def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
+        """A slice's rows sorted by expert and their counts, int64 [E_local]; differentiable."""
+
+    def leave(self, number: int, rows: Tensor, parcel: Parcel) -> Tensor:
+        """What goes home of the experts' outputs of a slice that entered as `parcel`; differentiable."""
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Outputs [n, M] of what came home; differentiable."""
 
 
 class FlatWires:
     """The one exchange of `FlatDispatcher`, whose sharers get copies the whole way."""
 
     has_shards = False
+    shares = False
 
     def __init__(self, exchange: FlatDispatcher, chunks: list[Chunk]) -> None:
         self._exchange, self._chunks = exchange, chunks
         self._shards = exchange.num_shards
+        self._home: Tensor | None = None
 
-    def home(self, i: int) -> Tensor:
-        return self._chunks[i].home
-
-    def counts(self, i: int) -> tuple[Tensor, ...]:
-        return self._chunks[i].counts
-
-    def send(self, i: int, rows: Tensor) -> Tensor:
+    def send(self, i: int, home: Parcel) -> Parcel:
         chunk = self._chunks[i]
-        rows = copied(rows, chunk.sent, self._shards)
-        return all_to_all_rows(rows, chunk.received, self._copies(i), self._exchange.group, codec=self._exchange.codec)
+        rows = copied(self._outgoing(i, home[0]), chunk.sent, self._shards)
+        return (self._exchanged(rows, chunk.received, self._copies(i)),)
 
-    def gather(self, i: int, rows: Tensor) -> Tensor:
-        return rows
+    def gather(self, i: int, parcel: Parcel) -> Parcel:
+        return parcel
 
-    def arrange(self, i: int, rows: Tensor) -> list[Tensor]:
+    def arrange(self, i: int, parcel: Parcel) -> list[Parcel]:
         chunk = self._chunks[i]
-        return list(rows.index_select(0, chunk.index).split(chunk.sizes))
+        return [(rows,) for rows in parcel[0].index_select(0, chunk.index).split(chunk.sizes)]
 
-    def collect(self, i: int, slices: list[Tensor]) -> Tensor:
-        return torch.cat(slices).index_select(0, self._chunks[i].inverse)
+    def collect(self, i: int, slices: list[Parcel]) -> Parcel:
+        return (torch.cat([rows for (rows,) in slices]).index_select(0, self._chunks[i].inverse),)
 
-    def scatter(self, i: int, rows: Tensor) -> Tensor:
-        return rows
+    def scatter(self, i: int, parcel: Parcel) -> Parcel:
+        return parcel
 
-    def send_back(self, i: int, rows: Tensor) -> Tensor:
-        chunk, exchange = self._chunks[i], self._exchange
-        rows = all_to_all_rows(rows, self._copies(i), chunk.received, exchange.group, codec=exchange.codec)
-        return added_up(rows, chunk.sent, self._shards)
+    def send_back(self, i: int, parcel: Parcel) -> Parcel:
+        chunk = self._chunks[i]
+        rows = self._exchanged(parcel[0], self._copies(i), chunk.received)
+        return (added_up(rows, chunk.sent, self._shards),)
+
+    def share(self, i: int, parcel: Parcel) -> Parcel:
+        return parcel
+
+    def land(self, i: int, parcel: Parcel) -> None:
+        if len(self._chunks) == 1:
+            (self._home,) = parcel
+        else:
+            self._put(self._chunks[i].home, parcel[0], sum(len(chunk.home) for chunk in self._chunks))
+
+    @property
+    def home(self) -> Parcel:
+        assert self._home is not None, "the plan has combined"
+        return (self._home,)
+
+    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
+        return rows if len(self._chunks) == 1 else rows.index_select(0, self._chunks[i].home)
+
+    def _put(self, index: Tensor, rows: Tensor, num_rows: int) -> None:
+        if self._home is None:
+            self._home = rows.new_empty(num_rows, rows.shape[1])
+        self._home.index_copy_(0, index, rows)
+
+    def _exchanged(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        return all_to_all_rows(rows, received, sent, self._exchange.group, codec=self._exchange.codec)
 
     def _copies(self, i: int) -> list[int]:
         return [size for size in self._chunks[i].sent for _ in range(self._shards)]
@@ -106,52 +159,79 @@ class ShardedWires(FlatWires):
 
     def __init__(self, dispatcher: ShardedDispatcher, chunks: list[Chunk], shares: list[Sharing]) -> None:
         super().__init__(dispatcher.exchange, chunks)
-        self._esp, self._codec, self._shares = dispatcher.esp, dispatcher.codec, shares
+        self._esp, self._codec, self._sharing = dispatcher.esp, dispatcher.codec, shares
 
-    def counts(self, i: int) -> tuple[Tensor, ...]:
-        return self._shares[i].counts
+    def gather(self, i: int, parcel: Parcel) -> Parcel:
+        rows = parcel[0].index_select(0, self._chunks[i].index)
+        rows = F.pad(rows, (0, 0, 0, self._sharing[i].most - len(rows)))
+        return (all_gather(rows, self._esp, codec=self._codec),)
 
-    def gather(self, i: int, rows: Tensor) -> Tensor:
-        rows = rows.index_select(0, self._chunks[i].index)
-        return all_gather(F.pad(rows, (0, 0, 0, self._shares[i].most - len(rows))), self._esp, codec=self._codec)
+    def arrange(self, i: int, parcel: Parcel) -> list[Parcel]:
+        sharing = self._sharing[i]
+        return [(rows,) for rows in parcel[0].index_select(0, sharing.index).split(sharing.sizes)]
 
-    def arrange(self, i: int, rows: Tensor) -> list[Tensor]:
-        shares = self._shares[i]
-        return list(rows.index_select(0, shares.index).split(shares.sizes))
+    def collect(self, i: int, slices: list[Parcel]) -> Parcel:
+        rows, sharing = torch.cat([rows for (rows,) in slices]), self._sharing[i]
+        return (rows.new_zeros(sharing.most * self._esp.size(), rows.shape[1]).index_copy_(0, sharing.index, rows),)
 
-    def collect(self, i: int, slices: list[Tensor]) -> Tensor:
-        rows, shares = torch.cat(slices), self._shares[i]
-        return rows.new_zeros(shares.most * self._esp.size(), rows.shape[1]).index_copy_(0, shares.index, rows)
-
-    def scatter(self, i: int, rows: Tensor) -> Tensor:
+    def scatter(self, i: int, parcel: Parcel) -> Parcel:
         inverse = self._chunks[i].inverse
-        return reduce_scatter(rows, self._esp, codec=self._codec)[: len(inverse)].index_select(0, inverse)
+        rows = reduce_scatter(parcel[0], self._esp, codec=self._codec)
+        return (rows[: len(inverse)].index_select(0, inverse),)
 
 
-class Exchanged:
-    """Rows of one layer that the ranks have told each other about; `wires` of any degree, without further talk."""
+class FlatExchanged:
+    """Assignments by expert, each a row of its own: `FlatDispatcher`, `ShardedDispatcher`."""
 
-    def __init__(self, dispatcher: FlatDispatcher | ShardedDispatcher, counts: Tensor, num_slices: int) -> None:
-        """counts int64 [E]: this rank's rows by expert. All ranks of the dispatcher's groups come here together.
+    def __init__(
+        self,
+        dispatcher: FlatDispatcher | ShardedDispatcher,
+        x: Tensor,
+        routing: Routing,
+        order: Order,
+        num_slices: int,
+    ) -> None:
+        """Tokens x [n, M] and their routing. All ranks of the dispatcher's groups come here together.
 
         Raises RoutingError if experts cannot be spread evenly.
         """
-        self._dispatcher = dispatcher
         exchange = dispatcher.exchange if isinstance(dispatcher, ShardedDispatcher) else dispatcher
-        num_local = num_local_experts(len(counts), exchange.num_places)
-        group, shards = exchange.group, exchange.num_shards
-        by_place = counts.view(-1, 1, num_local).expand(-1, shards, -1).reshape(group.size(), -1)
-        arriving = exchange_counts(by_place, group) if group.size() > 1 else by_place
-        self._cut = Cut.of(counts, arriving, group.rank() // shards, num_slices)
+        rows, counts = order.permute(x, routing)
+        self._dispatcher, self._routing, self._order = dispatcher, routing, order
+        self._rows = rows
+        self._cut = agreed_cut(exchange, counts, num_slices)
+        self._counts = mine = self._cut.counts()
         self._table: Tensor | None = None
         if isinstance(dispatcher, ShardedDispatcher):
-            mine = self._cut.counts()
             self._table = gathered_counts(mine.flatten(), dispatcher.esp).view(-1, *mine.shape)
+            self._counts = self._table.sum(0)
 
-    def wires(self, degree: int) -> Wires:
-        """The exchange in `degree` chunks."""
+    @property
+    def inputs(self) -> Parcel:
+        return (self._rows,)
+
+    def wires(self, degree: int, *, backward: bool) -> Wires:
         chunks = self._cut.chunks(degree)
         if isinstance(self._dispatcher, FlatDispatcher):
             return FlatWires(self._dispatcher, chunks)
         assert self._table is not None
         return ShardedWires(self._dispatcher, chunks, Sharing.of(self._table, degree))
+
+    def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
+        return parcel[0], self._counts[number]
+
+    def leave(self, number: int, rows: Tensor, parcel: Parcel) -> Tensor:
+        return rows
+
+    def finish(self, out: Tensor) -> Tensor:
+        result: Tensor = self._order.combine(out, self._routing)
+        return result
+
+
+def agreed_cut(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Cut:
+    """The slices of what all ranks of an exchange send, counts int64 [E] here."""
+    num_local = num_local_experts(len(counts), exchange.num_places)
+    group, shards = exchange.group, exchange.num_shards
+    by_place = counts.view(-1, 1, num_local).expand(-1, shards, -1).reshape(group.size(), -1)
+    arriving = exchange_counts(by_place, group) if group.size() > 1 else by_place
+    return Cut.of(counts, arriving, group.rank() // shards, num_slices)

@@ -71,7 +71,9 @@ class ChunkTime:
 class LayerTimes:
     """What the steps of one layer take in one direction, on the slowest rank.
 
-    all_gather and reduce_scatter are None where experts are not sharded; the plan then has no such tasks.
+    all_gather and reduce_scatter are None where experts are not sharded; the plan then has no such tasks. They are also
+    the steps inside nodes of a hierarchical all-to-all. share: the gather among model-parallel ranks of what came home
+    (Parm's S2), None where there is none.
     """
 
     dispatch: ChunkTime
@@ -79,6 +81,7 @@ class LayerTimes:
     combine: ChunkTime
     all_gather: ChunkTime | None = None
     reduce_scatter: ChunkTime | None = None
+    share: ChunkTime | None = None
 
     def __post_init__(self) -> None:
         if (self.all_gather is None) != (self.reduce_scatter is None):
@@ -130,13 +133,16 @@ def pipeline_tasks(
             tasks.append(task("reduce_scatter", i, intra, times.reduce_scatter, needed))
             needed = tasks[-1].name
         tasks.append(task("combine", i, INTER, times.combine, needed))
+        if times.share is not None:
+            tasks.append(task("share", i, intra, times.share, tasks[-1].name))
     return tasks
 
 
 def pipeline_plan(
     times: LayerTimes, degree: int, gradient_seconds: float | None = None, *, one_wire: bool = False
 ) -> StreamPlan:
-    """One layer in `degree` chunks: tasks `dispatch i`, `all_gather i`, `experts i`, `reduce_scatter i`, `combine i`.
+    """One layer in `degree` chunks: tasks `dispatch i`, `all_gather i`, `experts i`, `reduce_scatter i`, `combine i`,
+    `share i`.
 
     The same names serve forward and backward; in backward, `dispatch` carries the gradients of what forward combined.
 
@@ -207,12 +213,15 @@ def closed_form(times: LayerTimes, degree: int, gradient_seconds: float = 0.0) -
     Equal to the simulation where all_gather and reduce_scatter take the same time; elsewhere never above it.
 
     Raises:
-        ScheduleError: dispatch and combine differ, which the formulas do not cover, or the degree is below 1.
+        ScheduleError: dispatch and combine differ or there is a share, which the formulas do not cover, or the degree
+            is below 1.
     """
     if degree < 1:
         raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
     if times.dispatch != times.combine:
         raise ScheduleError("dispatch and combine take different times, which no closed form covers; use simulate")
+    if times.share is not None:
+        raise ScheduleError("what comes home is shared, which no closed form covers; use simulate")
     r, none = degree, ChunkTime(0.0, 0.0)
     a2a, exp = times.dispatch.seconds(r), times.experts.seconds(r)
     ag, rs = ((time or none).seconds(r) for time in (times.all_gather, times.reduce_scatter))
