@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from laconic.moe.agreement import agree_on_depth, agree_on_swaps
+from laconic.moe.autotune import Autotuned, LayerChoice, autotune
 from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
+from laconic.moe.drift import Drift
 from laconic.moe.experts import Experts, GatedExperts, GptExperts
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.gates import (
@@ -37,6 +39,10 @@ from laconic.moe.windows import DenseGradients, mean_over
 __all__ = [
     "parallelize",
     "Parallelized",
+    "autotune",
+    "Autotuned",
+    "LayerChoice",
+    "Drift",
     "MoELayer",
     "Schedule",
     "PipelineSchedule",

@@ -29,12 +29,15 @@ def hierarchy_of(dispatcher: HierarchicalDispatcher) -> Hierarchy:
     return Hierarchy(dispatcher.levels.num_ranks, dispatcher.levels.num_groups[1:])
 
 
-def gather_counts(dispatcher: HierarchicalDispatcher, routing: Routing) -> RowCounts:
+def gather_counts(
+    dispatcher: HierarchicalDispatcher, routing: Routing, hierarchy: Hierarchy | None = None
+) -> RowCounts:
     """Rows of every rank by group at every level, without duplicates; the same on all ranks.
 
     routing: of this rank's tokens, its experts numbered by slot. All ranks of the group call this together.
+    hierarchy: the dispatcher's levels and who shares a machine; None: see `hierarchy_of`.
     """
-    hierarchy, group = hierarchy_of(dispatcher), dispatcher.group
+    hierarchy, group = hierarchy or hierarchy_of(dispatcher), dispatcher.group
     tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
     vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, hierarchy)).to(routing.experts.device)
     told = vector.new_empty(group.size(), len(vector))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laconic.collectives import native
-from laconic.collectives.codec import Codec
-from laconic.collectives.measure import Ranks, gaussian
+from laconic.collectives.codec import Codec, Lossless, Raw
+from laconic.collectives.measure import Ranks, gaussian, host_name, world_of
 from laconic.collectives.profile import measure_link, profile
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import LayerShape
@@ -28,6 +29,7 @@ from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates, fit_
 from laconic.errors import ConfigError
 from laconic.moe.grid import Grid
 from laconic.moe.grouped import grouped_mm
+from laconic.moe.measure_routes import measure_routes, measure_sharing
 
 __all__ = ["groups_of", "measure_moe"]
 
@@ -49,6 +51,7 @@ def measure_moe(
     device: torch.device | None = None,
     wire: WireRates | None = None,
     codecs: Sequence[Codec] = (),
+    routes: bool = True,
     quick: bool = False,
 ) -> MoERates:
     """Rates of every group of the grid that has more than one rank, and of this layer's work within a rank.
@@ -59,6 +62,7 @@ def measure_moe(
         device: this process's GPU or the CPU; None: the CPU.
         wire: links by kind and lossless codecs; None: `laconic.collectives.profile` measures them first.
         codecs: others whose rows may travel, as laconic.collectives.codec.Blockwise; `Coding` names them by their name.
+        routes: also run every route of this grid, with experts that do nothing, for what it costs around its wires.
         quick: small messages, few repeats; shows that it works.
 
     Raises ConfigError if the grid does not divide the layer, or the layer has no tokens to measure.
@@ -86,7 +90,7 @@ def measure_moe(
     numel = _CODEC_NUMEL[:2] if quick else _CODEC_NUMEL
     names = {codec.name: _codec(ranks, codec, dtype, numel) for codec in codecs}
     source = f"measure_moe, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {grid!r}, {device.type}"
-    return MoERates(
+    rates = MoERates(
         wire,
         _products(ranks, shape, layout.ep, layout.esp, layout.mp, dtype, repeats),
         _attention(ranks, dtype, repeats),
@@ -97,6 +101,17 @@ def measure_moe(
         grouped=True,
         source=ranks.texts(source)[0],
     )
+    if not routes:
+        return rates
+    per_node = world_of(ranks.texts(host_name())).ranks_per_node
+    rates = replace(rates, sharing=_sharing(ranks, grid, per_node))
+    travelling: list[Codec] = [Raw(), *codecs]
+    if "tiered" in wire.codecs.get(str(dtype).removeprefix("torch."), {}):
+        travelling.insert(1, Lossless("tiered"))
+    overheads = measure_routes(
+        grid, shape, rates, ranks, ranks_per_node=per_node, codecs=travelling, dtype=dtype, repeats=repeats
+    )
+    return replace(rates, overheads=overheads)
 
 
 def groups_of(grid: Grid) -> dict[str, dist.ProcessGroup]:
@@ -107,6 +122,20 @@ def groups_of(grid: Grid) -> dict[str, dist.ProcessGroup]:
         if level.across is not None:
             groups[f"inter{number}"] = level.across
     return {name: group for name, group in groups.items() if group.size() > 1}
+
+
+def _sharing(ranks: Ranks, grid: Grid, per_node: int) -> float:
+    """Of the group that joins nodes at this rank's place and the ranks of its node, where the grid has such groups."""
+    nodes = grid.layout.num_ranks // per_node
+    if nodes == 1 or per_node == 1:
+        return 0.0
+    for number, level in enumerate(grid.levels):
+        if number and level.across is not None and level.num_groups * grid.layout.edp == nodes:
+            return measure_sharing(ranks, level.across, level.within)
+    for within in (grid.esp, grid.mp):
+        if within.size() == per_node and grid.ep.size() > 1:
+            return measure_sharing(ranks, grid.ep, within)
+    return 0.0
 
 
 def _line(ranks: Ranks, cases: Sequence[tuple[float, Callable[[], object]]], repeats: int) -> Line:

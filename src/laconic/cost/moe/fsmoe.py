@@ -14,6 +14,7 @@ from dataclasses import replace
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.work import LayerWork
 from laconic.schedule.moe import ChunkTime, LayerTimes, best_degree, pipeline_seconds
 
 __all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]
@@ -29,13 +30,14 @@ def layer_times(
     backward: bool = False,
     coding: Coding | None = None,
     load: float = 1.0,
+    work: LayerWork | None = None,
 ) -> LayerTimes:
     """What the overlapped steps of the layer take, in one direction; backward's experts already count twice.
 
     A line's start-up is paid by every chunk, its bytes and multiply-adds are divided among them.
-    coding, load: see `parm_routes`. Raises ConfigError as that does.
+    coding, load, work: see `parm_routes`. Raises ConfigError as that does.
     """
-    return _times(RouteBuilder(shape, grid, rates, coding, load, backward))
+    return _times(RouteBuilder(shape, grid, rates, coding, load, backward, work))
 
 
 def shares_a_wire(grid: GridShape) -> bool:
@@ -53,6 +55,7 @@ def fsmoe_route(
     backward: bool = False,
     coding: Coding | None = None,
     load: float = 1.0,
+    work: LayerWork | None = None,
 ) -> Route:
     """The route with its best number of chunks, in one direction.
 
@@ -60,7 +63,7 @@ def fsmoe_route(
     reduced inside (backward), beside the steps in `Route.seconds`.
     Raises ConfigError as `parm_routes` does, and ScheduleError for a degree below 1.
     """
-    build = RouteBuilder(shape, grid, rates, coding, load, backward)
+    build = RouteBuilder(shape, grid, rates, coding, load, backward, work)
     times, one_wire = _times(build), shares_a_wire(grid)
     if degree is None:
         degree = best_degree(times, gradient_seconds, one_wire=one_wire).degree
@@ -92,7 +95,13 @@ def _inner(build: RouteBuilder) -> tuple[Step, Step, Step, Step, Step]:
 
 def _times(build: RouteBuilder) -> LayerTimes:
     none = RouteBuilder(
-        replace(build.shape, num_tokens=0), build.grid, build.rates, build.coding, build.load, build.backward
+        replace(build.shape, num_tokens=0),
+        build.grid,
+        build.rates,
+        build.coding,
+        build.load,
+        build.backward,
+        build.work,
     )
     dispatch, gather, experts, scatter, combine = (
         ChunkTime(start.seconds, whole.seconds - start.seconds)

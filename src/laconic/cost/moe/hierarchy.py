@@ -50,6 +50,8 @@ __all__ = [
     "level_costs",
     "level_nbytes",
     "level_rows",
+    "rows_between",
+    "slowest_rows",
     "wire_rows",
 ]
 
@@ -248,6 +250,46 @@ def wire_rows(counts: RowCounts, level: Level) -> LevelRows:
     moved = to * (1 - np.eye(level.num_peers))[None, :, None, :]
     sent, received = moved.sum(axis=3), moved.sum(axis=1)
     return LevelRows(float(sent.sum()), float(max(sent.max(), received.max())), float(rows.sum(axis=2).max()))
+
+
+def rows_between(counts: RowCounts, level: Level | None) -> Table:
+    """[G, G]: rows that go from one rank to another at a level, those that stay on the diagonal; None: one exchange of
+    all rows, duplicates too."""
+    import numpy as np
+
+    if level is None:
+        return counts.assignments
+    rows = level_rows(counts, level)
+    ranks = np.arange(level.num_ranks)
+    parent, position = ranks // level.num_positions, ranks % level.num_positions
+    place, offset = position // level.stride, position % level.stride
+    peers = (parent[:, None] == parent[None, :]) & (offset[:, None] == offset[None, :])
+    return np.where(peers, rows[parent[:, None], position[:, None], place[None, :]], 0)
+
+
+def slowest_rows(between: Table, hierarchy: Hierarchy, level: Level, sharing: float) -> float:
+    """Rows as if each process sent so many evenly to its peers, that take as long as `between` [G, G] does.
+
+    sharing: as in MoERates. Where a wire of one's own is what counts, those of the process that sends or receives
+    most. Where processes of a node share its wire, those of the fullest wire, over what even sending puts there.
+    """
+    import numpy as np
+
+    ranks = np.arange(level.num_ranks)
+    moved = np.where(ranks[:, None] != ranks[None, :], between, 0)
+    busiest = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
+    world = hierarchy.world(level)
+    if not sharing or world.num_nodes == 1:
+        return busiest
+    per_node = hierarchy.ranks_per_node or hierarchy.num_ranks // (hierarchy.num_groups or (1,))[0]
+    node = ranks // per_node
+    away = np.where(node[:, None] != node[None, :], moved, 0)
+    by_node = [away[node == one].sum() for one in range(node[-1] + 1)]
+    to_node = [away[:, node == one].sum() for one in range(node[-1] + 1)]
+    peers_away = level.num_peers - world.ranks_per_node
+    evenly = per_node * peers_away / (level.num_peers - 1)
+    shared = float(max(*by_node, *to_node)) / evenly
+    return (1 - sharing) * busiest + sharing * shared
 
 
 def level_nbytes(counts: RowCounts, depth: int, row_nbytes: float) -> dict[str, float]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.work import LayerWork
 
 __all__ = ["BASELINE", "S1", "S2", "parm_routes", "saa_seconds"]
 
@@ -35,13 +36,15 @@ def parm_routes(
     backward: bool = False,
     coding: Coding | None = None,
     load: float = 1.0,
+    work: LayerWork | None = None,
 ) -> tuple[Route, Route, Route]:
     """Baseline, S1 and S2 of a layer, in one direction.
 
-    coding: of the rows in all-to-alls. load: rows of the busiest expert rank over the mean.
+    coding: of the rows in all-to-alls. load: rows of the busiest expert rank over the mean. work: of gate and experts,
+    where the layer was measured.
     Raises ConfigError if the grid does not divide the layer or the code was not measured.
     """
-    build = RouteBuilder(shape, grid, rates, coding, load, backward)
+    build = RouteBuilder(shape, grid, rates, coding, load, backward, work)
     return _baseline(build), _s1(build), _s2(build)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.shape import GROUPS
 from laconic.cost.rates_file import (
     cached_path,
@@ -89,6 +90,11 @@ class MoERates:
     """Whether one call multiplies the rows of all experts of a rank; otherwise there is a call for each."""
     source: str = ""
     """Who measured it, when and how."""
+    overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
+    """What routes cost around their wires, by name (see `overhead_of`) and by direction, forward and backward. Where a
+    route has none, sorting and summing rows are priced by `copy`."""
+    sharing: float = 0.0
+    """1: the processes of a node share its wire to other nodes; 0: each has one of its own, or none was measured."""
 
     @classmethod
     def of_lines(
@@ -123,6 +129,14 @@ class MoERates:
         coded = min(found, key=lambda price: price.seconds, default=raw)
         gains = pays(coded.seconds, raw.seconds, link.line(operation).alpha_seconds)
         return coded if gains or coding.code != "auto" else raw
+
+    def overhead_of(self, route: str, code: str = RAW, *, per_chunk: bool = False) -> Mapping[str, Overhead] | None:
+        """By direction, of a route whose rows travel in a code; None if it was not measured.
+
+        per_chunk: what each further chunk of the route costs. A code that was not measured counts as raw.
+        """
+        suffix = " per chunk" if per_chunk else ""
+        return self.overheads.get(f"{route} {code}{suffix}") or self.overheads.get(f"{route} {RAW}{suffix}")
 
     def products_seconds(self, multiply_adds: float, num_products: int, num_experts: int = 1) -> float:
         """Of `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""
@@ -170,7 +184,16 @@ class MoERates:
         overlap, grouped = read_number(data, "overlap", "moe rates", most=1.0), data.get("grouped")
         if not isinstance(grouped, bool):
             raise ConfigError(f"grouped is {grouped!r}, but it must be true or false; run laconic profile again")
-        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, str(data.get("source", "")))
+        overheads = {
+            route: {
+                direction: _read_overhead(read_table(found, direction, route), f"overheads.{route}.{direction}")
+                for direction in ("forward", "backward")
+            }
+            for route, found in read_table({"overheads": {}} | data, "overheads", "").items()
+        }
+        sharing = read_number({"sharing": 0.0} | data, "sharing", "moe rates", most=1.0)
+        source = str(data.get("source", ""))
+        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, source, overheads, sharing)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -180,6 +203,11 @@ class MoERates:
     def load(cls, path: str | Path) -> MoERates:
         """Read what `save` wrote. Raises ConfigError when it cannot be read."""
         return load_json(path, "moe rates", cls.from_dict)
+
+
+def _read_overhead(data: Any, where: str) -> Overhead:
+    names = ("alpha_seconds", "seconds_per_row", "seconds_per_byte", "error")
+    return Overhead(*(read_number(data, name, where) for name in names))
 
 
 def default_moe_path() -> Path:

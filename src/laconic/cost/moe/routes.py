@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.work import LayerWork
 from laconic.errors import ConfigError
 
 __all__ = ["Route", "RouteBuilder", "Step", "fastest"]
@@ -62,6 +63,7 @@ class RouteBuilder:
 
     load: rows of the busiest expert rank over the mean of all; 1 is balanced.
     backward: matrix products count twice (dX and dW); transposing an operation between ranks is the caller's part.
+    work: of the gate and experts, where the layer was measured; None: by the line of matrix products.
     """
 
     shape: LayerShape
@@ -70,6 +72,7 @@ class RouteBuilder:
     coding: Coding | None = None
     load: float = 1.0
     backward: bool = False
+    work: LayerWork | None = None
 
     def __post_init__(self) -> None:
         self.grid.check(self.shape)
@@ -85,6 +88,8 @@ class RouteBuilder:
     def gate(self, share: float) -> Step:
         """Scores of all experts for `share` times the rank's tokens."""
         shape = self.shape
+        if self.work is not None:
+            return Step("gate", self.work.gate_seconds(share * shape.num_tokens, self.backward))
         multiply_adds = self._directions * share * shape.num_tokens * shape.model_dim * shape.num_experts
         return Step("gate", self.rates.products_seconds(multiply_adds, self._directions))
 
@@ -96,6 +101,8 @@ class RouteBuilder:
         """The products of `share` times all rows of the rank's tokens, whole experts counted."""
         shape = self.shape
         rows = share * self.load * shape.rows_per_token * shape.num_tokens
+        if self.work is not None:
+            return Step("experts", self.work.experts_line(self.backward).seconds(rows * self.grid.esp))
         products = self._directions * shape.num_gemms
         multiply_adds = products * rows * shape.model_dim * shape.hidden_dim
         local = shape.num_experts // self.grid.ep

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from laconic.cost.moe.candidates import Candidate
 from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.sizes import format_nbytes
+from laconic.cost.wire.seconds import RAW
 from laconic.cost.wire.table import columns, format_seconds
 
-__all__ = ["parts_of", "routes_text"]
+__all__ = ["candidates_text", "parts_of", "routes_text"]
 
 _PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "hidden")
 
@@ -44,6 +46,42 @@ def routes_text(routes: Sequence[Route], title: str = "") -> str:
     table = columns(["route", "chunks", *_PARTS, "predicted", "sent", "over best"], rows)
     heading = f"{title}\n\n" if title else ""
     return f"{heading}{table}\n\nchoice: {_reason(ordered)}"
+
+
+def candidates_text(candidates: Sequence[Candidate], title: str = "") -> str:
+    """A table of candidates, forward and backward together, fastest first, and why the fastest one is.
+
+    Raises ConfigError for no candidates.
+    """
+    ordered = sorted(candidates, key=lambda one: one.seconds)
+    best = fastest([_whole(one) for one in ordered])
+    rows = []
+    for one in ordered:
+        whole = _whole(one)
+        rows.append(
+            [
+                str(one.plan),
+                one.plan.code,
+                one.plan.chunks,
+                *(_signed(seconds) for seconds in parts_of(whole).values()),
+                format_seconds(one.forward.seconds),
+                format_seconds(one.backward.seconds),
+                format_seconds(one.seconds),
+                f"{one.seconds / best.seconds:.2f}x" if best.seconds else "-",
+            ]
+        )
+    header = ["path", "rows", "chunks", *_PARTS, "forward", "backward", "predicted", "over best"]
+    heading = f"{title}\n\n" if title else ""
+    return f"{heading}{columns(header, rows, left=(0, 1))}\n\nchoice: {_reason([_whole(one) for one in ordered])}"
+
+
+def _whole(candidate: Candidate) -> Route:
+    """Both directions as one route with a name that says everything."""
+    plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
+    code = "" if plan.code == RAW else f", {plan.code}"
+    cut = "" if max(plan.degrees) == 1 else f", {plan.chunks} chunks"
+    hidden = forward.hidden_seconds + backward.hidden_seconds
+    return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), hidden, max(plan.degrees))
 
 
 def _reason(ordered: Sequence[Route]) -> str:

@@ -1,0 +1,97 @@
+"""What a route costs around its wires: sorting and packing rows, telling counts, the small rounds before the large one.
+
+It is measured as a whole, since the parts are many and short: a route with experts that do nothing, forward and
+backward, less what the lines of its links say (`laconic.moe.measure_routes`). The model is
+
+    seconds = alpha + seconds_per_row * rows + seconds_per_byte * nbytes
+
+rows are assignments, for which indices are made and sorted; bytes are those of the rows that are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from math import fsum
+
+__all__ = ["Overhead", "Sample", "fit_overhead"]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds of one route in one direction beside wires, gate and experts."""
+
+    alpha_seconds: float
+    seconds_per_row: float = 0.0
+    seconds_per_byte: float = 0.0
+    error: float = 0.0
+    """Largest error at the measured sizes, as a share of the whole time there."""
+
+    def seconds(self, num_rows: float, nbytes: float) -> float:
+        """Of so many assignments, whose rows have so many bytes."""
+        return self.alpha_seconds + self.seconds_per_row * num_rows + self.seconds_per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    num_rows: float
+    nbytes: float
+    seconds: float
+    """Beside the wires; noise may make it negative."""
+    total_seconds: float
+    """With the wires: errors count as shares of it."""
+
+
+def fit_overhead(samples: Iterable[Sample]) -> Overhead:
+    """Non-negative least squares of the errors' shares of the whole time.
+
+    With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
+    Raises ValueError without a sample of positive time.
+    """
+    kept = [sample for sample in samples if sample.total_seconds > 0]
+    if not kept:
+        raise ValueError("samples are empty or all 0 s, but a fit needs one with a positive time")
+    rows = [[1 / s.total_seconds, s.num_rows / s.total_seconds, s.nbytes / s.total_seconds] for s in kept]
+    wanted = [s.seconds / s.total_seconds for s in kept]
+
+    def errors(found: Sequence[float]) -> list[float]:
+        return [fsum(a * x for a, x in zip(row, found, strict=True)) - b for row, b in zip(rows, wanted, strict=True)]
+
+    best = [0.0, 0.0, 0.0]
+    for used in chain.from_iterable(combinations(range(3), number) for number in (1, 2, 3)):
+        found = _least_squares([[row[i] for i in used] for row in rows], wanted)
+        if found is None or min(found) < 0:
+            continue
+        whole = [0.0, 0.0, 0.0]
+        for i, value in zip(used, found, strict=True):
+            whole[i] = value
+        if fsum(e * e for e in errors(whole)) < fsum(e * e for e in errors(best)) - 1e-15:
+            best = whole
+    return Overhead(best[0], best[1], best[2], max(map(abs, errors(best))))
+
+
+def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+    """The x with the least |rows x - wanted|, or None where several are. Columns are scaled, since units differ."""
+    size = len(rows[0])
+    scales = [max(abs(row[i]) for row in rows) for i in range(size)]
+    if 0.0 in scales:
+        return None
+    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
+    matrix = [
+        [fsum(row[i] * row[j] for row in scaled) for j in range(size)]
+        + [fsum(row[i] * b for row, b in zip(scaled, wanted, strict=True))]
+        for i in range(size)
+    ]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda j: abs(matrix[j][i]))
+        if abs(matrix[pivot][i]) < 1e-12 * len(rows):
+            return None
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        for j in range(size):
+            if j != i:
+                factor = matrix[j][i] / matrix[i][i]
+                matrix[j] = [a - factor * b for a, b in zip(matrix[j], matrix[i], strict=True)]
+    return [matrix[i][size] / matrix[i][i] / scales[i] for i in range(size)]

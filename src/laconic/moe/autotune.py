@@ -1,0 +1,298 @@
+"""Every layer on the way that is predicted to be fastest: path, depth, code of rows, degrees of the pipeline.
+
+[Note: who decides]
+Links and what routes cost around them come from a file that `laconic profile --moe` wrote, or are measured. The layer's
+own gate and experts are measured as they are. The routing is that of an example, of all ranks. From these
+`laconic.cost.moe` prices every candidate; the first rank's prices and choice count for all, so that rounding cannot
+part the ranks. While the model trains, `Autotuned.step` looks whether tokens, load or duplicates have left what was
+priced, and prices again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from laconic.collectives.codec import Codec, Lossless, Raw
+from laconic.collectives.measure import Ranks, host_name, world_of
+from laconic.cost.moe.candidates import Candidate, LayerPlan, Pricing, best_candidate
+from laconic.cost.moe.rates import Coding, MoERates, default_moe_path
+from laconic.cost.moe.swap_period import DIRECTIONS, expert_nbytes, move_seconds
+from laconic.cost.moe.table import candidates_text
+from laconic.cost.moe.work import LayerWork
+from laconic.errors import ConfigError
+from laconic.moe.agreement import agree_on_swaps, first_answer, gather_counts
+from laconic.moe.drift import Drift, RoutingStatistics, RoutingWatch
+from laconic.moe.grid import Grid
+from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.huggingface import Parallelized
+from laconic.moe.layer import MoELayer
+from laconic.moe.levels import Levels
+from laconic.moe.measure import measure_moe
+from laconic.moe.measure_layer import measure_layer, shape_of
+from laconic.moe.measure_routes import dispatcher_of, hierarchy_of_grid, shape_of_grid
+from laconic.moe.pipeline import PipelineSchedule
+
+__all__ = ["Autotuned", "LayerChoice", "SwapAdvice", "autotune"]
+
+T = TypeVar("T")
+
+_EXACT = (Raw(), Lossless("tiered"))
+
+
+@dataclass(frozen=True)
+class SwapAdvice:
+    """What exchanging two experts would bring, predicted for the routing that was priced."""
+
+    gain_seconds: float
+    """Per training step; 0 where no pair helps."""
+    cost_seconds: float
+    """Once."""
+
+    @property
+    def period(self) -> int | None:
+        """Steps after which a swap has paid: `ExpertBalancer(min_period=...)`. None if it never does."""
+        return max(1, math.ceil(self.cost_seconds / self.gain_seconds)) if self.gain_seconds > 0 else None
+
+    def __str__(self) -> str:
+        if self.period is None:
+            return "swap: no pair of experts shortens the all-to-alls"
+        return (
+            f"swap: one pair gains {self.gain_seconds * 1e3:.3g} ms per step and costs"
+            f" {self.cost_seconds * 1e3:.3g} ms: it pays after {self.period} steps"
+        )
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What was decided for one layer; the same on all ranks."""
+
+    pricing: Pricing
+    candidates: tuple[Candidate, ...]
+    """Fastest first."""
+    chosen: Candidate
+    statistics: RoutingStatistics
+    swap: SwapAdvice | None = None
+    """Where experts can move: the layer has a Placement and rows are counted by rank."""
+
+    @property
+    def plan(self) -> LayerPlan:
+        """What the layer runs."""
+        return self.chosen.plan
+
+    def __str__(self) -> str:
+        text = candidates_text(self.candidates)
+        return text if self.swap is None else f"{text}\n{self.swap}"
+
+
+class Autotuned:
+    """The choices of `autotune`, and what keeps them up to date.
+
+    Attributes:
+        choices: by layer name.
+        rates: that they rest on.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, MoELayer],
+        grid: Grid,
+        rates: MoERates | None,
+        codecs: Sequence[Codec],
+        degrees: Sequence[int],
+        drift: Drift,
+    ) -> None:
+        self.layers, self.grid, self.drift = dict(layers), grid, drift
+        self.choices: dict[str, LayerChoice] = {}
+        self._codecs = {codec.name: codec for codec in codecs}
+        self._degrees = tuple(degrees)
+        self._num_steps = 0
+        self._work: dict[tuple[object, ...], LayerWork] = {}
+        self._watches = {name: RoutingWatch(drift.smoothing) for name in self.layers}
+        for name, layer in self.layers.items():
+            layer.hooks = (*layer.hooks, self._watches[name])
+        world = dist.group.WORLD
+        assert world is not None, "there is a grid"
+        self._world = world
+        self._ranks = Ranks(world, torch.device("cuda" if grid.dense_mesh.device_type == "cuda" else "cpu"))
+        self._per_node = world_of(self._ranks.texts(host_name())).ranks_per_node
+        self._leveled = self._with_levels()
+        self._rates = rates
+
+    @property
+    def rates(self) -> MoERates:
+        """That choices rest on."""
+        assert self._rates is not None, "autotune has measured or read them"
+        return self._rates
+
+    def tune(self, names: Sequence[str] | None = None) -> None:
+        """Price and choose anew for layers (None: all) by their last forward, and install what was chosen.
+
+        All ranks call it together.
+        """
+        for name in self.layers if names is None else names:
+            choice = self._choose(name)
+            self.choices[name] = choice
+            self._install(self.layers[name], choice.plan)
+
+    def step(self) -> dict[str, str]:
+        """After each training step, on all ranks: every `Drift.check_every` steps look whether routing has drifted.
+
+        Returns why layers were priced anew, by name; mostly nothing.
+        """
+        self._num_steps += 1
+        if self._num_steps % self.drift.check_every:
+            return {}
+        reasons = {}
+        for name, choice in self.choices.items():
+            now = self._watches[name].statistics(self.grid.layout.ep, self._world)
+            reason = first_answer(choice.statistics.has_left(now, self.drift), self._world)
+            if reason:
+                reasons[name] = reason
+        self.tune([*reasons])
+        return reasons
+
+    def detach(self) -> None:
+        """Look no longer; layers keep what they run."""
+        for name, layer in self.layers.items():
+            layer.hooks = tuple(hook for hook in layer.hooks if hook is not self._watches[name])
+
+    def __str__(self) -> str:
+        parts: dict[str, list[str]] = {}
+        for name, choice in self.choices.items():
+            parts.setdefault(str(choice), []).append(name)
+        return "\n\n".join(f"{_names(names)}\n\n{text}" for text, names in parts.items())
+
+    def _choose(self, name: str) -> LayerChoice:
+        layer, watch, layout = self.layers[name], self._watches[name], self.grid.layout
+        statistics = watch.statistics(layout.ep, self._world)
+        num_tokens = max(1, round(statistics.num_tokens))
+        shape = shape_of(layer, num_tokens, watch.model_dim, watch.dtype, layout.esp)
+        if self._rates is None:
+            lossy = [codec for codec in self._codecs.values() if not codec.lossless]
+            self._rates = measure_moe(self._leveled, shape, dtype=watch.dtype, device=self._ranks.device, codecs=lossy)
+        grid = shape_of_grid(self.grid, self._per_node)
+        key = (type(layer.gate), type(layer.experts), shape, watch.dtype)
+        if key not in self._work:
+            self._work[key] = measure_layer(layer, shape, grid, self._ranks, watch.dtype)
+        routing = watch.slots(layer)
+        assert routing is not None, "statistics were taken"
+        dtype, counts, load = str(watch.dtype).removeprefix("torch."), None, 1.0
+        alone = layout.mp == layout.esp == 1
+        if alone:
+            counter = HierarchicalDispatcher(self._leveled.levels)
+            counts = gather_counts(counter, routing, hierarchy_of_grid(self._leveled, self._per_node))
+        else:
+            by_place = [sum(part) for part in _parts(statistics.shares, layout.ep)]
+            load = max(1.0, max(by_place) * layout.ep)
+        pricing = Pricing(shape, grid, self._rates, self._work[key], counts, load, dtype)
+        found = tuple(pricing.candidates(self._known_codes(dtype), self._degrees))
+        found = first_answer(found, self._world)
+        swap = None
+        if alone and layer.placement is not None:
+            depth = best_candidate(found).plan.depth
+            counter = HierarchicalDispatcher(self._leveled.levels, depth or 1)
+            code = best_candidate(found).plan.code
+            coding = None if code == "raw" else Coding(code, dtype)
+            plan = agree_on_swaps(counter, routing, float(shape.row_nbytes), self._rates, coding=coding)
+            cost = move_seconds(expert_nbytes(shape), grid.world("ep"), self._rates)
+            swap = first_answer(SwapAdvice(DIRECTIONS * plan.gain_seconds, cost), self._world)
+        return LayerChoice(pricing, found, best_candidate(found), statistics, swap)
+
+    def _known_codes(self, dtype: str) -> list[str]:
+        rates = self.rates
+        known = {"raw", *rates.wire.codecs.get(dtype, {}), *rates.codecs.get(dtype, {})}
+        return [name for name in self._codecs if name in known]
+
+    def _install(self, layer: MoELayer, plan: LayerPlan) -> None:
+        if self.grid.layout.ep * self.grid.layout.esp == 1:
+            return
+        layer.dispatcher = dispatcher_of(self._leveled, plan, self._codecs[plan.code])
+        layer.schedule = PipelineSchedule(*plan.degrees) if max(plan.degrees) > 1 else None
+
+    def _with_levels(self) -> Grid:
+        """The grid, with the nodes as a level if it has none and they could be one."""
+        layout = self.grid.layout
+        nodes = layout.ep // self._per_node if layout.ep % self._per_node == 0 else 1
+        if layout.levels or layout.mp > 1 or layout.esp > 1 or nodes < 2 or self._per_node == 1:
+            return self.grid
+        levels = tuple(n for n in Levels.of_nodes(layout.ep, self._per_node).num_groups if n > 1)
+        return Grid(layout.mp, layout.ep, layout.esp, levels=levels, device_type=self.grid.dense_mesh.device_type)
+
+
+def autotune(
+    model: nn.Module | Parallelized,
+    mesh: Grid | DeviceMesh | None = None,
+    example: Tensor | Callable[[], object] | None = None,
+    *,
+    rates: MoERates | None = None,
+    codecs: Sequence[Codec] = _EXACT,
+    degrees: Sequence[int] = (1, 2, 4, 8),
+    drift: Drift | None = None,
+    report: Callable[[str], object] | None = print,
+) -> Autotuned:
+    """Choose and install path, depth, code and degrees of every MoELayer of a model; all ranks call it together.
+
+    Arguments:
+        model: a MoELayer, a module with some, or what `parallelize` returned.
+        mesh: the Grid that the layers are spread over, or its DeviceMesh; may be left out for `parallelize`'s result.
+        example: the model's input, or a function that runs it; run once, without gradients, to see sizes and routing.
+        rates: of the cluster; None: the file of `laconic profile --moe` (first rank's), else they are measured now.
+        codecs: of rows; the default ones change no bit. Others, as Blockwise(BlockFormat("int8")), round values.
+        degrees: numbers of chunks that are tried.
+        drift: when to price again.
+        report: told the table of candidates, the choice and the reason, on the first rank; None says nothing.
+
+    Raises ConfigError without layers, a grid or an example, or where a layer cannot be priced.
+    """
+    grid = mesh if mesh is not None or not isinstance(model, Parallelized) else model.grid
+    module = model.model if isinstance(model, Parallelized) else model
+    layers = {name or "layer": one for name, one in module.named_modules() if isinstance(one, MoELayer)}
+    if not layers:
+        raise ConfigError(
+            f"{type(module).__name__} has no MoELayer, but autotune chooses for those; call laconic.moe.parallelize"
+            " first"
+        )
+    if grid is None:
+        raise ConfigError("mesh is None, but ways differ only between processes; pass the Grid of the layers")
+    if example is None:
+        raise ConfigError("example is None, but sizes and routing are seen in a forward; pass an input or a function")
+    grid = Grid.from_mesh(grid) if isinstance(grid, DeviceMesh) else grid
+    if not any(codec.name == "raw" for codec in codecs):
+        codecs = (Raw(), *codecs)
+    tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, drift or Drift())
+    with torch.no_grad():
+        example() if callable(example) else module(example)
+    tuned.tune()
+    if report is not None and dist.get_rank() == 0:
+        report(str(tuned))
+    return tuned
+
+
+def _agreed(rates: MoERates | None) -> MoERates | None:
+    """The first rank's, given or in its file."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a grid"
+    told = None
+    if dist.get_rank() == 0:
+        path = default_moe_path()
+        found = rates if rates is not None else MoERates.load(path) if path.exists() else None
+        told = None if found is None else found.to_dict()
+    told = first_answer(told, world)
+    return None if told is None else MoERates.from_dict(told)
+
+
+def _parts(shares: Sequence[float], num_parts: int) -> list[Sequence[float]]:
+    size = len(shares) // num_parts
+    return [shares[i : i + size] for i in range(0, size * num_parts, size)]
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"

@@ -1,0 +1,157 @@
+"""How long a layer's own gate and experts take, as they are: their code, their weights, all ranks at once.
+
+What they are run on is random, what they say is thrown away, and nothing is left behind: no gradient, no count, no
+random number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laconic.collectives.measure import Ranks
+from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.work import LayerWork
+from laconic.cost.wire.rates import fit_line
+from laconic.errors import ConfigError
+from laconic.formats.shards import local_part
+from laconic.moe.layer import MoELayer, num_experts_of
+from laconic.moe.routing import Routing
+
+__all__ = ["forward_backward_seconds", "measure_layer", "shape_of"]
+
+T = TypeVar("T")
+
+_SHARES = (1 / 4, 1.0, 2.0)
+"""Of the rows and tokens that a rank will have: of skewed routing some ranks have more."""
+_REPEATS = 3
+
+
+def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
+    """The layer as the cost model sees it: H is what the parameters of one expert come to with three products, or two
+    where there is no gating to be seen.
+
+    Raises ConfigError for a gate that does not say how many experts a token gets.
+    """
+    gate = layer.gate
+    top_k = getattr(gate, "top_k", None)
+    if not isinstance(top_k, int):
+        raise ConfigError(
+            f"the gate is a {type(gate).__name__} without top_k, but predictions count rows of a token; choose the"
+            " dispatcher by hand, or give the gate its number of experts per token"
+        )
+    num_local = num_experts_of(layer.experts)
+    gated = any(name.startswith("gate") for name, _ in layer.experts.named_parameters())
+    gemms = 3 if gated else 2
+    values = sum(local_part(p).numel() for p in layer.experts.parameters())
+    hidden = max(1, round(values / num_local / gemms / model_dim)) * num_shards
+    factor = getattr(gate, "capacity_factor", None)
+    return LayerShape(num_tokens, model_dim, hidden, gate.num_experts, top_k, gemms, dtype.itemsize, factor)
+
+
+def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridShape, ranks: Ranks, dtype: torch.dtype) -> LayerWork:
+    """Lines of its gate by tokens and of its experts by rows, spread evenly over the rank's experts.
+
+    All `ranks` call it together and get the same; rows are of `dtype`, as they come to the layer.
+    """
+    num_local = num_experts_of(layer.experts)
+    tokens = [max(1, round(share * shape.num_tokens)) for share in _SHARES]
+    rows = shape.rows_per_token * shape.num_tokens * grid.esp / grid.mp
+    each = sorted({max(1, round(share * rows / num_local)) for share in _SHARES})
+    with _undisturbed(layer):
+        gate = [_gate_seconds(layer, ranks, number, shape.model_dim, dtype) for number in tokens]
+        experts = [_experts_seconds(layer, ranks, number, num_local, shape.model_dim, dtype) for number in each]
+    sizes = [number * num_local for number in each]
+    return LayerWork(
+        *(fit_line(zip(tokens, (pair[way] for pair in gate), strict=True)) for way in (0, 1)),
+        *(fit_line(zip(sizes, (pair[way] for pair in experts), strict=True)) for way in (0, 1)),
+    )
+
+
+def forward_backward_seconds(
+    ranks: Ranks, forward: Callable[[], T], backward: Callable[[T], object], repeats: int = _REPEATS
+) -> tuple[float, float]:
+    """Medians of the slowest rank's seconds of both, one after the other; a first time does not count.
+
+    All ranks call it together, begin each together, and get the same numbers.
+    """
+    found = []
+    for _ in range(repeats + 1):
+        ranks.exchange([0])
+        started = time.perf_counter()
+        out = forward()
+        _finish(ranks.device)
+        there = time.perf_counter() - started
+        ranks.exchange([0])
+        started = time.perf_counter()
+        backward(out)
+        _finish(ranks.device)
+        back = time.perf_counter() - started
+        told = ranks.exchange([round(there * 1e9), round(back * 1e9)])
+        found.append([max(column) * 1e-9 for column in zip(*told, strict=True)])
+    there, back = (median(column) for column in zip(*found[1:], strict=True))
+    return there, back
+
+
+def _gate_seconds(
+    layer: MoELayer, ranks: Ranks, num_tokens: int, model_dim: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    x = _random(num_tokens, model_dim, dtype, ranks.device).requires_grad_()
+    wanted = [x, *_trainable(layer.gate)]
+
+    def forward() -> Tensor | None:
+        routing = layer.gate(x)
+        return routing.weights if isinstance(routing, Routing) else None
+
+    return forward_backward_seconds(ranks, forward, lambda out: _gradients(out, wanted))
+
+
+def _experts_seconds(
+    layer: MoELayer, ranks: Ranks, each: int, num_local: int, model_dim: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    rows = _random(each * num_local, model_dim, dtype, ranks.device).requires_grad_()
+    counts = torch.full((num_local,), each, dtype=torch.int64, device=ranks.device)
+    wanted = [rows, *_trainable(layer.experts)]
+    return forward_backward_seconds(ranks, lambda: layer.experts(rows, counts), lambda out: _gradients(out, wanted))
+
+
+def _gradients(out: Tensor | None, wanted: Iterable[Tensor]) -> None:
+    if out is not None and out.requires_grad:
+        torch.autograd.grad(out, [*wanted], torch.ones_like(out), allow_unused=True)
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, columns, generator=generator).to(dtype).to(device)
+
+
+@contextmanager
+def _undisturbed(layer: MoELayer) -> Iterator[None]:
+    """Without what a forward in training leaves: counts of a gate, random numbers; hooks on gradients rest."""
+    gate_trains = layer.gate.training
+    hooks = [(found, dict(found)) for p in layer.parameters() if (found := p._backward_hooks)]
+    layer.gate.eval()
+    for found, _ in hooks:
+        found.clear()
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            yield
+    finally:
+        layer.gate.train(gate_trains)
+        for found, kept in hooks:
+            found.update(kept)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

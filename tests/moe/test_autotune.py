@@ -1,0 +1,160 @@
+"""Choosing ways on real ranks: alike on all of them, the same outputs, new choices when routing drifts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laconic.collectives.codec import Blockwise, Raw
+from laconic.cost.moe import LayerShape, MoERates
+from laconic.cost.wire.rates import Line, LinkRates, WireRates
+from laconic.errors import ConfigError
+from laconic.formats import BlockFormat
+from laconic.moe import (
+    FlatDispatcher,
+    GatedExperts,
+    Grid,
+    HierarchicalDispatcher,
+    MoELayer,
+    Placement,
+    SoftmaxGate,
+    autotune,
+    expert_shard,
+    make_dispatcher,
+)
+from laconic.moe.drift import Drift
+from laconic.moe.measure import measure_moe
+from tests.moe.worlds import run_world
+
+E, M, H, N = 8, 16, 32, 24
+WIRE = WireRates({"node": LinkRates(2, {"all_to_all": Line(1e-3, 1e-9)}, 0.0, 0.0)}, {})
+
+
+def _layer(grid: Grid) -> MoELayer:
+    torch.manual_seed(0)
+    gate, experts = SoftmaxGate(E, M, top_k=3), GatedExperts(E, M, H)
+    if grid.layout.mp > 1:
+        return MoELayer(gate, expert_shard(experts, grid), dispatcher=make_dispatcher(grid, "s1", codec=Raw()))
+    dispatcher = FlatDispatcher(grid.ep, codec=Raw())
+    return MoELayer(gate, expert_shard(experts, grid), dispatcher=dispatcher, placement=Placement(E))
+
+
+def _tokens(grid: Grid) -> torch.Tensor:
+    return torch.randn(N, M, generator=torch.Generator().manual_seed(grid.dp.rank()))
+
+
+def _rates(alpha: float, beta: float) -> MoERates:
+    names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "send")
+    lines = dict.fromkeys(names, Line(alpha, beta))
+    return MoERates.of_lines({kind: lines for kind in ("all", "across", "node")}, Line(0.0, 0.0))
+
+
+def _told(mine: object) -> list[object]:
+    told: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
+
+
+def _measured_choice_is_alike_and_changes_no_output() -> None:
+    grid = Grid(ep=2, device_type="cpu") if dist.get_world_size() == 2 else Grid(mp=2, ep=2, esp=2, device_type="cpu")
+    layer, x = _layer(grid), _tokens(grid)
+    before = layer(x)
+    grads = torch.autograd.grad(before.square().sum(), [*layer.parameters()])
+    random = torch.get_rng_state()
+    said: list[str] = []
+    int8 = Blockwise(BlockFormat("int8"))
+    shape = LayerShape(N, M, H, E, top_k=3, item_nbytes=4)
+    rates = measure_moe(grid, shape, dtype=torch.float32, wire=WIRE, codecs=[int8], quick=True)
+    tuned = autotune(layer, grid, x, rates=rates, codecs=(Raw(), int8), report=said.append)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in layer.parameters())
+    (choice,) = tuned.choices.values()
+    plans = _told([(one.plan, one.seconds) for one in choice.candidates])
+    assert all(one == plans[0] for one in plans)
+    assert len(said) == (dist.get_rank() == 0)
+    names = {str(one.plan) for one in choice.candidates}
+    if grid.layout.mp == 1:
+        assert names == {"flat", "depth 1"}
+        assert choice.swap is not None
+        assert choice.swap.gain_seconds >= 0
+    else:
+        assert names == {"baseline", "s1", "s2", "s1, backward s2", "s2, backward s1", "sharded"}
+    assert {one.plan.code for one in choice.candidates} == {"raw", int8.name}
+    assert all(one.seconds > 0 for one in choice.candidates)
+    for one in choice.candidates:
+        if one.plan.code == "raw":
+            tuned._install(layer, one.plan)
+            after = layer(x)
+            torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+            for new, old in zip(torch.autograd.grad(after.square().sum(), [*layer.parameters()]), grads, strict=True):
+                torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-5)
+
+
+def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
+    grid = Grid(ep=2, device_type="cpu")
+    layer, x = _layer(grid), _tokens(grid)
+    slow = autotune(layer, grid, x, rates=_rates(0.0, 1e-3), codecs=(Raw(),), report=None)
+    assert slow.choices["layer"].plan.path == "depth 1"  # no duplicates
+    assert isinstance(layer.dispatcher, HierarchicalDispatcher)
+    slow.detach()
+    assert layer.hooks == ()
+    text = str(slow)
+    assert "choice: depth 1: " in text
+    assert "less than flat" in text
+    quick = autotune(layer, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), report=None)
+    ways = {str(one.plan): one.seconds for one in quick.choices["layer"].candidates}
+    assert ways["flat"] == pytest.approx(ways["depth 1"], rel=0.01)
+
+
+def _drift_is_seen_by_all_and_priced_again() -> None:
+    grid = Grid(ep=2, device_type="cpu")
+    layer, x = _layer(grid), _tokens(grid)
+    tuned = autotune(layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), drift=Drift(check_every=2), report=None)
+    first = tuned.choices["layer"]
+    for _ in range(4):
+        layer(x)
+        assert tuned.step() == {}
+    assert tuned.choices["layer"] is first
+    layer(x[:4])
+    assert tuned.step() == {}  # not looked
+    assert tuned.step() == {"layer": "tokens of a rank went from 24 to 4"}
+    assert tuned.choices["layer"].pricing.shape.num_tokens == 4
+    favorite = layer.gate.weight.detach()[0].expand(4, M)  # every token likes expert 0 and what is like it
+    for _ in range(30):
+        layer(favorite)
+    (reason,) = {**tuned.step(), **tuned.step()}.values()
+    assert re.fullmatch(r"\d+% of the rows go to other experts", reason)
+    assert _told(tuned.choices["layer"].statistics) == [tuned.choices["layer"].statistics] * 2
+
+
+def _bad_input_is_refused() -> None:
+    grid = Grid(ep=2, device_type="cpu")
+    layer, x = _layer(grid), _tokens(grid)
+    with pytest.raises(ConfigError, match=re.escape("Linear has no MoELayer")):
+        autotune(torch.nn.Linear(2, 2), grid, x)
+    with pytest.raises(ConfigError, match="mesh is None"):
+        autotune(layer, None, x)
+    with pytest.raises(ConfigError, match="example is None"):
+        autotune(layer, grid)
+
+
+def test_choices_on_two_ranks(tmp_path: Path) -> None:
+    run_world(
+        [
+            _measured_choice_is_alike_and_changes_no_output,
+            _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds,
+            _drift_is_seen_by_all_and_priced_again,
+            _bad_input_is_refused,
+        ],
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.slow
+def test_choices_on_four_ranks_inside_mp_groups(tmp_path: Path) -> None:
+    run_world([_measured_choice_is_alike_and_changes_no_output], 4, tmp_path)
