@@ -50,15 +50,15 @@ SWAPPED = EP | DEEP | {"moe.swap_every": 1, "moe.swap_pairs": 2}
 ALIKE: dict[str, dict[str, Any]] = {
     "ep1": {"moe.expert_parallel": 1},
     "ep2": EP,
-    "ep2-fsdp": EP | FSDP,
-    "ep2-deep": EP | DEEP,
+    "ep2-fsdp": EP | FSDP | {"moe.chunks": (2, 4)},
+    "ep2-deep": EP | DEEP | {"moe.rows": "raw"},
     "ep2-zip": EP | FSDP | {"zip": "on"},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
     "swapping": SWAPPED | {"moe.rows": "int8"},
     "fsdp-bf16": EP | FSDP | DEEP | {"precision": "bf16", "accumulation": 2, "checkpoint.zip": True},
-    "agoq": EP | AGOQ,
+    "agoq": EP | AGOQ | {"moe.chunks": (2,), "moe.rows": "lossless"},
 }
 # What four processes do: every expert twice.
 FOUR: dict[str, dict[str, Any]] = {

@@ -99,7 +99,9 @@ def test_metrics_tell_what_experts_did(folder: Path) -> None:
         assert 0 < flat["moe_duplicate_rate"] < 0.5
         assert "moe_swaps" not in flat
     moe = json.loads((folder / "ep2-deep" / "summary.json").read_text())["moe"]
-    assert moe["experts"] == "experts: 2 layers over 2 processes, 1 of 1 stages, each row once per group"
+    assert moe["experts"] == "experts: 2 layers over 2 processes, depth 1 of 1, raw"
+    cut = [row["moe_schedule"] for row in read_metrics(folder / "ep2-fsdp") if "loss" in row]
+    assert cut == ["one all-to-all, raw, 2 chunks forward and 4 backward"] * 6
     assert [sum(load) for load in moe["last_step"]["loads"]] == [2 * tokens] * 2
     assert json.loads((folder / "plain" / "summary.json").read_text())["moe"] is None
 

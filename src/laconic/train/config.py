@@ -291,9 +291,12 @@ class MoEConfig:
     before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
     depth: int | None = None
     """Stages of the hierarchical all-to-all, 1 to the number of levels + 1; None means the largest."""
-    rows: Literal["exact", "int8"] = "exact"
-    """What travels to experts and back: rows as they are (shortened as `zip` says), or int8 blocks of 128, which rounds
-    them and their gradients."""
+    rows: Literal["exact", "raw", "lossless", "int8"] = "exact"
+    """What travels to experts and back. exact: rows bit for bit, shortened as `zip` says; raw: never; lossless: always.
+    int8: blocks of 128, which rounds rows and their gradients."""
+    chunks: tuple[int, ...] = ()
+    """Pieces that a layer is cut into, so that rows of one travel while another is computed: one number, or one for
+    forward and one for backward. Empty: layers are not cut."""
     capacity_factor: float | None = None
     """In training an expert takes at most this many times its even share of a process's micro-batch, tokens in order;
     the rest is dropped. None drops nothing."""
@@ -322,8 +325,8 @@ class MoEConfig:
                 value is None or (math.isfinite(value) and value >= 0), f"moe.{name}", value, "be finite and at least 0"
             )
         _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
-        names = ("dispatcher", "levels", "depth", "rows", "capacity_factor", "swap_every", "swap_pairs", "rates")
-        for name in names:
+        travel = ("dispatcher", "levels", "depth", "rows", "chunks", "capacity_factor")
+        for name in (*travel, "swap_every", "swap_pairs", "rates"):
             value = getattr(self, name)
             _require(
                 size is not None or value == MoEConfig.__dataclass_fields__[name].default,
@@ -336,6 +339,12 @@ class MoEConfig:
             "moe.depth",
             self.depth,
             "be at least 1 and come with moe.dispatcher = hierarchical",
+        )
+        _require(
+            len(self.chunks) <= 2 and all(number >= 1 for number in self.chunks),
+            "moe.chunks",
+            list(self.chunks),
+            "be one or two numbers of at least 1, as [2] or [2, 4]",
         )
         _require(
             factor is None or (math.isfinite(factor) and factor > 0),

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.collectives.codec import Blockwise
+from laconic.collectives.codec import Blockwise, Lossless
 from laconic.moe.capacity import capacity_of, dropped
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
+from laconic.moe.pipeline import PipelineSchedule
 from laconic.moe.routing import Routing
 from laconic.train.world import World
 
-__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "describe", "moved_rows"]
+__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "moved_rows", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ExpertMeter(Hook):
     def __init__(self, world: World, num_processes: int, levels: Sequence[int] = ()) -> None:
         """`num_processes`: EP, in groups of `levels` (numbers of groups, without the first and the last)."""
         self._world = world
-        self._num_processes = num_processes
+        self.num_processes = num_processes
         self._groups = (1, *(size for size in levels if 1 < size < num_processes), num_processes)
         self._place = world.rank % num_processes
         self._loads: dict[MoELayer, Tensor] = {}
@@ -93,13 +94,13 @@ class ExpertMeter(Hook):
         load = routing.counts().cpu()
         self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
         self._counts[0] += routing.num_dropped
-        if self._num_processes == 1:
+        if self.num_processes == 1:
             return
         experts = routing.experts if layer.placement is None else layer.placement(routing.experts)
-        ranks = experts // (routing.num_experts // self._num_processes)
+        ranks = experts // (routing.num_experts // self.num_processes)
         _, entries, rows, nbytes = self._parts()
         for level, num_groups in enumerate(self._groups[1:]):
-            group = ranks // (self._num_processes // num_groups)
+            group = ranks // (self.num_processes // num_groups)
             entries[level] += len(ranks)
             rows[level] += len(_distinct(routing.tokens * num_groups + group))
         dispatcher, row_nbytes = layer.dispatcher, _row_nbytes(layer.dispatcher, batch["x"])
@@ -122,7 +123,7 @@ class ExpertMeter(Hook):
             num_entries=tuple(entries.tolist()),
             num_rows=tuple(rows.tolist()),
             level_nbytes=tuple(nbytes.tolist()),
-            num_processes=self._num_processes,
+            num_processes=self.num_processes,
         )
 
     def clear(self) -> None:
@@ -150,17 +151,27 @@ class Capacity(Hook):
             batch["routing"] = dropped(routing, capacity, "position")
 
 
-def describe(layers: Sequence[MoELayer], num_processes: int) -> str:
-    """How the rows of `layers` travel, in a line."""
-    dispatcher = layers[0].dispatcher
+def schedule_of(layer: MoELayer) -> str:
+    """How a layer runs, in a few words: "depth 2 of 2, lossless, 2 chunks forward and 4 backward"."""
+    dispatcher, schedule = layer.dispatcher, layer.schedule
     if isinstance(dispatcher, LocalDispatcher):
-        return f"experts: {len(layers)} layers, all of them on every process"
-    way = (
-        f"{dispatcher.depth} of {dispatcher.levels.max_depth} stages, each row once per group"
-        if isinstance(dispatcher, HierarchicalDispatcher)
-        else "one all-to-all"
-    )
-    return f"experts: {len(layers)} layers over {num_processes} processes, {way}"
+        return "all of them on every process"
+    words = ["one all-to-all", _code_of(dispatcher)]
+    if isinstance(dispatcher, HierarchicalDispatcher):
+        words[0] = f"depth {dispatcher.depth} of {dispatcher.levels.max_depth}"
+    if isinstance(schedule, PipelineSchedule):
+        words.append(f"{schedule.forward} chunks forward and {schedule.backward} backward")
+    return ", ".join(words)
+
+
+def _code_of(dispatcher: Dispatcher) -> str:
+    """What rows are on the wire."""
+    codec = getattr(dispatcher, "codec", "raw")
+    if isinstance(codec, Blockwise):
+        return codec.format.code
+    if isinstance(codec, Lossless):
+        return "lossless"
+    return "lossless where it pays" if codec == "auto" else "raw"
 
 
 def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int], depth: int | None) -> list[int]:

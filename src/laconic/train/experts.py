@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic.collectives.codec import Blockwise, Codec, Raw
+from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.swap_period import SwapPeriod
 from laconic.errors import CheckpointError, ConfigError, ModelError
@@ -29,9 +29,11 @@ from laconic.moe.flat import FlatDispatcher
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, parallelize
+from laconic.moe.layer import Schedule
 from laconic.moe.moves import ExpertMover
+from laconic.moe.pipeline import PipelineSchedule
 from laconic.train.config import TrainConfig
-from laconic.train.expert_meter import Capacity, ExpertMeter, ExpertUse, describe
+from laconic.train.expert_meter import Capacity, ExpertMeter, ExpertUse, schedule_of
 from laconic.train.world import World
 from laconic.train.zipped import zip_codec
 
@@ -153,13 +155,20 @@ class SpreadExperts:
         """Forget what layers did before the first step."""
         self._meter.clear()
 
-    def after_step(self, done: int, skipped: bool) -> dict[str, float | int]:
+    @property
+    def schedule(self) -> str:
+        """How layers run, in a few words."""
+        return "; ".join(dict.fromkeys(map(schedule_of, self.model.layers.values())))
+
+    def after_step(self, done: int, skipped: bool) -> dict[str, float | int | str]:
         """Take the numbers of the step after which `done` steps are done, and move experts if that pays.
 
         All processes call it together and get the same fields for metrics.jsonl.
         """
         self._last = self._meter.take()
-        fields = {} if self._last is None else self._last.to_metrics()
+        fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
+        if self._last is not None:
+            fields |= self._last.to_metrics()
         if self._balancer is not None:
             balanced = None if skipped else self._balancer.step(done)
             self._num_swaps += 0 if balanced is None else len(balanced.swapped)
@@ -171,7 +180,7 @@ class SpreadExperts:
         return nullcontext() if self._mover is None else self._mover.logical_order()
 
     def __str__(self) -> str:
-        return describe(list(self.model.layers.values()), self._config.moe.expert_parallel or 1)
+        return f"experts: {len(self.model.layers)} layers over {self._meter.num_processes} processes, {self.schedule}"
 
     def summary(self) -> dict[str, Any]:
         """For summary.json: how rows travel, and what the last step's experts did."""
@@ -180,6 +189,7 @@ class SpreadExperts:
             "experts": str(self),
             "expert_parallel": self._config.moe.expert_parallel,
             "dispatcher": self._config.moe.dispatcher if self.model.grid is not None else "local",
+            "schedule": self.schedule,
             "num_levels": self._meter.num_levels,
             "swaps": self._num_swaps,
             "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
@@ -202,7 +212,12 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> Sprea
     # A process that refused bad logits would leave the others waiting; a loss that is not finite is skipped by all.
     try:
         spread = parallelize(
-            model, grid, dispatcher=lambda grid: _dispatcher(grid, config), hooks=hooks, check_logits=False
+            model,
+            grid,
+            dispatcher=lambda grid: _dispatcher(grid, config),
+            schedule=_schedule(config),
+            hooks=hooks,
+            check_logits=False,
         )
     except ModelError as error:
         raise ModelError(f"moe.expert_parallel is {size}, but {error}") from None
@@ -219,7 +234,11 @@ def _dispatcher(grid: Grid | None, config: TrainConfig) -> Dispatcher:
 
 def row_codec(config: TrainConfig) -> Codec | str:
     """What rows travel in."""
-    if config.moe.rows == "int8":
-        return Blockwise(_ROWS)
-    codec = zip_codec(config)
+    codecs: dict[str, Codec | str | None] = {"int8": Blockwise(_ROWS), "raw": Raw(), "lossless": Lossless()}
+    codec = codecs.get(config.moe.rows, zip_codec(config))
     return Raw() if codec is None else codec
+
+
+def _schedule(config: TrainConfig) -> Schedule | None:
+    chunks = config.moe.chunks
+    return PipelineSchedule(*chunks) if max(chunks, default=1) > 1 else None

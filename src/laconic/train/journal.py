@@ -49,7 +49,7 @@ class Journal:
         result: StepResult,
         seconds: float,
         trainer: Trainer,
-        of_experts: Mapping[str, float | int] | None = None,
+        of_experts: Mapping[str, float | int | str] | None = None,
     ) -> None:
         """Write down the step after which `done` steps are done; it took `seconds`. `of_experts`: more fields."""
         config = self._config

@@ -186,7 +186,7 @@ def _steps(
     for done in range(first_step + 1, config.steps + 1):
         started = time.perf_counter()
         result = trainer.step(done - 1, stop)
-        of_experts: dict[str, float | int] = {}
+        of_experts: dict[str, float | int | str] = {}
         if routers is not None:
             of_experts |= routers.after_step(result.skipped)
         if experts is not None:
