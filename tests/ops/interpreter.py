@@ -1,6 +1,7 @@
 """Tests of Triton kernels run on a GPU where there is one, else in Triton's interpreter.
 
-Triton decides at import whether it interprets, so without a GPU a file runs itself once more in a fresh process.
+Triton decides at import whether it interprets, so without a GPU `test_interpreted.py` runs these files once more, in
+one fresh process for all of them.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-starts_interpreter = pytest.mark.skipif(
-    INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process"
-)
-"""For the one test of a file that calls `run_interpreted`."""
-
 on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by the first test"
+    not INTERPRETED and not torch.cuda.is_available(), reason="runs in the interpreter, started by test_interpreted.py"
 )
-"""For all others."""
+"""For the tests that run kernels."""
+
+
+def slow_in_interpreter(*values: object) -> ParameterSet:
+    """Parameters of a test whose path another case of the test takes as well: in the interpreter it is slow."""
+    return pytest.param(*values, marks=[pytest.mark.slow] if INTERPRETED else [])
+
 
 numpy_may_warn = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """The interpreter computes with numpy, which warns where NaN, infinity and 64-bit wrap-around are meant to happen."""
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests of a file in a process with the interpreter; they must pass."""
+def run_interpreted(markers: str) -> None:
+    """Run the tests of Triton kernels that are marked so in a process with the interpreter; they must pass."""
+    files = sorted(Path(__file__).parent.glob("test_*triton.py"))
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", file],
+        [sys.executable, "-m", "pytest", "-q", "--timeout=280", "-p", "no:cacheprovider", "-m", markers, *files],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,

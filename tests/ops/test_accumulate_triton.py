@@ -7,7 +7,7 @@ import torch
 
 from laconic.ops import reference
 from tests.ops.cases import DTYPES
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device
 from tests.ops.test_accumulate import Store, awkward_gradients, same_store
 
 triton = pytest.importorskip("triton")
@@ -19,11 +19,6 @@ def moved(store: Store, device: str) -> Store:
     other = store.copy()
     other.parts = tuple(None if part is None else part.to(device) for part in other.parts)
     return other
-
-
-@starts_interpreter
-def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
-    run_interpreted(__file__)
 
 
 @on_device

@@ -10,16 +10,11 @@ import torch
 from laconic.ops import reference
 from tests.ops.adamw_cases import Case, awkward_gradients, follow, new_case, quantized
 from tests.ops.cases import DTYPES, same_bits
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device
 
 triton = pytest.importorskip("triton")
 
 pytestmark = numpy_may_warn
-
-
-@starts_interpreter
-def test_interpreted_kernel_passes_all_tests_of_this_file() -> None:
-    run_interpreted(__file__)
 
 
 def assert_same(case: Case, where: object, num_steps: int = 2, **options: object) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from laconic.ops import reference
 from laconic.ops.lossless import DTYPE_NUMBERS, Status
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, slow_in_interpreter
 from tests.ops.test_lossless_native import GUARD, _with_header_sum, awkward_tensors, bits, cast, message_of
 
 triton = pytest.importorskip("triton")
@@ -16,13 +16,11 @@ DTYPES = tuple(DTYPE_NUMBERS)
 pytestmark = numpy_may_warn
 
 
-@starts_interpreter
-def test_interpreted_kernels_pass_all_tests_of_this_file() -> None:
-    run_interpreted(__file__)
+TYPICAL = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [d if d in TYPICAL else slow_in_interpreter(d) for d in DTYPES], ids=str)
 def test_messages_are_the_references_and_come_back(dtype: torch.dtype) -> None:
     from laconic.ops.triton import lossless
 
@@ -95,7 +93,7 @@ def test_programs_that_write_several_blocks_write_the_same(monkeypatch: pytest.M
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *map(slow_in_interpreter, (torch.float32, torch.float16))], ids=str)
 def test_damage_has_the_references_status(dtype: torch.dtype) -> None:
     # Every byte of the front, some behind it; the front of a damaged directory is made to fit its checksum again, so
     # that the decoder walks payloads by lists that nobody wrote.
