@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from laconic.collectives import Raw
+from laconic.collectives import Lossless, Raw, audit, native
 from laconic.errors import ConfigError, FormatError
 from laconic.moe import collectives
 from laconic.moe.grid import Grid, GridLayout
@@ -56,6 +56,45 @@ def values_are_those_of_the_definitions() -> None:
     counts = torch.arange(world * 2).view(world, 2) + 100 * rank
     expected = torch.stack([torch.arange(world * 2).view(world, 2)[rank] + 100 * source for source in range(world)])
     assert torch.equal(collectives.exchange_counts(counts, group), expected)
+
+
+def messages_say_how_long_they_are() -> None:
+    group, rank, world = world_group(), dist.get_rank(), dist.get_world_size()
+    head = native._HEAD_NBYTES - 8
+
+    def message(number: int, source: int, target: int) -> Tensor:
+        length = (0, 7, head, head + 1, 3 * head)[(source + 2 * target + number) % 5]
+        generator = torch.Generator().manual_seed(10 * source + target)
+        return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
+
+    for number in range(5):
+        received = native.all_to_all_told([message(number, rank, target) for target in range(world)], group)
+        for source, found in enumerate(received):
+            assert torch.equal(found, message(number, source, rank))
+
+
+def rows_that_all_know_of_need_no_announcement() -> None:
+    group, rank, world = world_group(), dist.get_rank(), dist.get_world_size()
+    # Rank 0 sends nothing; from 1 on, ever more to ranks further on.
+    table = [[source * (target + 1) for target in range(world)] for source in range(world)]
+    x = of_rank(rank, sum(table[rank]), 5).float().requires_grad_()
+    expected = torch.cat([of_rank(source, sum(row), 5).float().split(row)[rank] for source, row in enumerate(table)])
+    received = [row[rank] for row in table]
+    for codec in (RAW, Lossless(), "auto"):
+        audit.reset()
+        rows = collectives.all_to_all_rows(x, received, table[rank], group, codec=codec, table=table)
+        assert torch.equal(rows, expected)
+        (entry,) = audit.snapshot().entries
+        away = sum(table[rank]) - table[rank][rank]
+        assert entry.raw_nbytes == away * 5 * 4
+        if codec is RAW:
+            assert entry.sent_nbytes == entry.raw_nbytes
+        (grad,) = torch.autograd.grad(rows.square().sum(), x)
+        assert torch.equal(grad, 2 * x.detach())
+    if rank == 1:  # what ranks say themselves is compared with the table before anything is sent
+        table[rank][0] += 1
+        with pytest.raises(FormatError, match="table says that rank 1 of the group sends"):
+            collectives.all_to_all_rows(x.detach(), received, [1, *table[rank][1:]], group, codec=RAW, table=table)
 
 
 def linear_maps_have_their_adjoints() -> None:
@@ -182,6 +221,8 @@ COLLECTIVES = [
     copies_have_the_gradients_of_one_tensor,
     gradients_of_gradients_travel,
     a_replicated_call_adds_the_gradients_of_parameters,
+    messages_say_how_long_they_are,
+    rows_that_all_know_of_need_no_announcement,
     sizes_that_do_not_fit_are_refused,
     groups_are_those_of_the_layout,
     levels_are_those_of_the_layout,

@@ -99,7 +99,7 @@ def find_splits(name: str, splits: Sequence[int] | None, x: Tensor, world: int) 
 
 
 def numels_of(splits: Sequence[int], x: Tensor) -> list[int]:
-    row_numel = x.numel() // x.shape[0] if x.dim() and x.shape[0] else 0
+    row_numel = x.shape[1:].numel() if x.dim() else 0
     return [rows * row_numel for rows in splits]
 
 

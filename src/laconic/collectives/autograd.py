@@ -22,6 +22,7 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     *,
     codec: Codec | str = "auto",
+    table: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """Send rows of `x` to every rank of `group`, W of them, and give back what they sent, differentiably.
 
@@ -32,11 +33,12 @@ def all_to_all(
         group: the default group if None.
         codec: as in `operations.all_to_all`; gradients travel over it too, the other way. A lossy one makes both
             inexact.
+        table: rows from each rank to each, [from][to], if all ranks know them; saves telling.
 
     Returns [sum(output_splits), ...] with the rows of rank 0 first. All ranks call it, and if the gradient of one is
     needed, all of them run backward through it; with a lossless codec it is linear and its gradient exact.
     """
-    result: Tensor = _AllToAll.apply(x, output_splits, input_splits, group, codec)
+    result: Tensor = _AllToAll.apply(x, output_splits, input_splits, group, codec, table)
     return result
 
 
@@ -49,15 +51,16 @@ class _AllToAll(torch.autograd.Function):
         input_splits: Sequence[int] | None,
         group: dist.ProcessGroup | None,
         codec: Codec | str,
+        table: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        ctx.reverse = (input_splits, output_splits, group, codec)
-        return _exchanged(x, output_splits, input_splits, group, codec)
+        ctx.reverse = (input_splits, output_splits, group, codec, table and list(zip(*table, strict=True)))
+        return _exchanged(x, output_splits, input_splits, group, codec, table)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         # Through apply, so that gradients of gradients travel as well.
-        return _AllToAll.apply(grad, *ctx.reverse), None, None, None, None
+        return _AllToAll.apply(grad, *ctx.reverse), None, None, None, None, None
 
 
 def _exchanged(
@@ -66,9 +69,10 @@ def _exchanged(
     input_splits: Sequence[int] | None,
     group: dist.ProcessGroup | None,
     codec: Codec | str,
+    table: Sequence[Sequence[int]] | None,
 ) -> Tensor:
     num_rows = len(x) if output_splits is None else sum(output_splits)
     output = x.new_empty(num_rows, *x.shape[1:])
     output_splits, input_splits = (None if s is None else list(s) for s in (output_splits, input_splits))
-    operations.all_to_all(output, x.contiguous(), output_splits, input_splits, group, codec=codec)
+    operations.all_to_all(output, x.contiguous(), output_splits, input_splits, group, codec=codec, table=table)
     return output

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
+from laconic.collectives import audit, native
 from laconic.collectives.agreement import Settings
-from laconic.collectives.codec import Codec, Raw
+from laconic.collectives.codec import Codec, Raw, bytes_of
 from laconic.collectives.notices import Peers
 from laconic.collectives.overlap import overlap
 from laconic.collectives.pieces import (
@@ -26,7 +26,7 @@ from laconic.collectives.pieces import (
 )
 from laconic.collectives.route import Route, find_route, finish, slices
 from laconic.collectives.wire import WIRE_VERSION, Outgoing, Wire
-from laconic.errors import ConfigError
+from laconic.errors import CollectiveError, ConfigError
 
 __all__ = ["REDUCIBLE", "Exchange"]
 
@@ -84,15 +84,27 @@ class Exchange:
         self._all_to_all(wire, self._route(wire, self.world * numel), received, sent, numel)
 
     def all_to_all_uneven(
-        self, received: Sequence[Tensor], sent: Sequence[Tensor], out: Sequence[int], into: Sequence[int]
+        self,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        out: Sequence[int],
+        into: Sequence[int],
+        table: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """The same with lengths of their own, `out` and `into`.
 
+        table: elements from each rank to each, [from][to], where all know them; None: they tell each other first.
         Raises ConfigError, on every rank, if what one sends is not what another expects.
         """
-        wire = self._wire(splits="uneven")
-        wire.agree()
-        table = self._splits_of_all(out, into)
+        if table is not None and isinstance(self.codec, Raw):
+            self._all_to_all_unannounced(received, sent)
+            return
+        if table is not None:
+            wire = self._wire(splits=max(map(max, table)))
+        else:
+            wire = self._wire(splits="uneven")
+            wire.agree()
+            table = self._splits_of_all(out, into)
         route = self._route(wire, max(map(sum, table)))
         self._all_to_all(wire, route, received, sent, max(map(max, table)))
 
@@ -108,6 +120,18 @@ class Exchange:
 
         self._run(wire, route, map(piece, self._slices(route, longest)))
         received[me].copy_(sent[me])
+
+    def _all_to_all_unannounced(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Bytes as they are, and nothing else: every two ranks know what travels between them."""
+        try:
+            native.all_to_all_uneven([bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group).wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"one of ranks {list(self.ranks)} ended or stopped during {self.function}; see what it says, and start"
+                " again from a checkpoint"
+            ) from error
+        nbytes = sum(x.nbytes for place, x in enumerate(sent) if place != self.place)
+        audit.record(self.function, self.dtype, nbytes, nbytes, Raw().name, "asked for", 0.0)
 
     def _splits_of_all(self, out: Sequence[int], into: Sequence[int]) -> list[list[int]]:
         """Elements that each rank sends to each, [from][to]."""

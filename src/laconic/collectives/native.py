@@ -10,11 +10,12 @@ all-to-all handles one peer after the other and uses a full-duplex link for 55 %
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +24,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_told",
     "all_to_all_uneven",
     "count_sent",
     "in_background",
@@ -63,6 +65,55 @@ def all_to_all_uneven(received: list[Tensor], sent: list[Tensor], group: dist.Pr
     return _started(dist.all_to_all(received, sent, group=group, async_op=True))
 
 
+_HEAD_NBYTES = 1 << 15
+"""What a message that says its own length may have in its first part; buffers of so much stand ready for each peer."""
+
+
+def all_to_all_told(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """sent[r], contiguous uint8 of any length, goes to rank r; returns what came from each, which said its length.
+
+    Waits. One round for short messages on CPU tensors: gloo delivers a message into a longer buffer. Longer ones have a
+    second part, which is offered at once as well. On other devices lengths travel first.
+    """
+    rank, world = group.rank(), group.size()
+    if sent[rank].device.type != "cpu":
+        return _told_on_device(sent, group)
+    count_sent(sum(8 + x.numel() for place, x in enumerate(sent) if place != rank))
+    tag, more = _next_tag(group), _next_tag(group)
+    froms = [(rank - distance) % world for distance in range(1, world)]
+    buffers = {peer: torch.empty(_HEAD_NBYTES, dtype=torch.uint8) for peer in froms}
+    heads = {peer: group.recv([buffer], peer, tag) for peer, buffer in buffers.items()}
+    sends = []
+    for peer in froms[::-1]:
+        said = torch.tensor([sent[peer].numel()]).view(torch.uint8)
+        sends.append(group.send([torch.cat((said, sent[peer][: _HEAD_NBYTES - 8]))], peer, tag))
+        if sent[peer].numel() > _HEAD_NBYTES - 8:
+            sends.append(group.send([sent[peer][_HEAD_NBYTES - 8 :]], peer, more))
+    received, tails = list(sent), {}
+    for peer, head in heads.items():
+        head.wait()
+        length = int(buffers[peer][:8].view(torch.int64))
+        received[peer] = buffers[peer][8 : 8 + length]
+        if length > _HEAD_NBYTES - 8:
+            tail = torch.empty(length - (_HEAD_NBYTES - 8), dtype=torch.uint8)
+            tails[peer] = tail, group.recv([tail], peer, more)
+    for peer, (tail, work) in tails.items():
+        work.wait()
+        received[peer] = torch.cat((received[peer], tail))
+    for work in sends:
+        work.wait()
+    return received
+
+
+def _told_on_device(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    lengths = torch.tensor([[x.numel()] for x in sent], device=sent[0].device)
+    told = torch.empty_like(lengths)
+    all_to_all(told, lengths, group).wait()
+    received = [sent[0].new_empty(length) for length in told.flatten().tolist()]
+    all_to_all_uneven(received, list(sent), group).wait()
+    return received
+
+
 def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Started:
     """Row r of `gathered` [W, ...] becomes rank r's `mine` [...]."""
     count_sent(mine.nbytes * (group.size() - 1))
@@ -101,15 +152,19 @@ class _Exchange:
 
 def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> _Exchange:
     rank, world = group.rank(), group.size()
-    number = _num_exchanges.get(group, 0)
-    _num_exchanges[group] = number + 1
-    tag = _FIRST_TAG + number % _NUM_TAGS
+    tag = _next_tag(group)
     # Each rank begins with another peer, so that no rank is sent to by all others at once.
     froms = [(rank - distance) % world for distance in range(1, world)]
     works = [group.recv([received[peer]], peer, tag) for peer in froms]
     works += [group.send([sent[peer]], peer, tag) for peer in froms[::-1]]
     received[rank].copy_(sent[rank])
     return _Exchange(works)
+
+
+def _next_tag(group: dist.ProcessGroup) -> int:
+    number = _num_exchanges.get(group, 0)
+    _num_exchanges[group] = number + 1
+    return _FIRST_TAG + number % _NUM_TAGS
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -149,6 +149,7 @@ def all_to_all(
     *,
     codec: Codec | str = "auto",
     async_op: bool = False,
+    table: Sequence[Sequence[int]] | None = None,
 ) -> Work[Tensor]:
     """Each rank sends a part of `input` to each rank and gets a part of `output` from each.
 
@@ -156,6 +157,8 @@ def all_to_all(
         output, input: [n, ...], same dtype, in the order of ranks.
         output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None.
         group: a process group of W ranks, or TwoLevel (equal parts only).
+        table: rows from each rank to each, [from][to], if all ranks know them: they need not tell each other, and over
+            Raw() nothing but rows travels. It must say what the split sizes say.
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
@@ -178,6 +181,15 @@ def all_to_all(
         expected = find_splits("output_split_sizes", output_split_sizes, output, world)
         offered = find_splits("input_split_sizes", input_split_sizes, input, world)
         received, sent = list(out.split(numels_of(expected, output))), list(into.split(numels_of(offered, input)))
+        if table is not None:
+            me = groups[0].rank()
+            if list(table[me]) != list(offered) or [row[me] for row in table] != list(expected):
+                raise FormatError(
+                    f"table says that rank {me} of the group sends {list(table[me])} rows and gets"
+                    f" {[row[me] for row in table]}, but split sizes say {list(offered)} and {list(expected)}; they"
+                    " must be the same"
+                )
+            table = [numels_of(row, input) for row in table]
 
     def job(groups: Groups) -> Tensor:
         if len(groups) == 2:
@@ -185,7 +197,8 @@ def all_to_all(
         elif even:
             call.on(groups[0]).all_to_all(received, sent)
         else:
-            call.on(groups[0]).all_to_all_uneven(received, sent, numels_of(expected, output), numels_of(offered, input))
+            sizes = numels_of(expected, output), numels_of(offered, input)
+            call.on(groups[0]).all_to_all_uneven(received, sent, *sizes, table)
         return output
 
     return call.run(job, lambda: received[0].copy_(sent[0]), output, async_op)

@@ -17,17 +17,18 @@ values and gradients inexact. Gradients of gradients travel the same ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.collectives import operations
+from laconic.collectives import native, operations
 from laconic.collectives.autograd import all_to_all
-from laconic.collectives.codec import Codec, Raw
-from laconic.errors import FormatError
+from laconic.collectives.codec import Codec
+from laconic.errors import CollectiveError, FormatError
 
 __all__ = [
     "all_gather",
@@ -36,6 +37,7 @@ __all__ = [
     "all_to_all_rows",
     "exchange_counts",
     "gather",
+    "losses_named",
     "reduce_scatter",
     "replicate",
     "replicated_call",
@@ -54,18 +56,36 @@ def all_to_all_rows(
     group: dist.ProcessGroup,
     *,
     codec: AnyCodec = "auto",
+    table: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Rows [sum(input_splits), ...] to the ranks of `group`; returns [sum(output_splits), ...], rank 0's rows first."""
+    """Rows [sum(input_splits), ...] to the ranks of `group`; returns [sum(output_splits), ...], rank 0's rows first.
+
+    table: rows from each rank to each, [from][to], if all ranks know them; saves two rounds of short messages.
+    """
     if group.size() == 1:
         return rows
-    return all_to_all(rows, output_splits, input_splits, group, codec=codec)
+    return all_to_all(rows, output_splits, input_splits, group, codec=codec, table=table)
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """counts int64 [W, n]: row r goes to rank r. Returns int64 [W, n], row r from rank r. Not differentiable."""
     received = torch.empty_like(counts)
-    operations.all_to_all(received, counts.contiguous(), group=group, codec=Raw())
+    with losses_named(group):
+        native.all_to_all(received, counts.contiguous(), group).wait()
     return received
+
+
+@contextmanager
+def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
+    """What fails inside because a rank of `group` is lost becomes a CollectiveError that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise CollectiveError(
+            f"one of ranks {ranks} ended or stopped while they exchanged rows of experts; see what it says, and start"
+            " again from a checkpoint"
+        ) from error
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:

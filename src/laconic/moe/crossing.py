@@ -9,7 +9,7 @@ are permuted and never added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit, native, operations
-from laconic.collectives.codec import Codec, Raw
-from laconic.errors import CollectiveError
+from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.moe.collectives import losses_named
 from laconic.moe.legs import Held, Leg, arrive, leave
 from laconic.moe.levels import Stage
 from laconic.moe.rows import accumulation_dtype, sum_picked
 
-__all__ = ["Crossing", "carry_down", "carry_up", "cross", "down", "exchange_ids", "exchange_sizes", "up"]
+__all__ = [
+    "Arriving",
+    "Crossing",
+    "carry_down",
+    "carry_up",
+    "cross",
+    "down",
+    "exchange_ids",
+    "send_down",
+    "up",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class Crossing:
     """Rows that come from each place."""
     entry_splits: list[int]
     """Assignments that come from each place."""
+    table: list[list[int]] | None = None
+    """Rows from each place to each, [from][to], where all places know them: codecs then need no round to tell."""
 
 
 def cross(held: Held, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup) -> tuple[Crossing, Held]:
@@ -48,17 +60,15 @@ def cross(held: Held, stage: Stage, experts_per_rank: int, group: dist.ProcessGr
     Returns the stage, and what this rank is going to hold after it. All peers call it together.
     """
     leg = leave(held, stage, experts_per_rank)
-    sent = torch.tensor([leg.row_splits, leg.entry_splits], device=leg.ids.device).T.contiguous()
-    row_splits, entry_splits = exchange_sizes(sent, group).T.tolist()
-    ids = exchange_ids(leg, entry_splits, group)
-    return Crossing(group, leg, row_splits, entry_splits), arrive(ids, sum(row_splits))
-
-
-def exchange_sizes(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Row p of int64 [fanout, n] goes to place p; returns what came, row p from place p."""
-    received = torch.empty_like(sent)
-    _wait_for([native.all_to_all(received, sent, group)], group)
-    return received
+    # Along with the ids goes how many rows this rank sends to each place, so that all know what all send.
+    front = bytes_of(torch.tensor(leg.row_splits, device=leg.ids.device))
+    parts = leg.ids.split(leg.entry_splits)
+    with losses_named(group):
+        told = native.all_to_all_told([torch.cat((front, bytes_of(part))) for part in parts], group)
+    table = torch.stack([one[: len(front)] for one in told]).view(torch.int64).tolist()
+    ids = [one[len(front) :].view(leg.ids.dtype) for one in told]
+    crossing = Crossing(group, leg, [row[group.rank()] for row in table], [len(one) for one in ids], table)
+    return crossing, arrive(torch.cat(ids), sum(crossing.row_splits))
 
 
 def exchange_ids(leg: Leg, entry_splits: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -68,14 +78,16 @@ def exchange_ids(leg: Leg, entry_splits: list[int], group: dist.ProcessGroup) ->
     return ids
 
 
-def down(rows: Tensor, weights: Tensor, crossing: Crossing, codec: Codec | str) -> tuple[Tensor, Tensor]:
+def down(
+    rows: Tensor, weights: Tensor, crossing: Crossing, codec: Codec | str, started: Arriving | None = None
+) -> tuple[Tensor, Tensor]:
     """Send rows [n, M] to every place that needs them, with the weights [a] of their assignments there.
 
     Returns rows [m, M] and weights [b] as they come: by place, then in the sender's order. Differentiable, see
     [Note: transposes]; if one peer goes backward through it, all of them do. A codec that is not lossless makes values
-    and gradients inexact.
+    and gradients inexact. `started`: what `send_down` returned for the same arguments, if they are on their way.
     """
-    result: tuple[Tensor, Tensor] = _Carried.apply(rows, weights, crossing, codec, True)
+    result: tuple[Tensor, Tensor] = _Carried.apply(rows, weights, crossing, codec, True, started)
     return result
 
 
@@ -84,35 +96,62 @@ def up(rows: Tensor, crossing: Crossing, codec: Codec | str) -> Tensor:
 
     A row that went nowhere gets zeros. Differentiable as `down` is.
     """
-    result: tuple[Tensor, Tensor | None] = _Carried.apply(rows, None, crossing, codec, False)
+    result: tuple[Tensor, Tensor | None] = _Carried.apply(rows, None, crossing, codec, False, None)
     return result[0]
+
+
+Arriving = Callable[[], tuple[Tensor, Tensor | None]]
+"""Waits for rows and weights."""
+
+
+@torch.no_grad()
+def send_down(rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str) -> Arriving:
+    """Start `carry_down`; call what it returns to have the result. Rows that a codec shortens travel only then."""
+    leg, group, works, weights_in = crossing.leg, crossing.group, [], None
+    if weights is not None:
+        weights_in = weights.new_empty(sum(crossing.entry_splits))
+        sent = weights.index_select(0, leg.entries)
+        works.append(_start(weights_in, sent, crossing.entry_splits, leg.entry_splits, group))
+    sent_rows = rows.index_select(0, leg.rows)
+    splits = crossing.row_splits, leg.row_splits
+    rows_in = rows.new_empty(sum(crossing.row_splits), *rows.shape[1:])
+    is_raw = isinstance(codec, Raw)
+    if is_raw:
+        works.append(_start_rows(rows_in, sent_rows, *splits, group))
+
+    def arrive() -> tuple[Tensor, Tensor | None]:
+        if not is_raw:
+            operations.all_to_all(rows_in, sent_rows, *splits, group, codec=codec, table=crossing.table)
+        _wait_for(works, group)
+        return rows_in, weights_in
+
+    return arrive
 
 
 def carry_down(
     rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str
 ) -> tuple[Tensor, Tensor | None]:
     """`down` without autograd; weights may stay at home."""
-    leg, works, weights_in = crossing.leg, [], None
-    if weights is not None:
-        weights_in = weights.new_empty(sum(crossing.entry_splits))
-        sent = weights.index_select(0, leg.entries)
-        works.append(_start(weights_in, sent, crossing.entry_splits, leg.entry_splits, crossing.group))
-    sent = rows.index_select(0, leg.rows)
-    rows_in = _moved(sent, crossing.row_splits, leg.row_splits, crossing.group, codec)
-    _wait_for(works, crossing.group)
-    return rows_in, weights_in
+    return send_down(rows, weights, crossing, codec)()
 
 
+@torch.no_grad()
 def carry_up(
     rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str
 ) -> tuple[Tensor, Tensor | None]:
     """`up` without autograd, and weights [b] back to the assignments [a] that they belong to, if there are any."""
-    leg, works, weights_out = crossing.leg, [], None
+    leg, group, works, weights_out = crossing.leg, crossing.group, [], None
     if weights is not None:
         back = weights.new_empty(len(leg.entries))
-        works.append(_start(back, weights, leg.entry_splits, crossing.entry_splits, crossing.group))
-    rows_back = _moved(rows, leg.row_splits, crossing.row_splits, crossing.group, codec)
-    _wait_for(works, crossing.group)
+        works.append(_start(back, weights, leg.entry_splits, crossing.entry_splits, group))
+    rows_back = rows.new_empty(sum(leg.row_splits), *rows.shape[1:])
+    splits = leg.row_splits, crossing.row_splits
+    if isinstance(codec, Raw):
+        works.append(_start_rows(rows_back, rows, *splits, group))
+    else:
+        table = None if crossing.table is None else [list(sizes) for sizes in zip(*crossing.table, strict=True)]
+        operations.all_to_all(rows_back, rows.contiguous(), *splits, group, codec=codec, table=table)
+    _wait_for(works, group)
     if weights is not None:
         weights_out = torch.empty_like(back).scatter_(0, leg.entries, back)
     return _added(rows_back, leg), weights_out
@@ -135,57 +174,47 @@ class _Carried(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: Codec | str, is_down: bool
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor | None,
+        crossing: Crossing,
+        codec: Codec | str,
+        is_down: bool,
+        started: Arriving | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.crossing, ctx.codec, ctx.is_down, ctx.weighted = crossing, codec, is_down, weights is not None
+        if started is not None:
+            return started()
         return (carry_down if is_down else carry_up)(rows, weights, crossing, codec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = (ctx.crossing, ctx.codec, not ctx.is_down)
-        return *_Carried.apply(grads[0], grads[1] if ctx.weighted else None, *back), None, None, None
+        back = (ctx.crossing, ctx.codec, not ctx.is_down, None)
+        return *_Carried.apply(grads[0], grads[1] if ctx.weighted else None, *back), None, None, None, None
 
 
 # --- messages ---
 
 
-def _moved(
-    sent: Tensor, received_splits: list[int], sent_splits: list[int], group: dist.ProcessGroup, codec: Codec | str
-) -> Tensor:
-    """Rows [n, M] to and from all places; the codec's way, or at once where there is none."""
-    sent = sent.contiguous()
-    received = sent.new_empty(sum(received_splits), *sent.shape[1:])
-    if isinstance(codec, Raw):
-        # Sizes are known to both sides, so the messages need no introduction.
-        _wait_for([_start(received, sent, received_splits, sent_splits, group)], group)
-        away = sum(sent_splits) - sent_splits[group.rank()]
-        nbytes = away * sent.shape[1] * sent.itemsize
-        audit.record("all_to_all", sent.dtype, nbytes, nbytes, codec.name, "asked for", 0.0)
-    else:
-        operations.all_to_all(received, sent, received_splits, sent_splits, group, codec=codec)
-    return received
+def _start_rows(
+    received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int], group: dist.ProcessGroup
+) -> native.Started:
+    """As they are: sizes are known to both sides, so the messages need no introduction."""
+    away = sum(sent_splits) - sent_splits[group.rank()]
+    nbytes = away * sent.shape[1] * sent.itemsize
+    audit.record("all_to_all", sent.dtype, nbytes, nbytes, Raw().name, "asked for", 0.0)
+    return _start(received, sent, received_splits, sent_splits, group)
 
 
 def _start(
     received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int], group: dist.ProcessGroup
 ) -> native.Started:
-    sent = sent.contiguous()
-    parts = zip(received.split(received_splits), sent.split(sent_splits), strict=True)
-    into, out = zip(*((_bytes(a), _bytes(b)) for a, b in parts), strict=True)
+    parts = zip(received.split(received_splits), sent.detach().contiguous().split(sent_splits), strict=True)
+    into, out = zip(*((bytes_of(a), bytes_of(b)) for a, b in parts), strict=True)
     return native.all_to_all_uneven(list(into), list(out), group)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).view(torch.uint8)
-
-
 def _wait_for(works: Sequence[native.Started], group: dist.ProcessGroup) -> None:
-    try:
+    with losses_named(group):
         for work in works:
             work.wait()
-    except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        raise CollectiveError(
-            f"one of ranks {ranks} ended or stopped while they exchanged rows of experts; see what it says, and start"
-            " again from a checkpoint"
-        ) from error

@@ -43,20 +43,26 @@ class Arrival:
     """int64 [q]: row j in the order of experts arrives as row index[j]."""
     inverse: Tensor
     """int64 [q]: the inverse of `index`."""
+    table: list[list[int]]
+    """Rows from each place to each, [from][to]."""
 
     @staticmethod
     def agree(counts: Tensor, num_shards: int, group: dist.ProcessGroup) -> Arrival:
         """Tell all ranks of `group` how many rows come: counts int64 [E], this rank's rows by expert."""
         world = group.size()
         by_place = counts.view(world // num_shards, 1, -1).expand(-1, num_shards, -1).reshape(world, -1)
-        arriving = exchange_counts(by_place, group)
-        sent, received = torch.stack([by_place.sum(1), arriving.sum(1)]).tolist()
+        sizes = by_place.sum(1)  # go along, so that every rank knows what all send
+        told = exchange_counts(torch.cat((by_place, sizes.expand(world, -1)), 1), group)
+        arriving = told[:, :-world]
+        table = told[:, -world:].tolist()
+        me = group.rank()
+        sent, received = table[me], [row[me] for row in table]
         num_experts = by_place.shape[1]
         experts = torch.arange(num_experts, device=counts.device).repeat(world)
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         index = torch.argsort(experts, stable=True)
         inverse = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device=index.device))
-        return Arrival(sent, received, arriving.sum(0), index, inverse)
+        return Arrival(sent, received, arriving.sum(0), index, inverse, table)
 
 
 class FlatDispatcher:
@@ -105,13 +111,15 @@ class FlatDispatcher:
     def send(self, rows: Tensor, arrival: Arrival) -> Tensor:
         """Rows [a, M] sorted by expert, to their experts: [q, M] sorted by expert."""
         rows = copied(rows, arrival.sent[:: self.num_shards], self.num_shards)
-        rows = all_to_all_rows(rows, arrival.received, arrival.sent, self.group, codec=self.codec)
+        table = arrival.table
+        rows = all_to_all_rows(rows, arrival.received, arrival.sent, self.group, codec=self.codec, table=table)
         return permuted(rows, arrival.index, arrival.inverse)
 
     def send_back(self, rows: Tensor, arrival: Arrival) -> Tensor:
         """Outputs [q, M] to where the rows came from: [a, M], shards added up."""
         rows = permuted(rows, arrival.inverse, arrival.index)
-        rows = all_to_all_rows(rows, arrival.sent, arrival.received, self.group, codec=self.codec)
+        back = list(zip(*arrival.table, strict=True))
+        rows = all_to_all_rows(rows, arrival.sent, arrival.received, self.group, codec=self.codec, table=back)
         return added_up(rows, arrival.sent[:: self.num_shards], self.num_shards)
 
 

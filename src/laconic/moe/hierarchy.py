@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
-from laconic.moe.crossing import Crossing, cross, down, up
+from laconic.moe.crossing import Crossing, cross, down, send_down, up
 from laconic.moe.dispatch import Dispatched
 from laconic.moe.flat import attached, num_local_experts
 from laconic.moe.legs import Held
@@ -116,13 +116,15 @@ class HierarchicalDispatcher:
         """See `Dispatcher.dispatch`. Raises RoutingError if the experts cannot be spread evenly over the ranks."""
         experts_per_rank = num_local_experts(routing.num_experts, self.levels.num_ranks)
         held = Held(routing.num_tokens, routing.tokens, routing.experts)
-        crossings = []
+        rows, weights, crossings, started = x, routing.weights, list[Crossing](), None
         for stage, group in self.stages():
+            # Ranks talk about a stage while the rows of the one before travel.
             crossing, held = cross(held, stage, experts_per_rank, group)
+            if crossings:
+                rows, weights = down(rows, weights, crossings[-1], self.codec, started)
+            started = send_down(rows, weights, crossing, self.codec)
             crossings.append(crossing)
-        rows, weights = x, routing.weights
-        for crossing in crossings:
-            rows, weights = down(rows, weights, crossing, self.codec)
+        rows, weights = down(rows, weights, crossings[-1], self.codec, started)
         self.traffic = tuple(traffic_of(crossing, x, weights) for crossing in crossings)
         local = Routing(
             held.rows,

@@ -132,7 +132,8 @@ def _sent(rows: Tensor, plan: SaaPlan) -> Tensor:
     sent, received = plan.arrival.sent, plan.arrival.received
     outgoing = copied(rows.index_select(0, plan.own), sent[:: plan.num_shards], plan.num_shards)
     output = rows.new_empty(sum(received), rows.shape[1])
-    operations.all_to_all(output, outgoing, received, sent, plan.joint, codec=plan.codec)
+    table = plan.arrival.table
+    operations.all_to_all(output, outgoing, received, sent, plan.joint, codec=plan.codec, table=table)
     return output
 
 

@@ -44,13 +44,15 @@ def traffic_of(crossing: Crossing, rows: Tensor, weights: Tensor) -> LevelTraffi
     leg, me = crossing.leg, crossing.group.rank()
     num_rows, num_entries = sum(leg.row_splits), sum(leg.entry_splits)
     sent_rows, sent_entries = num_rows - leg.row_splits[me], num_entries - leg.entry_splits[me]
+    others = len(leg.row_splits) - 1
+    sizes = others * 8 * (1 + len(leg.row_splits))  # each message's length, and the rows to all places
     return LevelTraffic(
         num_entries=num_entries,
         num_rows=num_rows,
         num_sent_entries=sent_entries,
         num_sent_rows=sent_rows,
         row_nbytes=sent_rows * rows.shape[1] * rows.itemsize,
-        id_nbytes=sent_entries * (leg.ids.itemsize + weights.itemsize) + 16 * (len(leg.row_splits) - 1),
+        id_nbytes=sent_entries * (leg.ids.itemsize + weights.itemsize) + sizes,
     )
 
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
-from laconic.moe.crossing import Crossing, carry_down, carry_up, exchange_ids, exchange_sizes
+from laconic.moe.collectives import exchange_counts
+from laconic.moe.crossing import Crossing, carry_down, carry_up, exchange_ids
 from laconic.moe.flat import num_local_experts
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.legs import Held, Leg, arrive, leave
@@ -69,7 +70,7 @@ class _StageCut:
         """All peers of the stage call it together."""
         leg, num_slices = leave(before.held, stage, experts_per_rank), len(before.num_rows)
         sent = _by_slice(leg, before)
-        received = exchange_sizes(sent.transpose(0, 1).flatten(1).contiguous(), group)
+        received = exchange_counts(sent.transpose(0, 1).flatten(1).contiguous(), group)
         rows, entries = received.view(stage.fanout, 2, num_slices).permute(1, 2, 0).tolist()
         own = sent.transpose(1, 2).tolist()
         return _StageCut(group, before, leg, own[0], own[1], rows, entries)
