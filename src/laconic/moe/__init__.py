@@ -35,6 +35,7 @@ from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.sharded import ShardedDispatcher
 from laconic.moe.sharding import expert_shard
 from laconic.moe.windows import DenseGradients, mean_over
+from laconic.moe.windows_fsdp2 import reduce_in_windows
 
 __all__ = [
     "parallelize",
@@ -48,6 +49,7 @@ __all__ = [
     "PipelineSchedule",
     "DenseGradients",
     "mean_over",
+    "reduce_in_windows",
     "Hook",
     "auxiliary_losses",
     "Routing",

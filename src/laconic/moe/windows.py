@@ -54,12 +54,17 @@ class Sent:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Bytes of one gradient, or one thing that can only be done as a whole."""
+    """`num_units` units, such as the elements of one gradient, of which some can be reduced before others."""
 
-    nbytes: int
-    parameter: nn.Parameter | None = None
-    action: Callable[[], object] | None = None
-    done_nbytes: int = 0
+    num_units: int
+    unit_nbytes: int
+    reduced: nn.Parameter | Callable[[int, int], object]
+    done: int = 0
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> _Waiting:
+        assert parameter.grad is not None
+        return _Waiting(parameter.numel(), parameter.itemsize, parameter)
 
 
 @dataclass(eq=False)
@@ -86,7 +91,7 @@ class DenseGradients:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        reduce: Reduce,
+        reduce: Reduce | None,
         plan: GradientPlan | None = None,
         *,
         stream: Stream | None = None,
@@ -97,20 +102,26 @@ class DenseGradients:
             parameters: whose gradients are reduced, and nobody else reduces; each is used in one backward once.
             reduce: called with slices of gradients in their dtype, in the stream's thread. What it does to one slice
                 must not depend on others (`mean_over`, with or without a codec of few bits).
+                None, with no parameters: only what is deferred is reduced (`reduce_in_windows`).
             plan: bytes by window. None: every window takes all that waits, which needs no measuring.
             stream: the wire between nodes; None: the one of `pipeline_streams`.
 
-        Raises ModelError if there are no parameters that need gradients.
+        Raises ModelError if there are no parameters that need gradients but a `reduce`, or the other way round.
         """
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        if not self._parameters:
-            raise ModelError("no parameter needs a gradient, so there is nothing to reduce; pass the dense parameters")
+        if bool(self._parameters) != (reduce is not None):
+            raise ModelError(
+                f"{len(self._parameters)} parameters need gradients, and reduce is {'not ' * (reduce is not None)}None;"
+                " pass the dense parameters with who reduces them, or no parameters and None if others are deferred"
+            )
+        self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._reduce, self.plan, self._stream = reduce, plan, stream
         self._waiting: deque[_Waiting] = deque()
         self._seen: set[nn.Parameter] = set()
         self._works: list[Work] = []
         self._enabled = True
         self.sent: list[Sent] = []
+        self._held: list[Tensor] = []
         self._fresh = True
         self._hooks = [one.register_post_accumulate_grad_hook(self._arrived) for one in self._parameters]
 
@@ -124,12 +135,28 @@ class DenseGradients:
             self._enabled = before
 
     def defer(self, nbytes: int, action: Callable[[], object]) -> None:
-        """Put a reduction that can only be done as a whole at the end of what waits, such as that of an FSDP2 module.
+        """Put a reduction that can only be done as a whole at the end of what waits.
 
         It runs in the stream's thread, in the first window that has room for it, or in `finish`.
         """
         self._begin()
-        self._waiting.append(_Waiting(nbytes, action=action))
+        self._waiting.append(_Waiting(1, nbytes, lambda first, last: action()))
+
+    def defer_slices(
+        self, num_units: int, unit_nbytes: int, action: Callable[[int, int], object], device: torch.device
+    ) -> None:
+        """Put a reduction at the end of what waits that can be done in slices of whole units.
+
+        action(first, last) reduces those from `first` to before `last`, in the stream's thread, one call for each
+        window that has room for some.
+        """
+        self._begin()
+        self._device = device
+        self._waiting.append(_Waiting(num_units, unit_nbytes, action))
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Keep tensors until `finish` has waited for those who use them."""
+        self._held += tensors
 
     def window(self, part: str) -> Callable[[], object] | None:
         """See `GradientWindows.window`: reduces what is planned for this part and there already."""
@@ -163,7 +190,7 @@ class DenseGradients:
             if parameter not in self._seen:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self._waiting.append(_Waiting(parameter.grad.nbytes, parameter))
+                self._waiting.append(_Waiting.of(parameter))
         batch = self._take(None)
         if batch is not None:
             self.sent.append(Sent(None, batch.nbytes))
@@ -173,6 +200,7 @@ class DenseGradients:
         self._fresh = True
         for work in works:
             work.wait()
+        self._held.clear()
         for work in works:
             work.result()
 
@@ -197,7 +225,7 @@ class DenseGradients:
             )
         self._begin()
         self._seen.add(parameter)
-        self._waiting.append(_Waiting(parameter.grad.nbytes, parameter))
+        self._waiting.append(_Waiting.of(parameter))
 
     def _budget(self, part: str) -> float | None:
         """Bytes; None: no limit."""
@@ -212,29 +240,24 @@ class DenseGradients:
         return found[0]
 
     def _take(self, budget: float | None) -> _Batch | None:
-        """The oldest bytes that wait, at most `budget`; whole elements and whole actions only."""
+        """The oldest bytes that wait, at most `budget`; whole units only."""
         if not self._enabled:
             return None
         batch = _Batch()
         while self._waiting and (budget is None or batch.nbytes < budget):
             one = self._waiting[0]
-            left = one.nbytes - one.done_nbytes
-            room = left if budget is None else min(left, int(budget) - batch.nbytes)
-            if one.action is not None:
-                if room < left:
-                    break
-                batch.actions.append(one.action)
+            last = one.num_units
+            if budget is not None:
+                last = min(last, one.done + (int(budget) - batch.nbytes) // max(1, one.unit_nbytes))
+            if last == one.done and one.num_units:
+                break
+            if isinstance(one.reduced, nn.Parameter):
+                batch.pieces.append((one.reduced, one.done, last))
             else:
-                assert one.parameter is not None
-                itemsize = one.parameter.itemsize
-                room -= room % itemsize
-                if not room and left:
-                    break
-                first = one.done_nbytes // itemsize
-                batch.pieces.append((one.parameter, first, first + room // itemsize))
-            batch.nbytes += room
-            one.done_nbytes += room
-            if one.done_nbytes == one.nbytes:
+                batch.actions.append(partial(one.reduced, one.done, last))
+            batch.nbytes += (last - one.done) * one.unit_nbytes
+            one.done = last
+            if last == one.num_units:
                 self._waiting.popleft()
         return batch if batch.pieces or batch.actions else None
 
@@ -249,6 +272,7 @@ class DenseGradients:
             part = parameter.grad.view(-1)[first:last]
             by_dtype.setdefault(part.dtype, []).append(part)
         for parts in by_dtype.values():
+            assert self._reduce is not None, "there are parameters"
             if len(parts) == 1:
                 self._reduce(parts[0])
                 continue
@@ -261,6 +285,6 @@ class DenseGradients:
 
     def _wire(self) -> Stream:
         if self._stream is None:
-            streams: Mapping[str, Stream] = pipeline_streams(self._parameters[0].device)
+            streams: Mapping[str, Stream] = pipeline_streams(self._device)
             self._stream = streams[INTER]
         return self._stream
