@@ -63,6 +63,7 @@ _MODULES = (
     "zip_training",
     "reduce",
     "moe_dispatch",
+    "moe_training",
     "planning",
     "moe_pipeline",
     "moe_hierarchy",

@@ -53,6 +53,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ep2-fsdp": EP | FSDP | {"moe.chunks": (2, 4)},
     "ep2-deep": EP | DEEP | {"moe.rows": "raw"},
     "ep2-zip": EP | FSDP | {"zip": "on"},
+    "ep2-auto": EP | {"moe.dispatcher": "auto"},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
@@ -91,12 +92,14 @@ class Spread(Pair):
         return str(rates)
 
     def two(self) -> None:
-        rates = {"moe.rates": self.rates()}
+        rated = {"moe.rates": self.rates()}
         self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
         for name, changes in ALIKE.items():
-            self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes))
+            rates = rated if changes.get("moe.dispatcher") == "auto" else {}
+            self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes | rates))
         for name, changes in BROKEN.items():
-            self.interrupted(name, QWEN | changes | (rates if "moe.swap_every" in changes else {}))
+            rates = rated if "moe.swap_every" in changes else {}
+            self.interrupted(name, QWEN | changes | rates)
         self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | EP | FSDP)), stop_after=2)
         self.train(tiny_config(self.folder, "full", QWEN | EP | {"moe.capacity_factor": 0.5, "steps": 2}))
         self.expect_error("unrated", tiny_config(self.folder, "unrated", QWEN | SWAPPED | {"moe.rates": "none.json"}))

@@ -106,6 +106,14 @@ def test_metrics_tell_what_experts_did(folder: Path) -> None:
     assert json.loads((folder / "plain" / "summary.json").read_text())["moe"] is None
 
 
+def test_what_was_chosen_and_why_is_in_the_summary(folder: Path) -> None:
+    moe = json.loads((folder / "ep2-auto" / "summary.json").read_text())["moe"]
+    text = "\n".join(moe["autotune"])
+    assert "flat" in text
+    assert "depth 1" in text  # two processes with rows of their own: other paths do not exist
+    assert moe["schedule"].startswith(("one all-to-all, raw", "depth 1 of 1, raw"))
+
+
 def test_a_capacity_drops_and_says_so(folder: Path) -> None:
     for row in read_metrics(folder / "full"):
         if "loss" in row:

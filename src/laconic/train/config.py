@@ -283,9 +283,10 @@ class MoEConfig:
     expert_parallel: int | None = None
     """Processes that share a layer's experts (EP); divides the number of processes and of experts. 1: every process has
     all of them, in layers of laconic.moe. None: the model's own blocks are left as they are."""
-    dispatcher: Literal["flat", "hierarchical"] = "flat"
+    dispatcher: Literal["flat", "hierarchical", "auto"] = "flat"
     """flat: one all-to-all. hierarchical: level by level, each row once per group of processes that has experts for
-    it."""
+    it. auto: laconic.moe.autotune chooses one of these, depth, code of rows and chunks, by measured rates, and again
+    when routing has drifted."""
     levels: tuple[int, ...] = ()
     """Groups that the processes of one EP group form at each level, such as nodes: each number is a multiple of the one
     before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
@@ -306,8 +307,8 @@ class MoEConfig:
     swap_pairs: int = 1
     """Most pairs of experts of a layer that change places at a time."""
     rates: str | None = None
-    """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every`; None means the one that
-    laconic profile wrote."""
+    """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every` and for dispatcher = auto; None
+    means the one that laconic profile wrote; auto measures where there is none."""
     balance_coef: float | None = None
     """Times the routers' load balancing loss, added to the cross entropy in training; None means the family's
     router_aux_loss_coef, 0 where it has none."""
@@ -345,6 +346,18 @@ class MoEConfig:
             "moe.chunks",
             list(self.chunks),
             "be one or two numbers of at least 1, as [2] or [2, 4]",
+        )
+        _require(
+            self.dispatcher != "auto" or self.rows != "lossless",
+            "moe.rows",
+            self.rows,
+            "be exact, raw or int8 with moe.dispatcher = auto, which shortens rows where that pays",
+        )
+        _require(
+            self.dispatcher != "auto" or not self.chunks,
+            "moe.chunks",
+            list(self.chunks),
+            "be left out with moe.dispatcher = auto, which chooses them",
         )
         _require(
             factor is None or (math.isfinite(factor) and factor > 0),

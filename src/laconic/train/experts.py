@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.swap_period import SwapPeriod
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats import BlockFormat
+from laconic.moe.autotune import Autotuned, autotune
 from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.flat import FlatDispatcher
@@ -90,8 +92,33 @@ class SpreadExperts:
         self._config = config
         self._mover: ExpertMover | None = None
         self._balancer: ExpertBalancer | None = None
+        self._tuned: Autotuned | None = None
         self._num_swaps = 0
         self._last: ExpertUse | None = None
+        self._messages: list[str] = []
+
+    def tune(self, example: Callable[[], object]) -> None:
+        """With `dispatcher = "auto"`, choose how every layer runs by a forward, `example`; all processes call it.
+
+        Before the model is wrapped: layers are measured on their own. Raises ConfigError for layers or rates that
+        nothing can be predicted from.
+        """
+        moe, grid = self._config.moe, self.model.grid
+        if moe.dispatcher != "auto" or grid is None:
+            return
+        rates = None if moe.rates is None else MoERates.load(moe.rates)
+        codecs: list[Codec] = [Raw()]
+        if moe.rows != "raw" and self._config.zip != "off":
+            codecs.append(Lossless("tiered"))
+        if moe.rows == "int8":
+            codecs.append(Blockwise(_ROWS))
+        self._tuned = autotune(self.model, grid, example, rates=rates, codecs=codecs, report=None)
+        self._messages += str(self._tuned).splitlines()
+
+    def messages(self) -> list[str]:
+        """What there is to tell since the last call."""
+        told, self._messages = self._messages, []
+        return told
 
     def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
         """Make ready to move experts, if the configuration wants that; all processes call it together.
@@ -166,6 +193,9 @@ class SpreadExperts:
         All processes call it together and get the same fields for metrics.jsonl.
         """
         self._last = self._meter.take()
+        if self._tuned is not None:
+            for name, reason in self._tuned.step().items():
+                self._messages.append(f"step {done}: {name} now runs {schedule_of(self.model.layers[name])}: {reason}")
         fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
         if self._last is not None:
             fields |= self._last.to_metrics()
@@ -190,6 +220,7 @@ class SpreadExperts:
             "expert_parallel": self._config.moe.expert_parallel,
             "dispatcher": self._config.moe.dispatcher if self.model.grid is not None else "local",
             "schedule": self.schedule,
+            "autotune": None if self._tuned is None else str(self._tuned).splitlines(),
             "num_levels": self._meter.num_levels,
             "swaps": self._num_swaps,
             "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
@@ -227,7 +258,7 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> Sprea
 def _dispatcher(grid: Grid | None, config: TrainConfig) -> Dispatcher:
     if grid is None:
         return LocalDispatcher()
-    if config.moe.dispatcher == "flat":
+    if config.moe.dispatcher != "hierarchical":  # auto begins with one, too
         return FlatDispatcher(grid.ep, codec=row_codec(config))
     return HierarchicalDispatcher(grid.levels, config.moe.depth, codec=row_codec(config))
 

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import laconic
 from laconic.activations import Report, saved_nbytes_per_token
@@ -24,7 +25,7 @@ from laconic.errors import ConfigError, TrainingError
 from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
-from laconic.train.data import TokenCorpus, TokenDataset, check_vocab, prepare
+from laconic.train.data import TokenCorpus, TokenDataset, batch, check_vocab, prepare
 from laconic.train.experts import STATE_FILE, SpreadExperts, check_experts, spread_experts
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
@@ -34,11 +35,12 @@ from laconic.train.load_config import save_config
 from laconic.train.loop import Trainer, make_optimizer
 from laconic.train.metrics import check_tensorboard
 from laconic.train.model import build_model
-from laconic.train.parallel import wrap_model
+from laconic.train.parallel import autocast, wrap_model
 from laconic.train.pipeline import Pipeline
 from laconic.train.planned import activation_plan, check_plan, load_plan
 from laconic.train.routers import Routers, watch_routers
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
+from laconic.train.stages import mean_loss
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
 from laconic.train.zipped import zip_model
@@ -91,6 +93,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     experts = spread_experts(plain, config, world)
     spread = None if experts is None else experts.model
     report = _compress(plain, config, plan, chunked_loss)
+    if experts is not None:
+        experts.tune(partial(_first_loss, plain, config, world, layout, train, chunked_loss))
 
     # 2. The trainer, and where it starts.
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
@@ -155,8 +159,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         journal.message(str(report).splitlines()[-1])
         if experts is not None:
             experts.begin()
-            journal.message(str(experts))
-        for line in [of_routers, *zipped, None if pipeline is None else pipeline.sends]:
+        words = [of_routers] if experts is None else [*experts.messages(), str(experts), of_routers]
+        for line in [*words, *zipped, None if pipeline is None else pipeline.sends]:
             if line is not None:
                 journal.message(line)
         if first_step:
@@ -192,6 +196,8 @@ def _steps(
         if experts is not None:
             of_experts |= experts.after_step(done, result.skipped)
         journal.step(done, result, time.perf_counter() - started, trainer, of_experts)
+        for line in [] if experts is None else experts.messages():
+            journal.message(line)
         if forecast.check is not None:
             journal.memory(forecast.check)
             forecast.check = None
@@ -242,6 +248,16 @@ def _chunks_loss(config: TrainConfig, world: World, layout: Layout, model: PreTr
     num_entries = next(model.get_input_embeddings().parameters()).shape[0]
     _, tile_numel = TILES[world.device.type]
     return config.activations.mode == "sites" and tokens * num_entries > tile_numel
+
+
+def _first_loss(
+    model: nn.Module, config: TrainConfig, world: World, layout: Layout, train: TokenDataset, chunked: bool
+) -> Tensor:
+    """The loss of this process's first micro-batch."""
+    places = config.micro_batches, 0, layout.replica, layout.num_replicas
+    tokens = batch(train, config.seed, 0, config.batch_size, *places).to(world.device)
+    with autocast(model, world.device, config.precision):
+        return mean_loss(model, tokens[:, 1:], chunked, input_ids=tokens[:, :-1])
 
 
 def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, chunked_loss: bool) -> Report:

@@ -1,0 +1,299 @@
+"""`laconic train` on mixtures of experts over slow links: plain expert parallelism, each system alone, all together.
+
+    python -m benchmarks.moe_training --out benchmarks/results/moe_training_NAME
+
+writes NAME.md, NAME.json (every step's loss and seconds) and NAME.png. A Qwen3-MoE and a Mixtral of 21 million
+parameters learn bytes of the Python standard library, on 4 processes in 2 nodes (network namespaces,
+laconic.testing.netlab): fast inside, slow between. Every setting is a run of the trainer with the same weights, samples
+and order; the runs of a model and a link follow each other in the same processes. Losses do not depend on the link, so
+they are compared on the fastest one, and the others run a few steps for their time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.registry import Options, Table, benchmark, processor
+from benchmarks.slow_links import join, leave, run_ranks
+from laconic.testing.netlab import Lab, bits_per_second_of, why_not
+
+_NUM_NODES, _RANKS_PER_NODE = 2, 2
+_RATES = (1e9, 100e6)
+_STEPS, _SLOW_STEPS = 20, 4
+_SMOKE = 1 << 12
+_SEQUENCES, _SEQUENCE_LENGTH = 8, 128
+
+_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        **_SIZES,
+        "extra": {
+            **{"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 208},
+            **{"norm_topk_prob": True, "router_aux_loss_coef": 0.01},
+        },
+    },
+    "mixtral": {
+        **_SIZES,
+        "intermediate_size": 832,
+        "extra": {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01},
+    },
+}
+_SMOKE_SIZES = {"hidden_size": 64, "num_hidden_layers": 2}
+
+_EXACT = {"activations.bits": 16, "activations.attention": "exact", "activations.loss": "exact"}
+_PLAIN = {"moe.expert_parallel": _NUM_NODES * _RANKS_PER_NODE, "moe.rows": "raw", "zip": "off"}
+_LEVELS = {"moe.dispatcher": "hierarchical"}
+_SWAP = {**_LEVELS, "moe.swap_every": 2}
+_ALL = {**_SWAP, "moe.rows": "exact", "moe.chunks": (2,), "zip": "auto"}
+_FOUR_BITS = {"activations.bits": 4, "activations.attention": "int8"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "levels": _LEVELS,
+    "levels, swaps": _SWAP,
+    "lossless rows": {"moe.rows": "lossless"},
+    "2 chunks": {"moe.chunks": (2,)},
+    "4-bit activations": _FOUR_BITS,
+    "all exact ones": _ALL,
+    "all": {**_ALL, **_FOUR_BITS},
+}
+"""What each changes of `plain`: the model's blocks with one raw all-to-all there and one back. In the last two rows are
+shortened where the cost model says that it pays."""
+
+
+@benchmark("moe-training")
+def moe_training(options: Options) -> list[Table]:
+    """Steps of a Qwen3-MoE and a Mixtral, 21M parameters each, with every system of laconic.moe alone and together."""
+    reason = why_not()
+    if reason is not None:
+        return [Table("Training mixtures of experts over slow links", ["not measured"], [[reason]])]
+    smoke = options.elements <= _SMOKE
+    rates = options.rates or (_RATES[:1] if smoke else _RATES)
+    return [table(found) for found in measure(list(MODELS), rates, smoke=smoke)]
+
+
+def measure(
+    models: Sequence[str], rates: Sequence[float], settings: Sequence[str] = (), *, smoke: bool = False
+) -> list[dict[str, Any]]:
+    """What happened, one dict for each model and link, ready for JSON."""
+    found = []
+    with TemporaryDirectory() as folder:
+        for model in models:
+            for rate in rates:
+                steps = 2 if smoke else _STEPS if rate == max(rates) else _SLOW_STEPS
+                with Lab(_NUM_NODES, rate) as lab:
+                    measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
+                    task = {"model": model, "steps": steps, "folder": folder, "smoke": smoke}
+                    task["settings"] = list(settings or SETTINGS)
+                    result = run_ranks(lab, "benchmarks.moe_training", task, ranks_per_host=_RANKS_PER_NODE)
+                found.append({"model": model, "rate": rate, "measured": measured, "steps": steps, **result})
+    return found
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """One model on one link."""
+    runs, rate = found["runs"], found["rate"]
+    first = next(iter(runs))
+    plain = runs[first]
+    rows = []
+    for name, run in runs.items():
+        ours, theirs = seconds_of_step(run), seconds_of_step(plain)
+        rows.append(
+            [
+                name,
+                f"{ours:.3f}",
+                f"{theirs / ours:.2f}x",
+                f"{run['interface_nbytes'] / found['steps'] / 1e6:.1f}",
+                f"{run['losses'][-1]:.4f}",
+                agreement(run["losses"], plain["losses"]),
+                run["schedule"],
+            ]
+        )
+    calibrated = f"one TCP connection gets {found['measured'] / 1e6:.0f}"
+    return Table(
+        f"{found['model']}, {rate / 1e6:g} Mbit/s between nodes ({calibrated})",
+        [
+            *("setting", "step, s", "faster than plain", "MB out of a node per step", "last loss"),
+            *("losses against plain", "schedule of the last step"),
+        ],
+        rows,
+        f"{found['num_parameters']:,} parameters, fp32, {_NUM_NODES} nodes of {_RANKS_PER_NODE} processes with a thread"
+        f" each, {_SEQUENCES} x {_SEQUENCE_LENGTH} bytes per step, {found['steps']} steps; the median step without the"
+        " first. MB are all that left the interface in the run, starting and saving included.",
+    )
+
+
+def seconds_of_step(run: Mapping[str, Any]) -> float:
+    """The median, without the first step, in which links and memory are measured."""
+    return median(run["seconds"][1:] or run["seconds"])
+
+
+def agreement(losses: Sequence[float], others: Sequence[float]) -> str:
+    """How far two curves are apart."""
+    apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    first = next((step for step, each in enumerate(apart, 1) if each), None)
+    return "the same bits" if first is None else f"within {max(apart):.1e}, from step {first} on"
+
+
+def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Losses by step, one curve on top of the other, and step times by link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(one["model"] for one in found))
+    figure, axes = plt.subplots(2, len(models), figsize=(6 * len(models), 8), squeeze=False)
+    for column, model in enumerate(models):
+        of_model = [one for one in found if one["model"] == model]
+        top, bottom = axes[0][column], axes[1][column]
+        longest = max(of_model, key=lambda one: one["steps"])
+        for number, (name, run) in enumerate(longest["runs"].items()):
+            steps = range(1, len(run["losses"]) + 1)
+            top.plot(steps, run["losses"], label=name, linestyle=("-", "--", "-.", ":")[number % 4])
+        top.set_title(f"{model}, {longest['num_parameters'] / 1e6:.0f}M parameters")
+        top.set_xlabel("step")
+        top.set_ylabel("loss, nats per byte")
+        top.legend(fontsize=7)
+        width = 0.8 / len(of_model)
+        for number, one in enumerate(of_model):
+            speed = [
+                seconds_of_step(next(iter(one["runs"].values()))) / seconds_of_step(r) for r in one["runs"].values()
+            ]
+            places = [place + number * width for place in range(len(speed))]
+            bottom.barh(places, speed, width, label=f"{one['rate'] / 1e6:g} Mbit/s")
+        bottom.axvline(1.0, color="0.4", linewidth=0.8)
+        bottom.set_yticks([p + 0.4 - width / 2 for p in range(len(longest["runs"]))], list(longest["runs"]))
+        bottom.invert_yaxis()
+        bottom.set_xlabel("steps per second over plain's")
+        bottom.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+# --- what each rank does ---
+
+
+def work(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Train with one setting after the other; what rank 0 saw."""
+    from laconic.train.load_config import load_config
+    from laconic.train.metrics import read_metrics
+    from laconic.train.run import run
+    from laconic.train.stop import StopRequest
+    from laconic.train.world import World
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world = World(rank, size, rank % _RANKS_PER_NODE, torch.device("cpu"))
+    folder = Path(task["folder"]) / f"{task['model']}-{task['steps']}"
+    sizes = MODELS[task["model"]] | (_SMOKE_SIZES if task["smoke"] else {})
+    common = {
+        **{f"model.{name}": value for name, value in sizes.items()},
+        **{"model.family": task["model"], "data.cache_dir": f"{task['folder']}/cache", "steps": task["steps"]},
+        **{"batch_size": _SEQUENCES, "sequence_length": _SEQUENCE_LENGTH, "eval_sequences": 0, "eval_every": 0},
+        **{"optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 5, "nproc": size},
+    }
+    rates = _measured_rates(folder, task, world)
+    found: dict[str, Any] = {}
+    for number, name in enumerate(task["settings"]):
+        values = {**common, **_EXACT, **_PLAIN, **SETTINGS[name], "run_dir": str(folder / str(number))}
+        if "moe.swap_every" in values:
+            values["moe.rates"] = rates
+        torch.distributed.barrier()
+        before = _sent_nbytes()
+        run(load_config(None, values), world, StopRequest())
+        torch.distributed.barrier()
+        sent = _sent_nbytes() - before
+        if world.is_main:
+            rows = [row for row in read_metrics(folder / str(number)) if "loss" in row]
+            found[name] = {
+                "losses": [row["loss"] for row in rows],
+                "seconds": [row["step_seconds"] for row in rows],
+                "interface_nbytes": sent,
+                "schedule": rows[-1]["moe_schedule"],
+                **{key: rows[-1][key] for key in rows[-1] if key.startswith("moe_") and key != "moe_schedule"},
+            }
+            print(f"{name}: {seconds_of_step(found[name]):.3f} s", file=sys.stderr, flush=True)
+    return {"runs": found, "num_parameters": _num_parameters(common)}
+
+
+def _measured_rates(folder: Path, task: Mapping[str, Any], world: Any) -> str:
+    """A file with the rates of this lab, by which swaps are decided."""
+    from laconic.cost.moe.shape import LayerShape
+    from laconic.moe import Grid
+    from laconic.moe.measure import measure_moe
+
+    sizes = MODELS[task["model"]]
+    extra, hidden = sizes["extra"], _SMOKE_SIZES["hidden_size"] if task["smoke"] else sizes["hidden_size"]
+    shape = LayerShape(
+        num_tokens=_SEQUENCES * _SEQUENCE_LENGTH // world.size,
+        model_dim=hidden,
+        hidden_dim=extra.get("moe_intermediate_size", sizes.get("intermediate_size")),
+        num_experts=extra.get("num_experts", extra.get("num_local_experts")),
+        top_k=extra["num_experts_per_tok"],
+        item_nbytes=4,
+    )
+    grid = Grid(ep=world.size, levels=(_NUM_NODES,), device_type="cpu")
+    rates = measure_moe(grid, shape, dtype=torch.float32, quick=True)
+    path = folder / f"rates{world.rank}.json"  # the hosts of a lab share a disk
+    folder.mkdir(parents=True, exist_ok=True)
+    rates.save(path)
+    return str(path)
+
+
+def _num_parameters(common: Mapping[str, Any]) -> int:
+    from laconic.train.load_config import load_config
+    from laconic.train.model import build_model
+
+    model = build_model(load_config(None, dict(common)).model, 257, _SEQUENCE_LENGTH, 0)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _sent_nbytes() -> int:
+    """Bytes that have left this node so far."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def main() -> None:
+    """As a rank of a lab: train. Otherwise: the whole benchmark, with its files."""
+    if "RANK" in os.environ:
+        leave(work(join()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the results, without .md, .json and .png")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=[], help="only these; the first is compared with"
+    )
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="of the link between the nodes")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
+    options = parser.parse_args()
+    reason = why_not()
+    if reason is not None:
+        parser.exit(2, f"{reason}\n")
+    rates = [bits_per_second_of(rate) for rate in options.rates]
+    found = measure(options.models, rates, options.settings, smoke=options.smoke)
+    command = f"python -m benchmarks.moe_training {' '.join(sys.argv[1:])}"
+    facts = {"command": command, "date": str(date.today()), "processor": processor(), "torch": str(torch.__version__)}
+    options.out.with_suffix(".json").write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
+    draw(found, options.out.with_suffix(".png"))
+    lines = [
+        *("# Benchmark: moe-training", "", f"`{command}`", ""),
+        *(f"{facts['date']}, {facts['processor']}, torch {facts['torch']}", ""),
+        *(table(one).render() for one in found),
+        f"![losses and step times]({options.out.name}.png)",
+    ]
+    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
