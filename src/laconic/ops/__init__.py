@@ -311,7 +311,8 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
     Returns [n, M] in the rows' dtype: from 0, fp32(total + fp32(weight * row)) entry by entry, rounded once in the end.
     Any NaN becomes the quiet NaN without a payload. A sum without entries is 0.
 
-    Raises FormatError for an argument outside these.
+    Raises FormatError for an argument outside these; on CUDA a sum with entries that lead outside is NaN instead, so
+    that nothing waits for the device.
     """
     return _sum_rows(rows, index, offsets, weights)
 
