@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laconic.train.config import ModelConfig
 from laconic.train.model import build_model
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "capture_routing"]
 
 _LENGTH = 128
 _BATCH = 16
@@ -33,7 +33,6 @@ def capture(family: str, steps: int, hidden_size: int = 128, num_layers: int = 4
     in fp32 (as they are stored) and bf16 (as they are sent), the layers' outputs and the gradients of these in bf16
     (what pipeline stages send), and the tokens given to each expert.
     """
-    tokens = _text()
     extra = {"num_local_experts": 8} if family == "mixtral" else {}
     config = ModelConfig(
         family=family,
@@ -42,24 +41,8 @@ def capture(family: str, steps: int, hidden_size: int = 128, num_layers: int = 4
         num_hidden_layers=num_layers,
         extra=extra,
     )
-    model = build_model(config, 257, _LENGTH, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     found: Captured = {}
-    for step in range(steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-        with ExitStack() as hooks:
-            if step == steps:
-                _observe(model, found, hooks)
-            batch = _batch(tokens, step)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step < steps:
-            optimizer.step()
-            optimizer.zero_grad()
-
+    model, optimizer = _train(config, steps, lambda model, hooks: _observe(model, found, hooks))
     parameters = [p for p in model.parameters() if p.grad is not None]
     stored = {
         "weights": [p.detach() for p in parameters],
@@ -71,6 +54,57 @@ def capture(family: str, steps: int, hidden_size: int = 128, num_layers: int = 4
         found[f"{kind}, bf16"] = [tensor.bfloat16() for tensor in tensors]
         found[f"{kind}, fp32"] = [tensor.clone() for tensor in tensors]
     return found
+
+
+def capture_routing(steps: int, num_experts: int, top_k: int) -> list[tuple[Tensor, Tensor]]:
+    """What the routers of a small Qwen3-MoE say about real text after some training; aux losses do not count.
+
+    Returns for each of four layers the experts, int64 [tokens, k], and weights, fp32 [tokens, k], of a batch.
+    """
+    shape = {"num_experts": num_experts, "num_experts_per_tok": top_k, "moe_intermediate_size": 32}
+    config = ModelConfig(
+        family="qwen3_moe",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        extra={**shape, "norm_topk_prob": True, "output_router_logits": True, "router_aux_loss_coef": 0.02},
+    )
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def of_experts(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append((args[1].detach().clone(), args[2].detach().float()))
+
+    def observe(model: nn.Module, hooks: ExitStack) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                hooks.callback(module.register_forward_pre_hook(of_experts).remove)
+
+    _train(config, steps, observe)
+    return found
+
+
+def _train(
+    config: ModelConfig, steps: int, observe: Callable[[nn.Module, ExitStack], None]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after some steps on real text, with the gradients of one more, which `observe` has hooks for."""
+    tokens = _text()
+    model = build_model(config, 257, _LENGTH, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        with ExitStack() as hooks:
+            if step == steps:
+                observe(model, hooks)
+            batch = _batch(tokens, step)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
 
 
 def _observe(model: nn.Module, found: Captured, hooks: ExitStack) -> None:

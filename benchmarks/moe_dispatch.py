@@ -1,14 +1,17 @@
-"""Rows to their experts and back over slow links: flat, without duplicates, in levels, shortened, with swaps.
+"""Rows to their experts and back over slow links: flat, in levels, without duplicates, shortened, with swaps.
 
 Two hosts (network namespaces, laconic.testing.netlab) with several ranks each: fast inside, slow between. A case is a
 dispatch and a combine with experts that do nothing; seconds are the slowest rank's. Bytes are those that leave a host's
-interface; what the model predicts for them is counted from the routing alone.
+interface, without the headers of packets; what the model predicts for them is counted from the routing alone.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,71 +19,104 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.captured import capture_routing
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks, time_all
-from laconic.collectives import Blockwise, Codec, Lossless, Raw, native
+from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line
 from laconic.formats import BlockFormat
-from laconic.moe import Dispatcher, Grid, HierarchicalDispatcher, Placement, Routing, SortedOrder
+from laconic.moe import Dispatched, Dispatcher, Grid, HierarchicalDispatcher, Order, Placement, Routing, SortedOrder
 from laconic.moe.agreement import agree_on_depth, agree_on_swaps, gather_counts
 from laconic.moe.flat import FlatDispatcher
+from laconic.moe.rows import sum_picked
 from laconic.testing.netlab import Lab, why_not
 
-_NUM_HOSTS, _RANKS_PER_HOST = 2, 4
-_RATES = (100e6, 1e9)
+_NUM_HOSTS = 2
+_NETWORKS = ((100e6, 4), (1e9, 4), (1e9, 2))
+"""Bits per second between the hosts, and ranks on each."""
+_NUM_TOKENS = 2048
+"""Of all ranks together."""
 _SMOKE = 1 << 12
 _NUM_EXPERTS, _TOP_K, _MODEL_DIM = 128, 8, 1024
+_TRAINING_STEPS, _LAYER = 50, 2
 _ID_NBYTES = 8
 """Of an assignment on its way there: id and fp32 weight."""
-_CALIBRATION_NBYTES = 1 << 22
-_CASES = ("flat", "depth 1", "depth 2", "depth 2, lossless", "depth 2, int8")
+_INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
+_CASES = {
+    "flat": "all-to-all of every assignment",
+    "2 levels": "every assignment, node by node",
+    "dedup, 1 level": "a row once per rank",
+    "dedup, 2 levels": "a row once per node, then once per rank",
+    "dedup, 2 levels, lossless": "the same, rows losslessly shortened",
+    "dedup, 2 levels, int8": "the same, rows in 8 bits",
+}
 
 
 @benchmark("moe-dispatch")
 def moe_dispatch(options: Options) -> list[Table]:
-    """Top-8 of 128 experts over two nodes of four ranks, bf16 rows of 1024: balanced, Zipf, Zipf after swaps."""
+    """Top-8 of 128 experts over two nodes, bf16 rows of 1024: balanced, Zipf, a real model's routing; and swaps."""
     reason = why_not()
     if reason is not None:
         return [Table("Dispatch over slow links", ["not measured"], [[reason]])]
     smoke = options.elements <= _SMOKE
-    ranks = 2 if smoke else _RANKS_PER_HOST
+    networks = [(1e9, 2)] if smoke else [one for one in _NETWORKS if not options.rates or one[0] in options.rates]
+    num_tokens = 64 if smoke else _NUM_TOKENS
     tables = []
-    for rate in options.rates or (_RATES[1:] if smoke else _RATES):
-        with Lab(_NUM_HOSTS, rate) as lab:
-            measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
-            task = {"num_tokens": 16 if smoke else 256, "rounds": options.rounds, "rate": rate, "ranks": ranks}
-            result = run_ranks(lab, "benchmarks.moe_dispatch", task, ranks_per_host=ranks)
-        tables += [_table(name, rate, measured, ranks, found) for name, found in result["routings"].items()]
+    with TemporaryDirectory() as folder:
+        file = str(Path(folder, "captured.pt"))
+        experts, weights = capture_routing(0 if smoke else _TRAINING_STEPS, _NUM_EXPERTS, _TOP_K)[_LAYER]
+        torch.save((experts, weights), file)
+        for rate, ranks in networks:
+            with Lab(_NUM_HOSTS, rate) as lab:
+                measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
+                share = num_tokens // (_NUM_HOSTS * ranks)
+                task = {"num_tokens": share, "rounds": options.rounds, "rate": rate, "captured": file}
+                result = run_ranks(lab, "benchmarks.moe_dispatch", task, ranks_per_host=ranks)
+            tables += [_table(name, rate, measured, ranks, found) for name, found in result["routings"].items()]
     return tables
 
 
 def _table(name: str, rate: float, measured: float, ranks: int, found: dict[str, Any]) -> Table:
-    seconds, nbytes = found["seconds"], found["interface"]
     rows = []
-    for case in _CASES:
+    for case, what in _CASES.items():
+        seconds, payload = found["seconds"][case], found["payload"][case]
         predicted = found["predicted"].get(case)
-        predicted = None if predicted is None else predicted * found["bytes_per_byte"]
         rows.append(
             [
                 case,
-                f"{seconds[case] * 1e3:.1f}",
-                f"{seconds['flat'] / seconds[case]:.2f}x",
-                f"{nbytes[case] / 1e6:.2f}",
+                what,
+                f"{seconds * 1e3:.1f}",
+                f"{found['seconds']['flat'] / seconds:.2f}x",
+                f"{found['cpu'][case] * 1e3:.0f}",
+                f"{payload / 1e6:.2f}",
                 "" if predicted is None else f"{predicted / 1e6:.2f}",
-                "" if predicted is None else f"{nbytes[case] / predicted - 1:+.1%}",
+                "" if predicted is None else f"{payload / predicted - 1:+.1%}",
+                f"{found['interface'][case] / 1e6:.2f}",
             ]
         )
     where = f"2 nodes of {ranks} ranks, {rate / 1e6:g} Mbit/s (one TCP connection gets {measured / 1e6:.0f})"
+    header = [
+        "dispatch and combine",
+        "",
+        "ms",
+        "faster than flat",
+        "CPU, ms",
+        "MB",
+        "predicted",
+        "off by",
+        "packets, MB",
+    ]
     return Table(
         f"{name} routing, {where}",
-        ["dispatch and combine", "ms", "faster than flat", "MB out of a node", "predicted", "measured above it"],
+        header,
         rows,
-        f"Duplicate rows: {found['node_duplicates']:.0%} to nodes, {found['rank_duplicates']:.0%} to ranks."
-        f" The cost model takes depth {found['depth']}; {found['num_swaps']} pairs of experts were swapped."
-        f" Predicted bytes are counted from the routing, times {found['bytes_per_byte']:.3f}: what leaves"
-        " for each byte of a plain exchange between the nodes, with headers and acknowledgements.",
+        f"Duplicate rows: {found['node_duplicates']:.0%} to nodes, {found['rank_duplicates']:.0%} to ranks; the fullest"
+        f" rank gets {found['load']:.2f} times the mean. The cost model takes d* = {found['depth']};"
+        f" {found['num_swaps']} pairs of experts were swapped. CPU: of all {_NUM_HOSTS * ranks} ranks on"
+        f" {os.cpu_count()} processors (the scheduler may grant fewer). MB leave a node, without and with packets'"
+        " headers.",
     )
 
 
@@ -95,6 +131,12 @@ class _Rank:
     num_tokens: int
     rates: MoERates
 
+    def captured(self, file: str) -> Routing:
+        """This rank's part of a batch of a model in training."""
+        mine = slice(self.rank * self.num_tokens, (self.rank + 1) * self.num_tokens)
+        experts, weights = (part[mine] for part in torch.load(file))
+        return Routing.of_choices(experts, weights, _NUM_EXPERTS)
+
     def routing(self, skew: float) -> Routing:
         """Top-k of Zipf's popularity with Gumbel noise; 0 is balanced. Which experts are popular is a shuffle."""
         popularity = torch.arange(1, _NUM_EXPERTS + 1).log().mul(-skew)
@@ -108,13 +150,13 @@ class _Rank:
         return HierarchicalDispatcher(self.grid.levels, depth, codec=codec)
 
     def cases(self, x: Tensor, routing: Routing) -> dict[str, Callable[[], object]]:
-        int8 = Blockwise(BlockFormat("int8", 128, torch.float32))
         dispatchers: list[Dispatcher] = [
             FlatDispatcher(self.grid.ep, codec=Raw()),
+            _WithDuplicates(self.levels(2, Raw())),
             self.levels(1, Raw()),
             self.levels(2, Raw()),
             self.levels(2, Lossless()),
-            self.levels(2, int8),
+            self.levels(2, _INT8),
         ]
 
         def there_and_back(dispatcher: Dispatcher) -> Tensor:
@@ -142,25 +184,19 @@ class _Rank:
         timed = time_all(self.cases(x, routing), rounds)
         dispatcher = self.levels(2, Raw())
         counts = gather_counts(dispatcher, routing)
+        rows_of_ranks = counts.assignments.sum(axis=0)
         return {
             "seconds": {name: case.seconds for name, case in timed.items()},
+            "cpu": {name: case.cpu_seconds for name, case in timed.items()},
             "interface": {name: case.interface_nbytes for name, case in timed.items()},
+            "payload": {name: case.payload_nbytes for name, case in timed.items()},
             "predicted": self.predicted(counts),
-            "bytes_per_byte": self.bytes_per_byte(rounds),
             "node_duplicates": counts.duplicate_rate(_NUM_HOSTS),
             "rank_duplicates": counts.duplicate_rate(self.world),
+            "load": float(rows_of_ranks.max() / rows_of_ranks.mean()),
             "depth": agree_on_depth(dispatcher, routing, 2.0 * _MODEL_DIM, self.rates).depth,
             "num_swaps": num_swaps,
         }
-
-    def bytes_per_byte(self, rounds: int) -> float:
-        """What leaves the interface for each byte of a plain exchange between the nodes: headers, acknowledgements."""
-        across = self.grid.levels[1].across
-        assert across is not None
-        sent = torch.zeros(_NUM_HOSTS, _CALIBRATION_NBYTES, dtype=torch.uint8)
-        received = torch.empty_like(sent)
-        timed = time_all({"exchange": lambda: native.all_to_all(received, sent, across).wait()}, rounds)
-        return timed["exchange"].interface_nbytes / (_CALIBRATION_NBYTES * self.world // _NUM_HOSTS)
 
     def predicted(self, counts: RowCounts) -> dict[str, float]:
         """Bytes out of node 0: its rows and ids on the way there, and the sums for the other node on the way back."""
@@ -168,17 +204,40 @@ class _Rank:
         away = node[:, None] != node[None, :]
         ids = float((counts.assignments * away)[node == 0].sum()) * _ID_NBYTES
         to_node = counts.rows[_NUM_HOSTS] * (node[:, None] != np.arange(_NUM_HOSTS)[None, :])
-        rows = {
-            "flat": float((counts.assignments * away).sum()),
-            "depth 1": float((counts.rows[self.world] * away).sum()),
-            "depth 2": float(to_node.sum()),
+        assignments, per_rank, per_node = (
+            float(rows.sum()) for rows in (counts.assignments * away, counts.rows[self.world] * away, to_node)
+        )
+        in_8_bits = _INT8.format.nbytes((_MODEL_DIM,))
+        return {
+            "flat": assignments * 2 * _MODEL_DIM,
+            "2 levels": assignments * 2 * _MODEL_DIM + ids,
+            "dedup, 1 level": per_rank * 2 * _MODEL_DIM + ids,
+            "dedup, 2 levels": per_node * 2 * _MODEL_DIM + ids,
+            "dedup, 2 levels, int8": per_node * in_8_bits + ids,
         }
-        return {case: n * 2 * _MODEL_DIM + (0.0 if case == "flat" else ids) for case, n in rows.items()}
 
 
-def _rates_of(rate: float) -> MoERates:
+class _WithDuplicates:
+    """Hierarchical, but every assignment is a row of its own, as in Tutel's and DeepSpeed's 2-level all-to-all."""
+
+    def __init__(self, inner: HierarchicalDispatcher) -> None:
+        self._inner = inner
+
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
+        each = torch.arange(len(routing))
+        alone = replace(routing, tokens=each, num_tokens=len(each), choices=1)
+        found = self._inner.dispatch(x.index_select(0, routing.tokens), alone, order)
+        return Dispatched(found.rows, found.counts, (found, routing))
+
+    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+        found, routing = dispatched.state
+        sums = self._inner.combine(rows, found)
+        return sum_picked(sums, torch.arange(len(routing)), routing.tokens, routing.num_tokens)
+
+
+def _rates_of(rate: float, ranks: int) -> MoERates:
     """As good as the lab's links are known without measuring: slow between nodes, fast inside."""
-    slow, fast = 8 / rate * _RANKS_PER_HOST, 1e-9
+    slow, fast = 8 / rate * ranks, 1e-9
     lines = {"all": Line(1e-3, slow), "across": Line(1e-3, slow), "node": Line(1e-3, fast)}
     return MoERates.of_lines({kind: {"all_to_all": line} for kind, line in lines.items()}, Line(0.0, 0.0))
 
@@ -187,10 +246,13 @@ def main() -> None:
     """As a rank of a lab: measure all routings."""
     task = join()
     grid = Grid(levels=(_NUM_HOSTS,), device_type="cpu")
-    rank = _Rank(grid, dist.get_rank(), dist.get_world_size(), task["num_tokens"], _rates_of(task["rate"]))
-    balanced, skewed = rank.routing(0.0), rank.routing(1.0)
-    swapped, num_swaps = rank.swapped(skewed)
-    routings = {"Balanced": (balanced, 0), "Zipf": (skewed, 0), "Zipf, swapped": (swapped, num_swaps)}
+    world = dist.get_world_size()
+    rates = _rates_of(task["rate"], world // _NUM_HOSTS)
+    rank = _Rank(grid, dist.get_rank(), world, task["num_tokens"], rates)
+    routings = {"Balanced": (rank.routing(0.0), 0)}
+    for name, routing in {"Zipf": rank.routing(1.0), "Captured": rank.captured(task["captured"])}.items():
+        routings[name] = routing, 0
+        routings[f"{name}, swapped"] = rank.swapped(routing)
     leave({"routings": {name: rank.measure(one, task["rounds"], swaps) for name, (one, swaps) in routings.items()}})
 
 

@@ -85,25 +85,43 @@ class Timed:
     """Median of the slowest rank's time."""
     interface_nbytes: float
     """Median of what left this host, headers of all layers included."""
+    payload_nbytes: float
+    """Median of that without the headers of packets, and so without acknowledgements."""
+    cpu_seconds: float
+    """Median of the processor time of all ranks together, their threads and the kernel's work for them included."""
+
+
+_HEADERS_NBYTES = 66
+"""Ethernet, IPv4 and TCP with time stamps. A packet that the interface cuts later counts once, as in its counters."""
 
 
 def time_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 1) -> dict[str, Timed]:
     """Time cases that all ranks run together, from a barrier to the end; they take turns, round after round."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    nbytes: dict[str, list[int]] = {name: [] for name in cases}
+    sent: dict[str, list[tuple[int, int]]] = {name: [] for name in cases}
+    worked: dict[str, list[float]] = {name: [] for name in cases}
     for round_number in range(-warm_ups, rounds):
         for name, case in cases.items():
             dist.barrier()
-            sent = _sent_nbytes()
+            before = _sent()
             dist.barrier()  # other ranks of this host have not begun when it is read
-            started = time.perf_counter()
+            worked_before, started = time.process_time(), time.perf_counter()
             case()
             slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            work = torch.tensor(time.process_time() - worked_before, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)  # when it is done, everybody has received everything
+            after = _sent()
+            dist.all_reduce(work)
             if round_number >= 0:
                 seconds[name].append(slowest.item())
-                nbytes[name].append(_sent_nbytes() - sent)
-    return {name: Timed(median(seconds[name]), median(nbytes[name])) for name in cases}
+                nbytes, packets = (now - then for now, then in zip(after, before, strict=True))
+                sent[name].append((nbytes, nbytes - packets * _HEADERS_NBYTES))
+                worked[name].append(work.item())
+    found = {}
+    for name in cases:
+        nbytes, payload = (median(counts) for counts in zip(*sent[name], strict=True))
+        found[name] = Timed(median(seconds[name]), nbytes, payload, median(worked[name]))
+    return found
 
 
 def seconds_of_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 1) -> dict[str, float]:
@@ -111,6 +129,8 @@ def seconds_of_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_
     return {name: timed.seconds for name, timed in time_all(cases, rounds, warm_ups).items()}
 
 
-def _sent_nbytes() -> int:
-    """Bytes that have left this host so far."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+def _sent() -> tuple[int, int]:
+    """Bytes and packets that have left this host so far."""
+    counters = Path("/sys/class/net/eth0/statistics")
+    nbytes, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    return nbytes, packets

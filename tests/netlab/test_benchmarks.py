@@ -25,7 +25,7 @@ ROWS = {
     "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
     "process-group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
     "moe-paths": ["baseline", "sharded", "s1", "s2 in 1 step", "s2 in 2 steps", "s1, backward s2"],
-    "moe-dispatch": ["flat", "depth 1", "depth 2", "depth 2, lossless", "depth 2, int8"],
+    "moe-dispatch": ["flat", "2 levels", "dedup, 1 level", "dedup, 2 levels, lossless", "dedup, 2 levels, int8"],
     "zip-training": ["gloo", "raw", "tiered", "auto"],
 }
 
