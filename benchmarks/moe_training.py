@@ -56,6 +56,7 @@ _PLAIN = {"moe.expert_parallel": _NUM_NODES * _RANKS_PER_NODE, "moe.rows": "raw"
 _LEVELS = {"moe.dispatcher": "hierarchical"}
 _SWAP = {**_LEVELS, "moe.swap_every": 2}
 _ALL = {**_SWAP, "moe.rows": "exact", "moe.chunks": (2,), "zip": "auto"}
+_AUTO = {"moe.dispatcher": "auto", "moe.swap_every": 2, "moe.rows": "exact", "zip": "auto"}
 _FOUR_BITS = {"activations.bits": 4, "activations.attention": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,10 +66,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "2 chunks": {"moe.chunks": (2,)},
     "4-bit activations": _FOUR_BITS,
     "all exact ones": _ALL,
-    "all": {**_ALL, **_FOUR_BITS},
+    "autotune": _AUTO,
+    "autotune, 4-bit activations": {**_AUTO, **_FOUR_BITS},
 }
-"""What each changes of `plain`: the model's blocks with one raw all-to-all there and one back. In the last two rows are
-shortened where the cost model says that it pays."""
+"""What each changes of `plain`: the model's blocks with one raw all-to-all there and one back. In the last three rows
+are shortened where the cost model says that it pays; `all exact ones` has levels, swaps and chunks whether they pay or
+not, `autotune` what is predicted to."""
 
 
 @benchmark("moe-training")
@@ -206,7 +209,7 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, name in enumerate(task["settings"]):
         values = {**common, **_EXACT, **_PLAIN, **SETTINGS[name], "run_dir": str(folder / str(number))}
-        if "moe.swap_every" in values:
+        if "moe.swap_every" in values:  # by which autotune decides as well
             values["moe.rates"] = rates
         torch.distributed.barrier()
         before = _sent_nbytes()
@@ -215,11 +218,13 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
         sent = _sent_nbytes() - before
         if world.is_main:
             rows = [row for row in read_metrics(folder / str(number)) if "loss" in row]
+            summary = json.loads((folder / str(number) / "summary.json").read_text())
             found[name] = {
                 "losses": [row["loss"] for row in rows],
                 "seconds": [row["step_seconds"] for row in rows],
                 "interface_nbytes": sent,
                 "schedule": rows[-1]["moe_schedule"],
+                "autotune": summary["moe"]["autotune"],
                 **{key: rows[-1][key] for key in rows[-1] if key.startswith("moe_") and key != "moe_schedule"},
             }
             print(f"{name}: {seconds_of_step(found[name]):.3f} s", file=sys.stderr, flush=True)
@@ -243,7 +248,7 @@ def _measured_rates(folder: Path, task: Mapping[str, Any], world: Any) -> str:
         item_nbytes=4,
     )
     grid = Grid(ep=world.size, levels=(_NUM_NODES,), device_type="cpu")
-    rates = measure_moe(grid, shape, dtype=torch.float32, quick=True)
+    rates = measure_moe(grid, shape, dtype=torch.float32, quick=task["smoke"])
     path = folder / f"rates{world.rank}.json"  # the hosts of a lab share a disk
     folder.mkdir(parents=True, exist_ok=True)
     rates.save(path)

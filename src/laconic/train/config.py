@@ -303,7 +303,7 @@ class MoEConfig:
     the rest is dropped. None drops nothing."""
     swap_every: int = 0
     """Least number of steps between two looks at a layer for experts that should change places, which they do where the
-    cost model says that it pays; 0 means never. Needs the hierarchical dispatcher and measured rates."""
+    cost model says that it pays; 0 means never. Needs measured rates, and layers whose rows go in levels."""
     swap_pairs: int = 1
     """Most pairs of experts of a layer that change places at a time."""
     rates: str | None = None
@@ -367,10 +367,11 @@ class MoEConfig:
         )
         _require(self.swap_every >= 0, "moe.swap_every", self.swap_every, "be at least 0")
         _require(
-            not self.swap_every or ((size or 1) > 1 and self.dispatcher == "hierarchical"),
+            not self.swap_every or ((size or 1) > 1 and self.dispatcher != "flat"),
             "moe.swap_every",
             self.swap_every,
-            "be 0 unless moe.expert_parallel is above 1 and moe.dispatcher = hierarchical, which counts rows by level",
+            "be 0 unless moe.expert_parallel is above 1 and moe.dispatcher = hierarchical or auto: rows are counted by "
+            "level",
         )
         _require(self.swap_pairs >= 1, "moe.swap_pairs", self.swap_pairs, "be at least 1")
 

@@ -7,42 +7,34 @@ experts and average their gradients.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
-from laconic.cost.moe.rates import MoERates, default_moe_path
-from laconic.cost.moe.swap_period import SwapPeriod
-from laconic.errors import CheckpointError, ConfigError, ModelError
+from laconic.cost.moe.rates import MoERates
+from laconic.errors import ConfigError, ModelError
 from laconic.formats import BlockFormat
 from laconic.moe.autotune import Autotuned, autotune
-from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import Schedule
-from laconic.moe.moves import ExpertMover
 from laconic.moe.pipeline import PipelineSchedule
 from laconic.train.config import TrainConfig
 from laconic.train.expert_meter import Capacity, ExpertMeter, ExpertUse, schedule_of
+from laconic.train.swaps import Swaps
 from laconic.train.world import World
 from laconic.train.zipped import zip_codec
 
-__all__ = ["STATE_FILE", "SpreadExperts", "check_experts", "spread_experts"]
-
-STATE_FILE = "experts.json"
-"""What `SpreadExperts.state` is called in a checkpoint."""
+__all__ = ["SpreadExperts", "check_experts", "spread_experts"]
 
 _ROWS = BlockFormat("int8", 128)
 
@@ -90,10 +82,8 @@ class SpreadExperts:
         self.model = model
         self._meter = meter
         self._config = config
-        self._mover: ExpertMover | None = None
-        self._balancer: ExpertBalancer | None = None
+        self._swaps: Swaps | None = None
         self._tuned: Autotuned | None = None
-        self._num_swaps = 0
         self._last: ExpertUse | None = None
         self._messages: list[str] = []
 
@@ -121,62 +111,14 @@ class SpreadExperts:
         return told
 
     def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
-        """Make ready to move experts, if the configuration wants that; all processes call it together.
-
-        `saved`: what `state` gave when the run was saved that goes on here. Experts take the places that they had, if
-        as many processes share them now; otherwise they begin in logical order. Raises ConfigError where experts cannot
-        be moved, or there are no rates to decide by, and CheckpointError for a state that cannot be read.
-        """
+        """Make ready to move experts, if the configuration wants that; see `Swaps`. All processes call it together."""
         moe, grid = self._config.moe, self.model.grid
-        if not moe.swap_every or grid is None:
-            return
-        path = Path(moe.rates) if moe.rates is not None else default_moe_path()
-        if not path.is_file():
-            raise ConfigError(
-                f"moe.swap_every is {moe.swap_every}, but there are no rates at {path}, by which swaps are decided; "
-                "write them with laconic profile, or name a file in moe.rates"
-            )
-        replicas = grid.edp if grid.layout.edp > 1 else None
-        layers = list(self.model.layers.values())
-        try:
-            self._mover = ExpertMover(layers, grid.ep, [optimizer], replicas=replicas)
-        except ConfigError as error:
-            raise ConfigError(f"moe.swap_every is {moe.swap_every}, but {error}") from None
-        rates = MoERates.load(path)
-        self._balancer = ExpertBalancer(self._mover, rates, num_pairs=moe.swap_pairs, min_period=moe.swap_every)
-        if saved is not None:
-            self._restore(saved, self._mover, self._balancer)
+        if moe.swap_every and grid is not None:
+            self._swaps = Swaps(self.model, grid, moe, optimizer, saved)
 
     def state(self) -> str | None:
-        """Where experts are and when to look at them next, as JSON for a checkpoint; None if they stay at home."""
-        if self._mover is None or self._balancer is None:
-            return None
-        layers = [
-            {"slots": self._mover.placement(number).slots.tolist(), "period": asdict(period)}
-            for number, period in enumerate(self._balancer.periods)
-        ]
-        return json.dumps({**self._sharers(), "num_swaps": self._num_swaps, "layers": layers})
-
-    def _restore(self, saved: str, mover: ExpertMover, balancer: ExpertBalancer) -> None:
-        try:
-            state = json.loads(saved)
-            if any(state[name] != value for name, value in self._sharers().items()):
-                return
-            least = self._config.moe.swap_every
-            periods = [replace(SwapPeriod(**one["period"]), min_period=least) for one in state["layers"]]
-            slots = [torch.tensor(one["slots"], dtype=torch.int64) for one in state["layers"]]
-            self._num_swaps = int(state["num_swaps"])
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-            raise CheckpointError(
-                f"{STATE_FILE} of the checkpoint does not say where experts are ({error!r}); continue from another one"
-            ) from None
-        mover.move(slots)
-        balancer.periods = periods
-
-    def _sharers(self) -> dict[str, Any]:
-        """What has to be the same for experts to have the same places."""
-        sizes = [layer.gate.num_experts for layer in self.model.layers.values()]
-        return {"expert_parallel": self._config.moe.expert_parallel, "num_experts": sizes}
+        """Where experts are, as text for a checkpoint; None if they stay at home."""
+        return None if self._swaps is None else self._swaps.state()
 
     def begin(self) -> None:
         """Forget what layers did before the first step."""
@@ -199,15 +141,15 @@ class SpreadExperts:
         fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
         if self._last is not None:
             fields |= self._last.to_metrics()
-        if self._balancer is not None:
-            balanced = None if skipped else self._balancer.step(done)
-            self._num_swaps += 0 if balanced is None else len(balanced.swapped)
-            fields["moe_swaps"] = self._num_swaps
+        if self._swaps is not None:
+            if not skipped:
+                self._swaps.step(done)
+            fields["moe_swaps"] = self._swaps.count
         return fields
 
     def at_home(self) -> AbstractContextManager[object]:
         """The context in which a checkpoint is saved: experts are in logical order."""
-        return nullcontext() if self._mover is None else self._mover.logical_order()
+        return nullcontext() if self._swaps is None else self._swaps.at_home()
 
     def __str__(self) -> str:
         return f"experts: {len(self.model.layers)} layers over {self._meter.num_processes} processes, {self.schedule}"
@@ -222,7 +164,7 @@ class SpreadExperts:
             "schedule": self.schedule,
             "autotune": None if self._tuned is None else str(self._tuned).splitlines(),
             "num_levels": self._meter.num_levels,
-            "swaps": self._num_swaps,
+            "swaps": 0 if self._swaps is None else self._swaps.count,
             "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
         }
 

@@ -26,7 +26,7 @@ from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
 from laconic.train.data import TokenCorpus, TokenDataset, batch, check_vocab, prepare
-from laconic.train.experts import STATE_FILE, SpreadExperts, check_experts, spread_experts
+from laconic.train.experts import SpreadExperts, check_experts, spread_experts
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
 from laconic.train.journal import Journal, closing_words
@@ -42,6 +42,7 @@ from laconic.train.routers import Routers, watch_routers
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stages import mean_loss
 from laconic.train.stop import StopRequest
+from laconic.train.swaps import STATE_FILE
 from laconic.train.world import World
 from laconic.train.zipped import zip_model
 
