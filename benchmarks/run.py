@@ -18,6 +18,7 @@
     python -m benchmarks.run moe-dispatch --rounds 5 --out benchmarks/results/moe_dispatch_NAME.md
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
     python -m benchmarks.run moe-pipeline --out benchmarks/results/moe_pipeline_NAME.md
+    python -m benchmarks.run moe-pipeline-lab --rounds 5 --out benchmarks/results/moe_pipeline_lab_NAME.md
     python -m benchmarks.run moe-layer --threads 1 2 --rounds 5 --out benchmarks/results/moe_layer_NAME.md
     python -m benchmarks.run moe-paths --rounds 5 --out benchmarks/results/moe_paths_NAME.md
     python -m benchmarks.run moe-hierarchy --out benchmarks/results/moe_hierarchy_NAME.md
@@ -66,6 +67,7 @@ _MODULES = (
     "moe_training",
     "planning",
     "moe_pipeline",
+    "moe_pipeline_lab",
     "moe_hierarchy",
     "moe_parm",
     "files",

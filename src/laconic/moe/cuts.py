@@ -51,10 +51,10 @@ class Chunk:
     """int64 [q]: row j in the order of (slice, expert, source) arrives as row index[j]."""
     inverse: Tensor
     """int64 [q]: the inverse of `index`."""
-    counts: tuple[Tensor, ...]
-    """int64 [E_local]: rows of each expert, slice by slice."""
     sizes: list[int]
     """Rows of each slice."""
+    table: list[list[int]] | None
+    """Rows from each rank to each place, if that is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +62,12 @@ class Cut:
     """All rows of a layer, as every rank of the exchange knows them.
 
     home: int64 [E, num_slices], this rank's rows. arriving: int64 [W, E_local, num_slices], those that come here.
+    table: int64 [W, places, num_slices], those of every rank to every place; None if nobody has said so.
     """
 
     home: Tensor
     arriving: Tensor
+    table: Tensor | None = None
 
     @staticmethod
     def of(counts: Tensor, arriving: Tensor, place: int, num_slices: int) -> Cut:
@@ -89,12 +91,14 @@ class Cut:
         home, arriving = self.home, self.arriving
         num_local, device = arriving.shape[1], home.device
         per_chunk = self.num_slices // degree
-        # Three looks at the device for everything that the host has to know.
+        # Some looks at the device for everything that the host has to know.
         home_table = home.view(-1, num_local, degree, per_chunk).sum((1, 3)).T.tolist()
-        table = arriving.view(len(arriving), num_local, degree, per_chunk)
-        received_table, sizes_table = table.sum((1, 3)).T.tolist(), table.sum((0, 1)).tolist()
+        parts = arriving.view(len(arriving), num_local, degree, per_chunk)
+        received_table, sizes_table = parts.sum((1, 3)).T.tolist(), parts.sum((0, 1)).tolist()
         homes = rows_of_chunks(home, degree)
-        counts = self.counts()
+        tables: list[list[list[int]] | None] = [None] * degree
+        if self.table is not None:
+            tables = self.table.unflatten(2, (degree, per_chunk)).sum(3).permute(2, 0, 1).tolist()
         found = []
         for i in range(degree):
             mine = arriving[:, :, i * per_chunk : (i + 1) * per_chunk]
@@ -103,8 +107,7 @@ class Cut:
             ids = ids.repeat_interleave(mine.flatten(), output_size=sum(received_table[i]))
             index = torch.argsort(ids, stable=True)
             inverse = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device=device))
-            of_slices = counts[i * per_chunk : (i + 1) * per_chunk].unbind()
-            found.append(Chunk(homes[i], home_table[i], received_table[i], index, inverse, of_slices, sizes_table[i]))
+            found.append(Chunk(homes[i], home_table[i], received_table[i], index, inverse, sizes_table[i], tables[i]))
         return found
 
 
@@ -115,9 +118,8 @@ class Sharing:
     most: int
     index: Tensor
     """int64 [q]: row j in the order of (slice, expert, sharer) is row index[j] of the padded ones."""
-    counts: tuple[Tensor, ...]
-    """As in `Chunk`, of all sharers together."""
     sizes: list[int]
+    """As in `Chunk`, of all sharers together."""
 
     @staticmethod
     def of(table: Tensor, degree: int) -> list[Sharing]:
@@ -126,7 +128,6 @@ class Sharing:
         per_chunk = num_slices // degree
         rows_table = table.view(num_sharers, degree, -1).sum(2).T.tolist()
         sizes_table = table.sum((0, 2)).view(degree, per_chunk).tolist()
-        counts = table.sum(0)
         found = []
         for i, rows in enumerate(rows_table):
             mine = table[:, i * per_chunk : (i + 1) * per_chunk].reshape(num_sharers, -1)
@@ -135,6 +136,5 @@ class Sharing:
             most = max(1, *rows)
             places = [torch.arange(size, device=table.device) + number * most for number, size in enumerate(rows)]
             index = torch.cat(places)[torch.argsort(ids, stable=True)]
-            of_slices = counts[i * per_chunk : (i + 1) * per_chunk].unbind()
-            found.append(Sharing(most, index, of_slices, sizes_table[i]))
+            found.append(Sharing(most, index, sizes_table[i]))
         return found

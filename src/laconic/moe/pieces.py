@@ -142,7 +142,7 @@ class Run:
     def backward(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs and of the leaves."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph of the one who calls
-        sums: list[Tensor | None] = [None] * len(self._leaves)
+        sums = [_Sum() for _ in self._leaves]
 
         def compute(number: int, grads: Parcel) -> Parcel:
             piece = self._slices[number]
@@ -156,16 +156,15 @@ class Run:
                 with _without_hooks(self._leaves):
                     wanted = [*parcel, *self._leaves]
                     found = torch.autograd.grad(out, wanted, grads, retain_graph=True, allow_unused=True)
-            for place, other in enumerate(found[len(parcel) :]):
-                sums[place] = _plus(sums[place], other)
+            for total, other in zip(sums, found[len(parcel) :], strict=True):
+                total.add(other)
             return tuple(torch.zeros_like(one) if g is None else g for one, g in zip(parcel, found, strict=False))
 
         if None in self._slices:
             raise ScheduleError("backward went through a layer in pieces a second time; say retain_graph=True before")
         home = self._schedule.execute("backward", self._exchanged, (grad,), compute)
-        grads = (
-            None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, self._leaves, strict=True)
-        )
+        values = ((total.value, leaf.dtype) for total, leaf in zip(sums, self._leaves, strict=True))
+        grads = (None if value is None else value.to(dtype) for value, dtype in values)
         return *home, *grads
 
 
@@ -183,11 +182,21 @@ class _Joined(torch.autograd.Function):
         return None, None, None, *cast, *found[len(ctx.dtypes) :]
 
 
-def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Sums of more than one in fp32 or fp64; never in place of what autograd has returned."""
-    if total is None or more is None:
-        return more if total is None else total
-    return total + more.to(torch.promote_types(more.dtype, torch.float32))
+class _Sum:
+    """Of gradients, in fp32 or fp64 if there are several; what autograd has returned is never written to."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self._is_own = False
+
+    def add(self, more: Tensor | None) -> None:
+        if more is None or self.value is None:
+            self.value = more if self.value is None else self.value
+        elif self._is_own:
+            self.value.add_(more)
+        else:
+            self.value = self.value + more.to(torch.promote_types(more.dtype, torch.float32))
+            self._is_own = True
 
 
 @contextmanager

@@ -10,6 +10,8 @@ rows. Every step is linear, and backward's are forward's transposes. Nothing her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laconic.moe.collectives import all_gather, all_to_all_rows, exchange_counts, reduce_scatter
-from laconic.moe.cuts import Chunk, Cut, Sharing
+from laconic.moe.cuts import Chunk, Cut, Sharing, slice_sizes
 from laconic.moe.flat import FlatDispatcher, added_up, copied, num_local_experts
 from laconic.moe.order import Order
 from laconic.moe.routing import Routing
@@ -103,7 +105,7 @@ class FlatWires:
     def send(self, i: int, home: Parcel) -> Parcel:
         chunk = self._chunks[i]
         rows = copied(self._outgoing(i, home[0]), chunk.sent, self._shards)
-        return (self._exchanged(rows, chunk.received, self._copies(i)),)
+        return (self._exchanged(rows, chunk.received, self._copies(chunk.sent), self._table(i)),)
 
     def gather(self, i: int, parcel: Parcel) -> Parcel:
         return parcel
@@ -120,7 +122,9 @@ class FlatWires:
 
     def send_back(self, i: int, parcel: Parcel) -> Parcel:
         chunk = self._chunks[i]
-        rows = self._exchanged(parcel[0], self._copies(i), chunk.received)
+        table = self._table(i)
+        back = None if table is None else list(zip(*table, strict=True))
+        rows = self._exchanged(parcel[0], self._copies(chunk.sent), chunk.received, back)
         return (added_up(rows, chunk.sent, self._shards),)
 
     def share(self, i: int, parcel: Parcel) -> Parcel:
@@ -145,11 +149,18 @@ class FlatWires:
             self._home = rows.new_empty(num_rows, rows.shape[1])
         self._home.index_copy_(0, index, rows)
 
-    def _exchanged(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        return all_to_all_rows(rows, received, sent, self._exchange.group, codec=self._exchange.codec)
+    def _exchanged(
+        self, rows: Tensor, received: list[int], sent: list[int], table: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        exchange = self._exchange
+        return all_to_all_rows(rows, received, sent, exchange.group, codec=exchange.codec, table=table)
 
-    def _copies(self, i: int) -> list[int]:
-        return [size for size in self._chunks[i].sent for _ in range(self._shards)]
+    def _table(self, i: int) -> list[list[int]] | None:
+        table = self._chunks[i].table
+        return None if table is None else [self._copies(row) for row in table]
+
+    def _copies(self, sizes: list[int]) -> list[int]:
+        return [size for size in sizes for _ in range(self._shards)]
 
 
 class ShardedWires(FlatWires):
@@ -230,8 +241,13 @@ class FlatExchanged:
 
 def agreed_cut(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Cut:
     """The slices of what all ranks of an exchange send, counts int64 [E] here."""
-    num_local = num_local_experts(len(counts), exchange.num_places)
-    group, shards = exchange.group, exchange.num_shards
-    by_place = counts.view(-1, 1, num_local).expand(-1, shards, -1).reshape(group.size(), -1)
-    arriving = exchange_counts(by_place, group) if group.size() > 1 else by_place
-    return Cut.of(counts, arriving, group.rank() // shards, num_slices)
+    places, group = exchange.num_places, exchange.group
+    num_local = num_local_experts(len(counts), places)
+    home = slice_sizes(counts, torch.arange(len(counts), device=counts.device), num_slices)
+    if group.size() == 1:
+        return Cut.of(counts, counts.view(1, -1), 0, num_slices)
+    by_place = counts.view(places, 1, num_local).expand(-1, exchange.num_shards, -1).reshape(group.size(), -1)
+    sizes = home.view(places, num_local, -1).sum(1).flatten()  # go along, so that every rank knows what all send
+    told = exchange_counts(torch.cat((by_place, sizes.expand(group.size(), -1)), 1), group)
+    cut = Cut.of(counts, told[:, :num_local], group.rank() // exchange.num_shards, num_slices)
+    return replace(cut, table=told[:, num_local:].view(-1, places, num_slices))

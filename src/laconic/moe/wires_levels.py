@@ -64,16 +64,21 @@ class _StageCut:
     sent_entries: Table
     received_rows: Table
     received_entries: Table
+    table: list[list[list[int]]]
+    """Rows by slice, from each place to each: [slice][from][to]."""
 
     @staticmethod
     def agree(before: _Sliced, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup) -> _StageCut:
         """All peers of the stage call it together."""
         leg, num_slices = leave(before.held, stage, experts_per_rank), len(before.num_rows)
         sent = _by_slice(leg, before)
-        received = exchange_counts(sent.transpose(0, 1).flatten(1).contiguous(), group)
-        rows, entries = received.view(stage.fanout, 2, num_slices).permute(1, 2, 0).tolist()
+        # What goes to others is told as well: then rows in codes need no announcement.
+        message = torch.cat((sent.transpose(0, 1).flatten(1), sent[0].flatten().expand(stage.fanout, -1)), 1)
+        told = exchange_counts(message, group)
+        rows, entries = told[:, : 2 * num_slices].unflatten(1, (2, -1)).permute(1, 2, 0).tolist()
+        table = told[:, 2 * num_slices :].unflatten(1, (stage.fanout, -1)).permute(2, 0, 1).tolist()
         own = sent.transpose(1, 2).tolist()
-        return _StageCut(group, before, leg, own[0], own[1], rows, entries)
+        return _StageCut(group, before, leg, own[0], own[1], rows, entries, table)
 
     def after(self, ids: Tensor) -> _Sliced:
         """What this rank holds next, of the experts' `ids` as they came."""
@@ -103,7 +108,9 @@ class _StageCut:
             entry_splits=_sums(self.sent_entries[slices]),
             ids=_part(self.leg.ids, self.sent_entries, slices),
         )
-        return Crossing(self.group, leg, _sums(self.received_rows[slices]), _sums(self.received_entries[slices]))
+        received = _sums(self.received_rows[slices]), _sums(self.received_entries[slices])
+        table = [_sums(of_sender) for of_sender in zip(*self.table[slices], strict=True)]
+        return Crossing(self.group, leg, *received, table)
 
 
 class LevelExchanged:
@@ -289,7 +296,7 @@ def _part(x: Tensor, table: Table, slices: slice) -> Tensor:
     )
 
 
-def _sums(table: Table) -> list[int]:
+def _sums(table: Sequence[Sequence[int]]) -> list[int]:
     """By place."""
     return [sum(of_place) for of_place in zip(*table, strict=True)]
 

@@ -1,0 +1,348 @@
+"""Layers in pieces over slow links: what degrees gain, what the simulator says, and gradients in the windows.
+
+Two hosts (network namespaces, laconic.testing.netlab) of two ranks: fast inside, slow between. The experts' hidden
+dimension is chosen so that they compute about as long as their rows travel, which is where pieces matter.
+
+The prediction knows the parts one by one: every task of a plan is timed with all streams in one thread, so that nothing
+overlaps, in 1 and in 4 chunks. Two numbers for each step follow (start-up and work), and the simulator puts them
+together for any degree. What is outside of the plan (routing, order, who gets how many) is what the layer in one piece
+takes more than its plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.registry import Options, Table, benchmark
+from benchmarks.slow_links import join, leave, run_ranks
+from laconic.collectives import Raw
+from laconic.cost.wire.rates import Line
+from laconic.moe import (
+    DenseGradients,
+    Dispatcher,
+    FlatDispatcher,
+    GatedExperts,
+    Grid,
+    HierarchicalDispatcher,
+    MoELayer,
+    PipelineSchedule,
+    SoftmaxGate,
+    mean_over,
+)
+from laconic.schedule.execute import InlineStream
+from laconic.schedule.moe import (
+    COMPUTE,
+    INTER,
+    INTRA,
+    BackwardPart,
+    ChunkTime,
+    LayerTimes,
+    fill_windows,
+    pipeline_seconds,
+)
+from laconic.testing.netlab import Lab, why_not
+
+_NUM_HOSTS, _RANKS_PER_HOST = 2, 2
+_RATES = (100e6, 1e9)
+_SMOKE = 1 << 12
+_MODEL_DIM, _TOP_K, _EXPERTS_PER_RANK = 256, 2, 1
+_DEGREES = (1, 2, 3, 4, 6)
+_FEW, _MANY = 1, 4
+_NUM_BLOCKS = 3
+_STEPS = ("dispatch", "all_gather", "experts", "reduce_scatter", "combine")
+
+
+@benchmark("moe-pipeline-lab")
+def moe_pipeline_lab(options: Options) -> list[Table]:
+    """For each rate: layers by degree, then a stack of layers with gradients at the end and in the windows."""
+    reason = why_not()
+    if reason is not None:
+        return [Table("Layers in pieces over slow links", ["not measured"], [[reason]])]
+    smoke = options.elements <= _SMOKE
+    tables = []
+    for rate in options.rates or (_RATES[1:] if smoke else _RATES):
+        with Lab(_NUM_HOSTS, rate) as lab:
+            num_tokens = 8 if smoke else 256 if rate < 5e8 else 1024
+            task = {"num_tokens": num_tokens, "rounds": 1 if smoke else max(3, options.rounds), "smoke": smoke}
+            found = run_ranks(lab, "benchmarks.moe_pipeline_lab", task, ranks_per_host=_RANKS_PER_HOST)
+        where = f"2 nodes of 2 ranks, {rate / 1e6:g} Mbit/s"
+        tables += [_layer_table(where, one) for one in found["layers"]]
+        tables.append(_window_table(where, found["windows"]))
+    return tables
+
+
+def _layer_table(where: str, found: dict[str, Any]) -> Table:
+    rows = []
+    for degree in _DEGREES:
+        cells = [str(degree)]
+        for direction in ("forward", "backward"):
+            measured, predicted = (found[kind][direction][str(degree)] for kind in ("measured", "predicted"))
+            cells += [f"{1e3 * measured:.1f}", f"{found['measured'][direction]['1'] / measured:.2f}x"]
+            cells += [f"{1e3 * predicted:.1f}", f"{predicted / measured - 1:+.0%}"]
+        rows.append(cells)
+    parts = "; ".join(
+        f"{direction}: "
+        + ", ".join(f"{step} {1e3 * seconds:.1f}" for step, seconds in found["parts"][direction].items())
+        for direction in ("forward", "backward")
+    )
+    return Table(
+        f"{found['name']}, {where}",
+        ["degree", *[f"{d} {c}" for d in ("forward", "backward") for c in ("ms", "gain", "predicted", "off by")]],
+        rows,
+        f"{found['num_tokens']} tokens of {_MODEL_DIM} a rank, top {_TOP_K} of {4 * _EXPERTS_PER_RANK} experts, hidden"
+        f" dimension {found['hidden']}. Parts in one piece, alone, ms: {parts}. Without a schedule"
+        f" {1e3 * found['plain']['forward']:.1f} and {1e3 * found['plain']['backward']:.1f} ms. The prediction for"
+        " degree 1 is exact by construction.",
+    )
+
+
+def _window_table(where: str, found: dict[str, Any]) -> Table:
+    rows = [
+        [
+            name,
+            f"{1e3 * seconds:.1f}",
+            f"{found['seconds']['at the end'] / seconds:.2f}x",
+            f"{found['shares'][name]:.0%}",
+        ]
+        for name, seconds in found["seconds"].items()
+    ]
+    return Table(
+        f"Dense gradients of {_NUM_BLOCKS} blocks, {where}",
+        ["reduced", "backward and reduction, ms", "gain", "bytes inside of backward"],
+        rows,
+        f"Flat dispatch, degree {found['degree']}; {found['nbytes'] / 1e6:.2f} MB of dense gradients a rank, averaged"
+        f" over all ranks in fp32 ({1e3 * found['alone']:.1f} ms in one message). Predicted with the plan:"
+        f" {1e3 * found['predicted']:.1f} ms, with all at the end {1e3 * found['predicted_end']:.1f} ms.",
+    )
+
+
+# --- what each rank does ---
+
+
+@dataclass(frozen=True)
+class _Rank:
+    grid: Grid
+    num_tokens: int
+    rounds: int
+    smoke: bool
+
+    def layers(self) -> list[dict[str, Any]]:
+        dispatchers: dict[str, Dispatcher] = {
+            "Flat": FlatDispatcher(self.grid.ep, codec=Raw()),
+            "Hierarchical": HierarchicalDispatcher(self.grid.levels, codec=Raw()),
+        }
+        return [self.layer(name, dispatcher) for name, dispatcher in dispatchers.items()]
+
+    def layer(self, name: str, dispatcher: Dispatcher) -> dict[str, Any]:
+        hidden = 64 if self.smoke else self.balanced_hidden(dispatcher)
+        layer = self.made(dispatcher, hidden)
+        alone = {str(degree): self.parts(layer, degree) for degree in (_FEW, _MANY)}
+        cases: dict[str, PipelineSchedule | None] = {"plain": None}
+        cases |= {str(degree): PipelineSchedule(degree) for degree in _DEGREES}
+        measured = self.timed(layer, cases)
+        times = {direction: self.fitted(alone, direction) for direction in ("forward", "backward")}
+        predicted = {}
+        for direction, found in times.items():
+            outside = measured[direction]["1"] - pipeline_seconds(found, 1)
+            predicted[direction] = {str(d): outside + pipeline_seconds(found, d) for d in _DEGREES}
+        return {
+            "name": name,
+            "num_tokens": self.num_tokens,
+            "hidden": hidden,
+            "plain": {direction: found.pop("plain") for direction, found in measured.items()},
+            "measured": measured,
+            "predicted": predicted,
+            "parts": alone[str(_FEW)],
+        }
+
+    def made(self, dispatcher: Dispatcher, hidden: int) -> MoELayer:
+        torch.manual_seed(0)
+        gate = SoftmaxGate(self.grid.layout.ep * _EXPERTS_PER_RANK, _MODEL_DIM, _TOP_K)
+        return MoELayer(gate, GatedExperts(_EXPERTS_PER_RANK, _MODEL_DIM, hidden), None, dispatcher)
+
+    def balanced_hidden(self, dispatcher: Dispatcher) -> int:
+        """Such that forward's experts take about as long as their rows on both ways, as every rank knows it."""
+        probe = 256
+        parts = self.parts(self.made(dispatcher, probe), 1)["forward"]
+        ratio = (parts["dispatch"] + parts["combine"]) / parts["experts"]
+        return min(8192, max(64, round(probe * ratio / 64) * 64))
+
+    def batch(self) -> Tensor:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        return torch.randn(self.num_tokens, _MODEL_DIM, generator=generator).requires_grad_()
+
+    def parts(self, layer: MoELayer, degree: int) -> dict[str, dict[str, float]]:
+        """Seconds of all chunks of each step, without overlap: the mean of the ranks' medians, experts' the most."""
+        inline = InlineStream()
+        schedule = PipelineSchedule(degree, streams=dict.fromkeys((INTER, INTRA, COMPUTE), inline))
+        taken: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
+        layer.schedule = schedule
+        for _ in range(self.rounds + 1):
+            x = self.batch()
+            dist.barrier()
+            out = layer(x)
+            dist.barrier()
+            out.sum().backward()
+            for direction, execution in schedule.executions.items():
+                of_steps = dict.fromkeys(_STEPS, 0.0)
+                for task, span in execution.timeline.spans.items():
+                    of_steps[task.split()[0]] += span.end_seconds - span.start_seconds
+                for step, seconds in of_steps.items():
+                    taken[direction].setdefault(step, []).append(seconds)
+        return {
+            direction: {
+                step: _over_ranks(median(seconds[1:]), max if step == "experts" else mean)
+                for step, seconds in of_steps.items()
+                if any(seconds)
+            }
+            for direction, of_steps in taken.items()
+        }
+
+    def fitted(self, alone: dict[str, dict[str, dict[str, float]]], direction: str) -> LayerTimes:
+        """Start-up and work of each step from its seconds in few and in many chunks."""
+        found = {}
+        for step, few in alone[str(_FEW)][direction].items():
+            alpha = max(0.0, (alone[str(_MANY)][direction][step] - few) / (_MANY - _FEW))
+            found[step] = ChunkTime(alpha, max(0.0, few - _FEW * alpha))
+        return LayerTimes(**found)
+
+    def timed(self, layer: MoELayer, cases: dict[str, PipelineSchedule | None]) -> dict[str, dict[str, float]]:
+        """Medians of the slowest rank's seconds by direction and case; cases take turns."""
+        taken: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
+        for round_number in range(self.rounds + 1):
+            for name, schedule in cases.items():
+                layer.schedule = schedule
+                layer.zero_grad()
+                x, results = self.batch(), []
+                seconds = _slowest(lambda results=results, x=x: results.append(layer(x)))
+                loss = results[0].sum()
+                back = _slowest(loss.backward)
+                if round_number:
+                    taken["forward"].setdefault(name, []).append(seconds)
+                    taken["backward"].setdefault(name, []).append(back)
+        return {direction: {name: median(many) for name, many in of.items()} for direction, of in taken.items()}
+
+    # --- windows ---
+
+    def windows(self, layer_times: LayerTimes, degree: int, hidden: int) -> dict[str, Any]:
+        """A stack of blocks: gradients reduced after backward, in windows without a plan, and with one."""
+        # As many dense bytes for each block as one dispatch carries.
+        width = max(8, self.num_tokens * _TOP_K // 2)
+        model = nn.Sequential(
+            *[_Block(self.made(FlatDispatcher(self.grid.ep, codec=Raw()), hidden), width) for _ in range(_NUM_BLOCKS)]
+        )
+        dense = [p for name, p in model.named_parameters() if ".experts." not in name]
+        nbytes = sum(p.nbytes for p in dense)
+        reduce = mean_over(self.grid.dp, codec=Raw())
+        line = self.reduction_line(nbytes)
+        dense_seconds = self.dense_seconds(width)
+        parts = []
+        for number in reversed(range(_NUM_BLOCKS)):
+            parts.append(BackwardPart(f"moe {number}", times=layer_times))
+            of_block = float(sum(p.nbytes for p in model[number].dense.parameters()))
+            parts.append(BackwardPart(f"dense {number}", of_block, None, dense_seconds))
+        plan = fill_windows(parts, line, [degree])
+        end = _NUM_BLOCKS * (pipeline_seconds(layer_times, degree) + dense_seconds) + line.alpha_seconds
+        seconds: dict[str, list[float]] = {}
+        shares: dict[str, float] = {}
+        for round_number in range(self.rounds + 1):
+            for name in ("at the end", "in windows, all that waits", "in windows, as planned"):
+                gradients = DenseGradients(dense, reduce, plan if name.endswith("planned") else None)
+                inside = gradients if name != "at the end" else None
+                for number, block in enumerate(model):
+                    block.moe.schedule = PipelineSchedule(degree, gradients=inside, part=f"moe {number}")
+                model.zero_grad()
+                loss = model(self.batch()).sum()
+
+                def step(loss: Tensor = loss, gradients: DenseGradients = gradients) -> None:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    gradients.finish()
+
+                taken = _slowest(step)
+                gradients.remove()
+                if round_number:
+                    seconds.setdefault(name, []).append(taken)
+                    late = sum(one.nbytes for one in gradients.sent if one.window is None)
+                    shares[name] = 1 - late / nbytes
+        return {
+            "degree": degree,
+            "nbytes": nbytes,
+            "alone": line.alpha_seconds + nbytes * line.seconds_per_byte,
+            "seconds": {name: median(many) for name, many in seconds.items()},
+            "shares": shares,
+            "predicted": plan.seconds,
+            "predicted_end": end + nbytes * line.seconds_per_byte,
+        }
+
+    def reduction_line(self, nbytes: int) -> Line:
+        """Of the all-reduce, from a message of all bytes and one of an eighth."""
+        reduce, found = mean_over(self.grid.dp, codec=Raw()), []
+        sizes = (nbytes // 32, nbytes // 4)
+        for size in sizes:
+            values = torch.zeros(size)
+            found.append(median([_slowest(lambda values=values: reduce(values)) for _ in range(self.rounds + 1)][1:]))
+        slope = max(0.0, (found[1] - found[0]) / (4 * (sizes[1] - sizes[0])))
+        return Line(max(0.0, found[1] - slope * 4 * sizes[1]), slope)
+
+    def dense_seconds(self, width: int) -> float:
+        block = _Dense(width)
+        found = []
+        for _ in range(self.rounds + 1):
+            loss = block(self.batch()).sum()
+            found.append(_slowest(loss.backward))
+        return median(found[1:])
+
+
+class _Dense(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(_MODEL_DIM, width), nn.GELU(), nn.Linear(width, _MODEL_DIM))
+
+
+class _Block(nn.Module):
+    def __init__(self, moe: MoELayer, width: int) -> None:
+        super().__init__()
+        self.dense, self.moe = _Dense(width), moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dense(x)
+        out: Tensor = x + self.moe(x)
+        return out
+
+
+def _slowest(action: Callable[[], object]) -> float:
+    """Seconds from a barrier to the end of the slowest rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    action()
+    return _over_ranks(time.perf_counter() - started, max)
+
+
+def _over_ranks(value: float, of_all: Callable[[list[float]], float]) -> float:
+    values: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return of_all(values)
+
+
+def main() -> None:
+    """As a rank of a lab."""
+    task = join()
+    grid = Grid(levels=(_NUM_HOSTS,), device_type="cpu")
+    rank = _Rank(grid, task["num_tokens"], task["rounds"], task["smoke"])
+    layers = rank.layers()
+    flat = layers[0]
+    degree = int(min(flat["measured"]["backward"], key=flat["measured"]["backward"].__getitem__))
+    layer = rank.made(FlatDispatcher(grid.ep, codec=Raw()), flat["hidden"])
+    alone = {str(one): rank.parts(layer, one) for one in (_FEW, _MANY)}
+    leave({"layers": layers, "windows": rank.windows(rank.fitted(alone, "backward"), degree, flat["hidden"])})
+
+
+if __name__ == "__main__":
+    main()
