@@ -23,9 +23,11 @@ from benchmarks.captured import capture_routing
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
+from laconic.collectives.measure import Ranks
+from laconic.collectives.profile import measure_link
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line
+from laconic.cost.wire.rates import Line, WireRates
 from laconic.formats import BlockFormat
 from laconic.moe import Dispatched, Dispatcher, Grid, HierarchicalDispatcher, Order, Placement, Routing, SortedOrder
 from laconic.moe.agreement import agree_on_depth, agree_on_swaps, gather_counts
@@ -43,14 +45,15 @@ _NUM_EXPERTS, _TOP_K, _MODEL_DIM = 128, 8, 1024
 _TRAINING_STEPS, _LAYER = 50, 2
 _ID_NBYTES = 8
 """Of an assignment on its way there: id and fp32 weight."""
+_MEASURED_NBYTES = (1 << 12, 1 << 16, 1 << 19)
 _INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
 _CASES = {
     "flat": "all-to-all of every assignment",
     "2 levels": "every assignment, node by node",
     "dedup, 1 level": "a row once per rank",
     "dedup, 2 levels": "a row once per node, then once per rank",
-    "dedup, 2 levels, lossless": "the same, rows losslessly shortened",
-    "dedup, 2 levels, int8": "the same, rows in 8 bits",
+    "dedup, 2 levels, lossless": "the same, rows losslessly shortened between nodes",
+    "dedup, 2 levels, int8": "the same, rows in 8 bits between nodes",
 }
 
 
@@ -72,7 +75,7 @@ def moe_dispatch(options: Options) -> list[Table]:
             with Lab(_NUM_HOSTS, rate) as lab:
                 measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
                 share = num_tokens // (_NUM_HOSTS * ranks)
-                task = {"num_tokens": share, "rounds": options.rounds, "rate": rate, "captured": file}
+                task = {"num_tokens": share, "rounds": options.rounds, "captured": file}
                 result = run_ranks(lab, "benchmarks.moe_dispatch", task, ranks_per_host=ranks)
             tables += [_table(name, rate, measured, ranks, found) for name, found in result["routings"].items()]
     return tables
@@ -155,8 +158,8 @@ class _Rank:
             _WithDuplicates(self.levels(2, Raw())),
             self.levels(1, Raw()),
             self.levels(2, Raw()),
-            self.levels(2, Lossless()),
-            self.levels(2, _INT8),
+            HierarchicalDispatcher(self.grid.levels, 2, codec=Lossless(), inner_codec=Raw()),
+            HierarchicalDispatcher(self.grid.levels, 2, codec=_INT8, inner_codec=Raw()),
         ]
 
         def there_and_back(dispatcher: Dispatcher) -> Tensor:
@@ -235,11 +238,16 @@ class _WithDuplicates:
         return sum_picked(sums, torch.arange(len(routing)), routing.tokens, routing.num_tokens)
 
 
-def _rates_of(rate: float, ranks: int) -> MoERates:
-    """As good as the lab's links are known without measuring: slow between nodes, fast inside."""
-    slow, fast = 8 / rate * ranks, 1e-9
-    lines = {"all": Line(1e-3, slow), "across": Line(1e-3, slow), "node": Line(1e-3, fast)}
-    return MoERates.of_lines({kind: {"all_to_all": line} for kind, line in lines.items()}, Line(0.0, 0.0))
+def _rates(grid: Grid) -> MoERates:
+    """What an all-to-all takes between all ranks, across nodes and inside of one, measured."""
+    ranks = Ranks(grid.ep, torch.device("cpu"))
+    across, node = grid.levels[1].across, grid.levels[1].within
+    assert across is not None
+    links = {
+        name: measure_link(ranks, group, _MEASURED_NBYTES, ("all_to_all",))
+        for name, group in {"intra0": grid.ep, "inter1": across, "intra1": node}.items()
+    }
+    return MoERates(WireRates({"all": links["intra0"]}, {}), Line(0.0, 0.0), groups=links)
 
 
 def main() -> None:
@@ -247,8 +255,7 @@ def main() -> None:
     task = join()
     grid = Grid(levels=(_NUM_HOSTS,), device_type="cpu")
     world = dist.get_world_size()
-    rates = _rates_of(task["rate"], world // _NUM_HOSTS)
-    rank = _Rank(grid, dist.get_rank(), world, task["num_tokens"], rates)
+    rank = _Rank(grid, dist.get_rank(), world, task["num_tokens"], _rates(grid))
     routings = {"Balanced": (rank.routing(0.0), 0)}
     for name, routing in {"Zipf": rank.routing(1.0), "Captured": rank.captured(task["captured"])}.items():
         routings[name] = routing, 0

@@ -167,6 +167,8 @@ class Checks:
             assert (got - expected).norm() <= 0.05 * expected.norm()
             if self.world > 1:
                 assert not torch.equal(got, expected)
+            inside = HierarchicalDispatcher(self.grid.levels, dispatcher.depth, codec=Raw(), inner_codec=INT8)
+            assert torch.equal(self.through(inside, x, routing, weights), expected) == (dispatcher.depth == 1)
 
     def sums_of_short_floats_are_made_in_fp32(self) -> None:
         # 256 + 1 + 1 ...: bfloat16 would lose every 1 that is added alone.

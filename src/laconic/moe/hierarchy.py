@@ -42,6 +42,7 @@ class LevelGroups(Protocol):
 @dataclass(frozen=True, eq=False)
 class _State:
     crossings: tuple[Crossing, ...]
+    codecs: tuple[Codec | str, ...]
     local: Routing
     order: Order
 
@@ -58,6 +59,8 @@ class HierarchicalDispatcher:
         levels: `Grid.levels`: the whole expert-parallel group, and its parts; parts of one rank are left out.
         depth: 1 ... `levels.max_depth`, the same on all ranks; None is the largest.
         codec: what rows and their gradients travel in; Lossless() changes nothing, Blockwise(...) rounds.
+        inner_codec: that of all stages but the first, which stay inside of nodes; None is `codec`. Raw() saves the work
+            where links are faster than the codec.
 
     Every rank of the expert-parallel group dispatches and combines together, also one without tokens; if the gradients
     of one need it, all go backward.
@@ -65,7 +68,14 @@ class HierarchicalDispatcher:
     Raises ConfigError for levels that are not nested and a depth that they do not have.
     """
 
-    def __init__(self, levels: Sequence[LevelGroups], depth: int | None = None, *, codec: Codec | str = "auto") -> None:
+    def __init__(
+        self,
+        levels: Sequence[LevelGroups],
+        depth: int | None = None,
+        *,
+        codec: Codec | str = "auto",
+        inner_codec: Codec | str | None = None,
+    ) -> None:
         if not levels or levels[0].num_groups != 1:
             raise ConfigError(
                 "levels must begin with the whole expert-parallel group (num_groups 1), as Grid.levels do"
@@ -73,7 +83,7 @@ class HierarchicalDispatcher:
         num_ranks = levels[0].within.size()
         self._groups = tuple(level for level in levels if level.num_groups < max(2, num_ranks))
         self.levels = Levels(num_ranks, tuple(level.num_groups for level in self._groups))
-        self.codec = codec
+        self.codec, self.inner_codec = codec, codec if inner_codec is None else inner_codec
         self.traffic: tuple[LevelTraffic, ...] = ()
         """What this rank sent in the last dispatch, stage by stage; see `laconic.moe.traffic`."""
         self._depth = self.levels.max_depth if depth is None else depth
@@ -88,6 +98,11 @@ class HierarchicalDispatcher:
     def depth(self) -> int:
         """The number of stages."""
         return self._depth
+
+    @property
+    def codecs(self) -> tuple[Codec | str, ...]:
+        """What rows travel in, stage by stage."""
+        return (self.codec, *[self.inner_codec] * (self._depth - 1))
 
     def set_depth(self, depth: int) -> None:
         """Use another depth from now on. All ranks of the group call it together.
@@ -117,14 +132,15 @@ class HierarchicalDispatcher:
         experts_per_rank = num_local_experts(routing.num_experts, self.levels.num_ranks)
         held = Held(routing.num_tokens, routing.tokens, routing.experts)
         rows, weights, crossings, started = x, routing.weights, list[Crossing](), None
-        for stage, group in self.stages():
+        codecs = self.codecs
+        for number, (stage, group) in enumerate(self.stages()):
             # Ranks talk about a stage while the rows of the one before travel.
             crossing, held = cross(held, stage, experts_per_rank, group)
             if crossings:
-                rows, weights = down(rows, weights, crossings[-1], self.codec, started)
-            started = send_down(rows, weights, crossing, self.codec)
+                rows, weights = down(rows, weights, crossings[-1], codecs[number - 1], started)
+            started = send_down(rows, weights, crossing, codecs[number])
             crossings.append(crossing)
-        rows, weights = down(rows, weights, crossings[-1], self.codec, started)
+        rows, weights = down(rows, weights, crossings[-1], codecs[-1], started)
         self.traffic = tuple(traffic_of(crossing, x, weights) for crossing in crossings)
         local = Routing(
             held.rows,
@@ -134,12 +150,12 @@ class HierarchicalDispatcher:
             experts_per_rank,
         )
         rows, counts = order.permute(rows, local)
-        return Dispatched(rows, counts, _State(tuple(crossings), local, order))
+        return Dispatched(rows, counts, _State(tuple(crossings), codecs, local, order))
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
         """See `Dispatcher.combine`."""
         state: _State = dispatched.state
         sums = state.order.combine(attached(rows, dispatched.rows), state.local)
-        for crossing in reversed(state.crossings):
-            sums = up(sums, crossing, self.codec)
+        for crossing, codec in zip(reversed(state.crossings), reversed(state.codecs), strict=True):
+            sums = up(sums, crossing, codec)
         return sums

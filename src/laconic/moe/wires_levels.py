@@ -41,6 +41,8 @@ __all__ = ["LevelExchanged", "LevelWires"]
 Table = list[list[int]]
 """Numbers by slice and by place, [S][fanout]."""
 
+_Coded = tuple[Crossing, Codec | str]
+
 
 @dataclass(frozen=True, eq=False)
 class _Sliced:
@@ -121,7 +123,7 @@ class LevelExchanged:
     ) -> None:
         """See `FlatExchanged`. Sets the dispatcher's `traffic`."""
         self._experts_per_rank = num_local_experts(routing.num_experts, dispatcher.levels.num_ranks)
-        self._codec, self._order = dispatcher.codec, order
+        self._codecs, self._order = dispatcher.codecs, order
         self._inputs = (x, routing.weights)
         ends = [routing.num_tokens * i // num_slices for i in range(num_slices + 1)]
         cuts = torch.searchsorted(routing.tokens, torch.tensor(ends, device=routing.tokens.device)).tolist()
@@ -155,7 +157,7 @@ class LevelExchanged:
             (sum(first.num_rows[i : i + per_chunk]), sum(first.num_entries[i : i + per_chunk]))
             for i in range(0, self._num_slices, per_chunk)
         ]
-        return LevelWires(chunks, arriving, sizes, self._codec)
+        return LevelWires(chunks, arriving, sizes, self._codecs)
 
     def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
         return self._order.permute(parcel[0], self._local[number])
@@ -191,10 +193,11 @@ class LevelWires:
         chunks: Sequence[list[Crossing]],
         arriving: Sequence[tuple[Table, Table]],
         sizes: Sequence[tuple[int, int]],
-        codec: Codec | str,
+        codecs: Sequence[Codec | str],
     ) -> None:
         """Of each chunk: crossings by stage; rows and assignments that come in the last one; both numbers at home."""
-        self._chunks, self._arriving, self._sizes, self._codec = chunks, arriving, sizes, codec
+        self._arriving, self._sizes = arriving, sizes
+        self._chunks = [list(zip(crossings, codecs, strict=True)) for crossings in chunks]
         self._landed: list[Parcel] = [()] * len(chunks)
 
     @property
@@ -233,15 +236,15 @@ class LevelWires:
     def home(self) -> Parcel:
         return self._landed[0] if len(self._landed) == 1 else tuple(map(torch.cat, zip(*self._landed, strict=True)))
 
-    def _down(self, parcel: Parcel, crossings: Sequence[Crossing]) -> Parcel:
-        for crossing in crossings:
-            rows, weights = carry_down(parcel[0], parcel[1] if len(parcel) > 1 else None, crossing, self._codec)
+    def _down(self, parcel: Parcel, crossings: Sequence[_Coded]) -> Parcel:
+        for crossing, codec in crossings:
+            rows, weights = carry_down(parcel[0], parcel[1] if len(parcel) > 1 else None, crossing, codec)
             parcel = (rows,) if weights is None else (rows, weights)
         return parcel
 
-    def _up(self, parcel: Parcel, crossings: Sequence[Crossing]) -> Parcel:
-        for crossing in reversed(crossings):
-            rows, weights = carry_up(parcel[0], parcel[1] if len(parcel) > 1 else None, crossing, self._codec)
+    def _up(self, parcel: Parcel, crossings: Sequence[_Coded]) -> Parcel:
+        for crossing, codec in reversed(crossings):
+            rows, weights = carry_up(parcel[0], parcel[1] if len(parcel) > 1 else None, crossing, codec)
             parcel = (rows,) if weights is None else (rows, weights)
         return parcel
 
