@@ -65,7 +65,8 @@ _EXACT = {"activations.bits": 16, "activations.attention": "exact", "activations
 _PLAIN = {"moe.expert_parallel": _NUM_NODES * _RANKS_PER_NODE, "moe.rows": "raw", "zip": "off"}
 _LEVELS = {"moe.dispatcher": "hierarchical"}
 _SWAP = {**_LEVELS, "moe.swap_every": 2}
-_ALL = {**_SWAP, "moe.rows": "exact", "moe.chunks": (2,), "zip": "auto"}
+_CHUNKS = {"moe.chunks": (2,)}
+_ALL = {**_SWAP, **_CHUNKS, "moe.windows": True, "moe.rows": "exact", "zip": "auto"}
 _AUTO = {"moe.dispatcher": "auto", "moe.swap_every": 2, "moe.rows": "exact", "zip": "auto"}
 _FOUR_BITS = {"activations.bits": 4, "activations.attention": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -73,7 +74,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "levels": _LEVELS,
     "levels, swaps": _SWAP,
     "lossless rows": {"moe.rows": "lossless"},
-    "2 chunks": {"moe.chunks": (2,)},
+    "2 chunks": _CHUNKS,
+    "2 chunks, windows": {**_CHUNKS, "moe.windows": True},
     "4-bit activations": _FOUR_BITS,
     "all exact ones": _ALL,
     "autotune": _AUTO,

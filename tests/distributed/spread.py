@@ -51,8 +51,8 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ep1": {"moe.expert_parallel": 1},
     "ep2": EP,
     "ep2-fsdp": EP | FSDP | {"moe.chunks": (2, 4)},
-    "ep2-deep": EP | DEEP | {"moe.rows": "raw"},
-    "ep2-zip": EP | FSDP | {"zip": "on"},
+    "ep2-deep": EP | DEEP | {"moe.rows": "raw", "moe.chunks": (2,), "moe.windows": True, "accumulation": 2},
+    "ep2-zip": EP | FSDP | {"zip": "on", "moe.chunks": (2,), "moe.windows": True},
     "ep2-auto": EP | {"moe.dispatcher": "auto"},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
@@ -65,7 +65,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 FOUR: dict[str, dict[str, Any]] = {
     "ddp": EP,
     "fsdp": EP | FSDP,
-    "deep": {"moe.expert_parallel": 4, "moe.levels": (2,)} | DEEP,
+    "deep": {"moe.expert_parallel": 4, "moe.levels": (2,)} | DEEP | {"moe.chunks": (2,), "moe.windows": True},
     "zip": EP | {"zip": "on"},
     "q8": EP | Q8,
     "fsdp-q8": EP | FSDP | Q8,

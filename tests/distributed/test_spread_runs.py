@@ -99,7 +99,7 @@ def test_metrics_tell_what_experts_did(folder: Path) -> None:
         assert 0 < flat["moe_duplicate_rate"] < 0.5
         assert "moe_swaps" not in flat
     moe = json.loads((folder / "ep2-deep" / "summary.json").read_text())["moe"]
-    assert moe["experts"] == "experts: 2 layers over 2 processes, depth 1 of 1, raw"
+    assert moe["experts"] == "experts: 2 layers over 2 processes, depth 1 of 1, raw, 2 chunks forward and 2 backward"
     cut = [row["moe_schedule"] for row in read_metrics(folder / "ep2-fsdp") if "loss" in row]
     assert cut == ["one all-to-all, raw, 2 chunks forward and 4 backward"] * 6
     assert [sum(load) for load in moe["last_step"]["loads"]] == [2 * tokens] * 2
@@ -112,6 +112,15 @@ def test_what_was_chosen_and_why_is_in_the_summary(folder: Path) -> None:
     assert "flat" in text
     assert "depth 1" in text  # two processes with rows of their own: other paths do not exist
     assert moe["schedule"].startswith(("one all-to-all, raw", "depth 1 of 1, raw"))
+
+
+@pytest.mark.parametrize("name", ["ep2-deep", "ep2-zip"])
+def test_dense_gradients_are_averaged_in_windows(folder: Path, name: str) -> None:
+    rows = [row for row in read_metrics(folder / name) if "loss" in row]
+    # Without units all that is behind the second layer's experts, with FSDP2's at least a shard of that layer.
+    least_nbytes = 4 * 32 * 32 * 4 // (1 if name == "ep2-deep" else 2)
+    assert all(row["moe_window_nbytes"] >= least_nbytes for row in rows)
+    assert "moe_window_nbytes" not in read_metrics(folder / "ep2")[0]
 
 
 def test_a_capacity_drops_and_says_so(folder: Path) -> None:

@@ -252,6 +252,14 @@ def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message:
             {"moe.expert_parallel": 2, "moe.dispatcher": "auto", "moe.rows": "lossless"},
             "moe.rows is 'lossless', but it must be exact, raw or int8 with moe.dispatcher = auto",
         ),
+        (
+            {"moe.expert_parallel": 2, "moe.windows": True},
+            "moe.windows is True, but it must be left out without moe.chunks",
+        ),
+        (
+            {"moe.expert_parallel": 2, "moe.windows": True, "moe.chunks": (2,), "gradients.bits": 8},
+            "moe.windows is True, but it must be left out with gradients.bits below 32",
+        ),
         ({"moe.z_coef": -1.0}, "moe.z_coef is -1.0, but it must be finite and at least 0"),
         ({"moe.z_coef": 0.1, "pipeline.stages": 2}, "moe.z_coef is 0.1, but it must be left out with pipeline.stages"),
         ({"moe.expert_parallel": 2, "plan": "p.json"}, "moe.expert_parallel is 2, but it must be left out with a plan"),

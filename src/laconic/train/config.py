@@ -298,6 +298,9 @@ class MoEConfig:
     chunks: tuple[int, ...] = ()
     """Pieces that a layer is cut into, so that rows of one travel while another is computed: one number, or one for
     forward and one for backward. Empty: layers are not cut."""
+    windows: bool = False
+    """Average the dense part's gradients while layers in chunks leave the wire between nodes idle in backward, not in
+    DDP's buckets or when FSDP2 would."""
     capacity_factor: float | None = None
     """In training an expert takes at most this many times its even share of a process's micro-batch, tokens in order;
     the rest is dropped. None drops nothing."""
@@ -326,7 +329,7 @@ class MoEConfig:
                 value is None or (math.isfinite(value) and value >= 0), f"moe.{name}", value, "be finite and at least 0"
             )
         _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
-        travel = ("dispatcher", "levels", "depth", "rows", "chunks", "capacity_factor")
+        travel = ("dispatcher", "levels", "depth", "rows", "chunks", "windows", "capacity_factor")
         for name in (*travel, "swap_every", "swap_pairs", "rates"):
             value = getattr(self, name)
             _require(
@@ -358,6 +361,12 @@ class MoEConfig:
             "moe.chunks",
             list(self.chunks),
             "be left out with moe.dispatcher = auto, which chooses them",
+        )
+        _require(
+            not self.windows or max(self.chunks, default=1) > 1,
+            "moe.windows",
+            True,
+            "be left out without moe.chunks above 1: windows are between chunks",
         )
         _require(
             factor is None or (math.isfinite(factor) and factor > 0),
@@ -476,6 +485,14 @@ class TrainConfig:
                 getattr(self.moe, name),
                 f"be left out with pipeline.stages = {self.pipeline.stages}: routers are on different processes",
             )
+        whole = self.parallel == "ddp" or (self.accumulation == 1 and self.precision == "fp32")
+        _require(
+            not self.moe.windows or (whole and self.gradients.bits == 32),
+            "moe.windows",
+            True,
+            "be left out with gradients.bits below 32, and under fsdp with accumulation or bf16, where gradients are "
+            "folded or cast before they are reduced",
+        )
         spread = self.moe.expert_parallel
         _require(
             spread is None or self.pipeline.stages == 1,

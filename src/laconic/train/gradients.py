@@ -4,6 +4,7 @@ The kinds answer the same calls, so the loop is the same for both:
 
 - `DenseGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
 - `SpreadGradients`: the same where experts are spread over processes, whose gradients are averaged over other groups.
+- `WindowedGradients`: those again, the dense ones averaged in windows of the layers' backward.
 - `StoredGradients`: 8 or 12 bits per element (laconic.gradients.compress_gradients), folded in after each backward and
   reduced as codes, or as FSDP2 does before they are stored.
 """
@@ -19,19 +20,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.collectives import operations
-from laconic.collectives.codec import Codec, Raw
-from laconic.formats import quantized_gradient
+from laconic.collectives.codec import Blockwise, Codec, Raw
+from laconic.formats import BlockFormat, quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_q8, all_reduce_quantized, compress_gradients
+from laconic.moe import windows
 from laconic.moe.grid import Grid
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
+from laconic.moe.pipeline import PipelineSchedule
+from laconic.moe.windows_fsdp2 import reduce_in_windows
 from laconic.train.config import TrainConfig
 from laconic.train.layout import Layout
 from laconic.train.parallel import accumulate, clip_gradients, full_value, gradient_norm
 from laconic.train.zipped import zip_codec
 
-__all__ = ["DenseGradients", "Gradients", "SpreadGradients", "StoredGradients", "make_gradients"]
+__all__ = ["DenseGradients", "Gradients", "SpreadGradients", "StoredGradients", "WindowedGradients", "make_gradients"]
+
+_CODES = BlockFormat("int8", 128)
 
 
 class Gradients(ABC):
@@ -68,6 +74,11 @@ class Gradients(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget all gradients."""
+
+    @property
+    def window_nbytes(self) -> int | None:
+        """Bytes of dense gradients that the last backward averaged in windows; None where there are no windows."""
+        return None
 
 
 class DenseGradients(Gradients):
@@ -149,6 +160,36 @@ class SpreadGradients(DenseGradients):
             spread.scale(self._parameters, norm, max_norm)
 
 
+class WindowedGradients(SpreadGradients):
+    """The same, the dense ones averaged while layers in chunks leave the wire between nodes idle (FSMoE)."""
+
+    def __init__(
+        self, model: nn.Module, experts: Parallelized, grid: Grid, config: TrainConfig, group: dist.ProcessGroup
+    ) -> None:
+        """`model` is wrapped in FSDP2, or else bare; `group`: over whom the dense part is averaged."""
+        super().__init__(model, experts, grid, config)
+        if config.parallel == "fsdp":
+            self._windows = windows.DenseGradients((), None)
+            reduce_in_windows(model, self._windows)
+        else:
+            codec = Blockwise(_CODES) if self._q8 else self._codec
+            self._windows = windows.DenseGradients(experts.dense(), windows.mean_over(group, codec=codec))
+        for layer in experts.layers.values():
+            if isinstance(layer.schedule, PipelineSchedule):
+                layer.schedule.gradients = self._windows
+
+    def earlier_backward(self) -> AbstractContextManager[object]:
+        return self._windows.no_sync()
+
+    def reduce(self) -> None:
+        self._windows.finish()
+        super().reduce()
+
+    @property
+    def window_nbytes(self) -> int:
+        return sum(one.nbytes for one in self._windows.sent if one.window is not None)
+
+
 class StoredGradients(Gradients):
     """Gradients in codes; each of `stores` has been put on some of the model's parameters."""
 
@@ -215,6 +256,8 @@ def make_gradients(
     if config.gradients.bits == 32:
         if experts is None or grid is None:
             return DenseGradients(model, zip_codec(config))
+        if config.moe.windows and layout.stage_group is not None:
+            return WindowedGradients(model, experts, grid, config, layout.stage_group)
         return SpreadGradients(model, experts, grid, config)
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
     group, bits = None if sharded else layout.stage_group, config.gradients.bits

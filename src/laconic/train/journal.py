@@ -71,6 +71,8 @@ class Journal:
             "skipped_steps": self._num_skipped,
             **(of_experts or {}),
         }
+        if trainer.window_nbytes is not None:
+            self._last["moe_window_nbytes"] = trainer.window_nbytes
         if self._metrics is not None:
             self._metrics.write(done, **{name: self._last[name] for name in self._last if name != "validation_loss"})
         self._progress.update(done, self._last)

@@ -96,6 +96,8 @@ class Trainer:
         """Bytes this process sent in the last step."""
         self.wire_raw_nbytes: int | None = None
         """Bytes it would have sent in the last step if nothing had been shortened losslessly."""
+        self.window_nbytes: int | None = None
+        """Bytes of dense gradients that the last step averaged in windows of layers in chunks; None without windows."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
         self._num_counted = 0
         self.before_update: Callable[[], None] | None = None
@@ -153,6 +155,7 @@ class Trainer:
                 self.before_update()
             self._gradients.prepare_update()
             self.optimizer.step()
+        self.window_nbytes = self._gradients.window_nbytes
         self._gradients.clear()
         return StepResult(mean_loss, float(norm), rate, skipped, num_stop > 0)
 

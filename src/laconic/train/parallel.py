@@ -44,11 +44,13 @@ def wrap_model(
 ) -> nn.Module:
     """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
-    Unchanged also where gradients are stored and reduced in codes, which needs no wrapper. With FSDP2 and bf16 the
-    layers compute and are gathered in bf16, while shards, gradients and their reduction stay fp32. `experts` says which
-    of the parameters are not the same everywhere: DDP leaves them alone, FSDP2 shards them over those that have them.
+    Unchanged also where gradients are stored and reduced in codes or in windows, which needs no wrapper. With FSDP2 and
+    bf16 the layers compute and are gathered in bf16, while shards, gradients and their reduction stay fp32. `experts`
+    says which of the parameters are not the same everywhere: DDP leaves them alone, FSDP2 shards them over those that
+    have them.
     """
-    if layout.stage_group is None or (config.parallel == "ddp" and config.gradients.bits < 32):
+    bare = config.gradients.bits < 32 or config.moe.windows
+    if layout.stage_group is None or (config.parallel == "ddp" and bare):
         return model
     spread = None if experts is None or experts.grid is None else experts
     wrapped = _wrapped(model, layout.stage_group, config, world, spread)

@@ -100,7 +100,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     # 2. The trainer, and where it starts.
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
     model = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
-    zipped = zip_model([model] if pipeline is None else pipeline.wrapped, config, world, layout)
+    bare = config.moe.windows and config.parallel == "ddp"  # its gradients find their codec by themselves
+    zipped = [] if bare else zip_model([model] if pipeline is None else pipeline.wrapped, config, world, layout)
     del plain
     gradients = make_gradients(config, layout, model, spread)
     optimizer = make_optimizer(model, config.optimizer)
