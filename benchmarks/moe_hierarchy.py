@@ -29,8 +29,11 @@ from laconic.cost.wire.rates import Line, LinkRates, WireRates
 from laconic.moe.rebalance import rebalance
 from laconic.moe.swap_plan import SwapTables, plan_swaps, swap_tables
 
-_CLUSTER = Hierarchy(32, (4, 8, 16))
-_FITS = {  # milliseconds, and per byte of the buffer of a rank; ranks that talk to each other
+__all__ = ["CLUSTER", "FITS", "PUBLISHED_RATES", "paper_rates"]
+
+CLUSTER = Hierarchy(32, (4, 8, 16))
+"""4 nodes of 8 GPUs, 2 sockets of 2 NVLink pairs each."""
+FITS = {  # milliseconds, and per byte of the buffer of a rank; ranks that talk to each other
     "intra0": (0.722, 5.70e-7, 32),
     "inter1": (0.497, 5.29e-7, 4),
     "intra1": (0.571, 1.27e-7, 8),
@@ -49,7 +52,8 @@ _MEASURED = {  # experts, top-k: HD2, de-duplication with the best depth, over M
     (64, 8): (1.12, 1.57),
     (256, 8): (1.18, 1.61),
 }
-_PUBLISHED_RATES = {32: (2, 4, 7, 9), 16: (3, 9, 14, 18), 8: (6, 17, 27, 34), 4: (12, 32, 46, 55)}
+PUBLISHED_RATES = {32: (2, 4, 7, 9), 16: (3, 9, 14, 18), 8: (6, 17, 27, 34), 4: (12, 32, 46, 55)}
+"""Per cent of rows that are duplicates, by number of groups, of top-2, 4, 6 and 8 (table II)."""
 
 
 @benchmark("moe-hierarchy")
@@ -59,11 +63,11 @@ def moe_hierarchy(options: Options) -> list[Table]:
     return [_depths(), _duplicates(), _swaps(small), _planning(options, small)]
 
 
-def _rates() -> MoERates:
-    """The constants in bytes that a process sends: one part of `peers` of a buffer stays on its rank."""
+def paper_rates() -> MoERates:
+    """`FITS` in bytes that a process sends: of a rank's buffer one part of `peers` stays there."""
     groups = {
         name: LinkRates(peers, {"all_to_all": Line(1e-3 * alpha, 1e-3 * beta * peers / (peers - 1))}, 0.0, 0.0)
-        for name, (alpha, beta, peers) in _FITS.items()
+        for name, (alpha, beta, peers) in FITS.items()
     }
     return MoERates(WireRates({"all": groups["intra0"]}, {}), Line(0.0, 0.0), groups=groups)
 
@@ -71,8 +75,8 @@ def _rates() -> MoERates:
 def _depths() -> Table:
     rows = []
     for (experts, top_k), (two_levels, best) in _MEASURED.items():
-        found = best_depth(RowCounts.uniform(_TOKENS, experts, top_k, _CLUSTER), _ROW_NBYTES, _rates())
-        gains = [found.flat_seconds / sum(found.candidates[depth].values()) for depth in _CLUSTER.depths]
+        found = best_depth(RowCounts.uniform(_TOKENS, experts, top_k, CLUSTER), _ROW_NBYTES, paper_rates())
+        gains = [found.flat_seconds / sum(found.candidates[depth].values()) for depth in CLUSTER.depths]
         rows.append(
             [
                 str(experts),
@@ -109,7 +113,7 @@ def _depths() -> Table:
 
 def _duplicates() -> Table:
     rows = []
-    for groups, published in _PUBLISHED_RATES.items():
+    for groups, published in PUBLISHED_RATES.items():
         cells = [f"{duplicate_rate(256, k, groups):.1%} ({p}%)" for k, p in zip((2, 4, 6, 8), published, strict=True)]
         rows.append([str(groups), *cells])
     return Table(
@@ -185,14 +189,14 @@ def _popularity(step: int) -> Tensor:
 def _routing(per_rank: int, popularity: Tensor, seed: int) -> Tensor:
     """Experts of the tokens of all ranks, [32 * per_rank, k]: Gumbel top-k."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    tokens = _CLUSTER.num_ranks * per_rank
+    tokens = CLUSTER.num_ranks * per_rank
     noise = -(-torch.rand(tokens, _EXPERTS, generator=generator, dtype=torch.float64).log()).log()
     return (popularity + noise).topk(_TOP_K).indices
 
 
 def _run(steps: Sequence[Tensor], planner: object, gamma: float, period: int, num_pairs: int = 1) -> float:
     """Seconds of all steps; the plan of a step counts from the next one on."""
-    rates, seconds = _rates(), 0.0
+    rates, seconds = paper_rates(), 0.0
     slots = torch.arange(_EXPERTS)
     for step, experts in enumerate(steps):
         mine = slots[experts]
@@ -202,7 +206,7 @@ def _run(steps: Sequence[Tensor], planner: object, gamma: float, period: int, nu
             continue
         if planner == "rebalance":
             loads = torch.bincount(experts.flatten(), minlength=_EXPERTS)
-            slots = torch.tensor(rebalance(loads.tolist(), _CLUSTER.num_ranks, current=slots.tolist()))
+            slots = torch.tensor(rebalance(loads.tolist(), CLUSTER.num_ranks, current=slots.tolist()))
             continue
         costs = level_costs(counts, 3, _ROW_NBYTES, rates)
         for _ in range(num_pairs):
@@ -217,12 +221,12 @@ def _tables(slots: Tensor, costs: Sequence[LevelCost]) -> SwapTables:
 
 
 def _counts(slots: Tensor) -> RowCounts:
-    ranks = slots.view(_CLUSTER.num_ranks, -1, _TOP_K)
+    ranks = slots.view(CLUSTER.num_ranks, -1, _TOP_K)
     tokens = torch.arange(ranks.shape[1]).repeat_interleave(_TOP_K).numpy()
-    vectors = [count_vector(tokens, rank.flatten().numpy(), _EXPERTS, _CLUSTER) for rank in ranks]
+    vectors = [count_vector(tokens, rank.flatten().numpy(), _EXPERTS, CLUSTER) for rank in ranks]
     # Fewer tokens than a rank has are drawn; the rest is taken to be alike.
     scaled = [vector * (_TOKENS / ranks.shape[1]) for vector in vectors]
-    return RowCounts.of_vectors(scaled, _CLUSTER)
+    return RowCounts.of_vectors(scaled, CLUSTER)
 
 
 def _planning(options: Options, small: bool) -> Table:

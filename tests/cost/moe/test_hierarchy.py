@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.cost.moe import Coding, MoERates
+from benchmarks.moe_hierarchy import CLUSTER, FITS, PUBLISHED_RATES, paper_rates
+from laconic.cost.moe import Coding
 from laconic.cost.moe.hierarchy import (
     Hierarchy,
     Level,
@@ -27,7 +28,7 @@ from laconic.cost.moe.hierarchy import (
     level_rows,
     wire_rows,
 )
-from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates
+from laconic.cost.wire.rates import CodecRates, Line
 from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
@@ -123,10 +124,7 @@ def test_hit_share_equals_counting_every_choice() -> None:
         assert hit_share(8, 3, groups) == pytest.approx(hit / len(choices))
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "published"),
-    [(32, (2, 4, 7, 9)), (16, (3, 9, 14, 18)), (8, (6, 17, 27, 34)), (4, (12, 32, 46, 55))],
-)
+@pytest.mark.parametrize(("num_groups", "published"), PUBLISHED_RATES.items())
 def test_duplicate_rates_are_those_of_the_paper(num_groups: int, published: tuple[int, ...]) -> None:
     """HierMoE, Table II, in per cent; rounded; it does not say of how many experts, 256 fit best."""
     for top_k, per_cent in zip((2, 4, 6, 8), published, strict=True):
@@ -135,31 +133,11 @@ def test_duplicate_rates_are_those_of_the_paper(num_groups: int, published: tupl
 
 # --- depths ---
 
-HIERMOE = {  # milliseconds and milliseconds per byte, 4 nodes of 8 GPUs; per byte of G * max p * M * v
-    "intra0": (0.722, 5.70e-7, 32),
-    "inter1": (0.497, 5.29e-7, 4),
-    "intra1": (0.571, 1.27e-7, 8),
-    "inter2": (0.301, 1.17e-7, 2),
-    "intra2": (0.114, 2.63e-8, 4),
-    "inter3": (0.149, 2.06e-8, 2),
-    "intra3": (0.204, 1.64e-8, 2),
-}
-CLUSTER = Hierarchy(32, (4, 8, 16))
-
-
-def paper_rates() -> MoERates:
-    """Its constants; of what it calls sent, one part of `peers` stays on the rank."""
-    groups = {
-        name: LinkRates(peers, {"all_to_all": Line(1e-3 * alpha, 1e-3 * beta * peers / (peers - 1))}, 0.0, 0.0)
-        for name, (alpha, beta, peers) in HIERMOE.items()
-    }
-    return MoERates(WireRates({"all": groups["intra0"]}, {}), Line(0.0, 0.0), groups=groups)
-
 
 def test_levels_of_the_paper() -> None:
     assert [level.name for level in CLUSTER.levels(4)] == ["inter1", "inter2", "inter3", "intra3"]
     peers = {level.name: level.num_peers for depth in CLUSTER.depths for level in CLUSTER.levels(depth)}
-    assert peers == {name: peers for name, (_, _, peers) in HIERMOE.items()}
+    assert peers == {name: peers for name, (_, _, peers) in FITS.items()}
     assert CLUSTER.world(CLUSTER.levels(2)[0]) == World(4, 1)
     assert CLUSTER.world(CLUSTER.levels(2)[1]) == World(8, 8)
     assert CLUSTER.world(CLUSTER.levels(1)[0]) == World(32, 8)
@@ -179,7 +157,7 @@ def test_depth_seconds_are_the_paper_s_sum() -> None:
     counts = RowCounts.uniform(100, 64, 4, CLUSTER)
     seconds = depth_seconds(counts, 3, 512, paper_rates())
     groups = (1, *CLUSTER.num_groups)
-    for name, (alpha, beta, peers) in HIERMOE.items():
+    for name, (alpha, beta, peers) in FITS.items():
         if name in seconds:
             level = next(level for level in CLUSTER.levels(3) if level.name == name)
             index = int(name[5:])
