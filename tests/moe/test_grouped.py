@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.errors import RoutingError
 from laconic.moe import GatedExperts, GptExperts, grouped_mm
-from laconic.moe.grouped import way_of
+from laconic.moe.grouped import runs_expert_by_expert, way_of
 
 
 def truth(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
@@ -104,3 +104,18 @@ def test_experts_of_no_size_are_refused() -> None:
         GatedExperts(2, 8, 0)
     with pytest.raises(RoutingError, match="num_experts = 0"):
         GptExperts(0, 8, 8)
+
+
+@pytest.mark.parametrize("make", [GatedExperts, GptExperts])
+@pytest.mark.parametrize("counts", [[256, 0, 300, 1], [0, 600, 0, 0]])
+def test_experts_one_by_one_are_the_experts_together(make: type[GatedExperts | GptExperts], counts: list[int]) -> None:
+    experts = make(4, 16, 24)
+    rows = torch.randn(sum(counts), 16)
+    with torch.no_grad():
+        assert runs_expert_by_expert(rows, 4)
+        assert not runs_expert_by_expert(rows[:511], 4)
+        alone = experts(rows, torch.tensor(counts))
+        with pytest.raises(RoutingError, match="counts sum to 5, but there are"):
+            experts(rows, torch.tensor([1, 1, 1, 2]))
+    assert not runs_expert_by_expert(rows, 4)
+    torch.testing.assert_close(alone, experts(rows, torch.tensor(counts)))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.grouped import grouped_mm
+from laconic.moe.grouped import expert_by_expert, grouped_mm, runs_expert_by_expert
 
 __all__ = ["Activation", "Experts", "GatedExperts", "GptExperts"]
 
@@ -65,6 +65,8 @@ class GptExperts(Experts):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """See `Experts.forward`."""
+        if self.up_bias is None and runs_expert_by_expert(rows, self.num_experts):
+            return expert_by_expert(rows, counts, lambda part, e: self.activation(part @ self.up[e]), self.down)
         inner = _biased(grouped_mm(rows, self.up, counts), self.up_bias, counts)
         return _biased(grouped_mm(self.activation(inner), self.down, counts), self.down_bias, counts)
 
@@ -103,8 +105,13 @@ class GatedExperts(Experts):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """See `Experts.forward`."""
-        gate, up = grouped_mm(rows, self.gate_up, counts).chunk(2, dim=-1)
-        return grouped_mm(self.activation(gate) * up, self.down, counts)
+        if runs_expert_by_expert(rows, self.num_experts):
+            return expert_by_expert(rows, counts, lambda part, e: self._gated(part @ self.gate_up[e]), self.down)
+        return grouped_mm(self._gated(grouped_mm(rows, self.gate_up, counts)), self.down, counts)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activation(gate) * up
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, hidden_dim={self.hidden_dim}"

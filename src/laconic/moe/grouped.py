@@ -7,6 +7,7 @@ rows whose bytes are a multiple of 16, and on CUDA an Ampere or newer GPU. Every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from laconic.errors import RoutingError
 
-__all__ = ["Way", "grouped_mm", "way_of"]
+__all__ = ["Way", "expert_by_expert", "grouped_mm", "runs_expert_by_expert", "way_of"]
 
 Way = Literal["grouped", "loop"]
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_NBYTES = 16
+_MANY_ROWS = 128
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = None) -> Tensor:
@@ -62,6 +64,35 @@ def way_of(rows: Tensor, weights: Tensor) -> Way:
     return "grouped"
 
 
+def runs_expert_by_expert(rows: Tensor, num_experts: int) -> bool:
+    """Whether experts with such rows [q, M] had better be `expert_by_expert`.
+
+    So they are on CPUs where nothing is kept for backward and an expert has many rows: what lies between its products
+    then stays in the cache, and one product for all of them would write it to memory and read it back.
+    """
+    return (
+        rows.device.type == "cpu"
+        and len(rows) >= _MANY_ROWS * num_experts
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def expert_by_expert(rows: Tensor, counts: Tensor, hidden: Callable[[Tensor, int], Tensor], down: Tensor) -> Tensor:
+    """hidden(rows of expert e, e) [q_e, H] times down[e] of [E, H, M], for one expert after the other; [q, M].
+
+    rows, counts: as of `grouped_mm`. Without gradients.
+    """
+    _check_counts(rows, down, counts)
+    out = rows.new_empty(len(rows), down.shape[2])
+    sizes = counts.tolist()
+    for number, (part, place) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
+        if len(part):
+            torch.mm(hidden(part, number), down[number], out=place)
+    return out
+
+
 class _Contiguous(torch.autograd.Function):
     """Nothing in forward; in backward it copies an expanded gradient, as of a sum, which `_grouped_mm` refuses."""
 
@@ -81,6 +112,10 @@ def _check(rows: Tensor, weights: Tensor, counts: Tensor) -> None:
         )
     if rows.dtype != weights.dtype:
         raise RoutingError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one, or run under autocast")
+    _check_counts(rows, weights, counts)
+
+
+def _check_counts(rows: Tensor, weights: Tensor, counts: Tensor) -> None:
     if counts.shape != weights.shape[:1]:
         raise RoutingError(f"counts {list(counts.shape)} must have one entry for each of {weights.shape[0]} experts")
     if counts.device.type == "cpu" and int(counts.sum()) != rows.shape[0]:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from laconic.errors import ModelError
 from laconic.formats.shards import local_part
 from laconic.moe.experts import Experts
-from laconic.moe.grouped import grouped_mm
+from laconic.moe.grouped import expert_by_expert, grouped_mm, runs_expert_by_expert
 
 __all__ = ["FusedExperts", "check"]
 
@@ -46,18 +46,24 @@ class FusedExperts(Experts):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [q, M] sorted by local expert, counts int64 [E_local]; returns [q, M], autocast as of a linear layer."""
         kind: Any = self.__dict__["_behaviour"]
-        of_row = None
-        if kind.has_bias:
-            of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+        activation, first = (kind._apply_gate, "gate_up_proj") if kind.has_gate else (kind.act_fn, "up_proj")
+        up, down = self._weights(first), self._weights("down_proj")
+        if not kind.has_bias:
+            if runs_expert_by_expert(rows, self.num_experts):
+                return expert_by_expert(rows, counts, lambda part, e: activation(part @ up[e]), down)
+            return grouped_mm(activation(grouped_mm(rows, up, counts)), down, counts)
+        of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
 
-        def product(rows: Tensor, name: str) -> Tensor:
-            weight = local_part(getattr(self, name))
-            out = grouped_mm(rows, weight if kind.is_transposed else weight.transpose(1, 2), counts)
-            return out if of_row is None else out + local_part(getattr(self, f"{name}_bias")).to(out.dtype)[of_row]
+        def biased(out: Tensor, name: str) -> Tensor:
+            return out + local_part(getattr(self, f"{name}_bias")).to(out.dtype)[of_row]
 
-        if kind.has_gate:
-            return product(kind._apply_gate(product(rows, "gate_up_proj")), "down_proj")
-        return product(kind.act_fn(product(rows, "up_proj")), "down_proj")
+        inner = activation(biased(grouped_mm(rows, up, counts), first))
+        return biased(grouped_mm(inner, down, counts), "down_proj")
+
+    def _weights(self, name: str) -> Tensor:
+        """[E_local, inputs, outputs], whichever way the parameter lies."""
+        weights = local_part(getattr(self, name))
+        return weights if self.__dict__["_behaviour"].is_transposed else weights.transpose(1, 2)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
