@@ -60,7 +60,7 @@ def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiled_layers_equal_eager_ones_in_values_gradients_and_bytes(backend: str) -> None:
     model = compressed("llama", attention="exact")
     twin = with_compiled_layers(model, backend)
@@ -81,7 +81,7 @@ def test_compiled_attention_keeps_packed_queries_keys_and_values_too() -> None:
     assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
 
 
-@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("kind", [pytest.param("attention", marks=pytest.mark.slow), "mlp"])
 def test_layers_that_differ_do_not_share_a_graph(kind: str) -> None:
     model, ids = make_model("llama"), make_ids()
 

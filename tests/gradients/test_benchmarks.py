@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_gradients_benchmark_writes_its_tables(tmp_path: Path) -> None:
     report = tmp_path / "gradients.md"
     result = subprocess.run(

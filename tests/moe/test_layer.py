@@ -242,7 +242,7 @@ def test_autocast_leaves_gate_and_sums_exact() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it between graphs,
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # and makes objects of autograd functions
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_torch_compile_gives_the_same_layer(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = MoELayer(SoftmaxGate(4, 8, 2), GatedExperts(4, 8, 8)).to(dtype)

@@ -38,6 +38,7 @@ def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
         assert f"\n| {row} | " in text
 
 
+@pytest.mark.slow
 def test_lossless_benchmark_writes_its_tables() -> None:
     result = run("lossless", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr
@@ -56,6 +57,7 @@ def test_lossless_ratio_benchmark_compares_real_tensors_with_their_entropy() -> 
         assert bound < tiered <= window
 
 
+@pytest.mark.slow
 def test_optimizer_benchmark_writes_its_tables() -> None:
     result = run("optim", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr
@@ -63,6 +65,7 @@ def test_optimizer_benchmark_writes_its_tables() -> None:
         assert f"\n| {row} | " in result.stdout
 
 
+@pytest.mark.slow
 def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
     result = run("loss", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr
@@ -70,6 +73,7 @@ def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
         assert result.stdout.count(f"\n| {row} | ") == 2
 
 
+@pytest.mark.slow
 def test_planning_benchmark_compares_peaks_and_times_choices() -> None:
     result = run("planning", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr

@@ -57,7 +57,8 @@ def _part_seconds(part: BackwardPart, reduction_seconds: float) -> float:
 def _total_seconds(parts: Sequence[BackwardPart], sent: Sequence[float], line: _Line) -> float:
     """The objective, straight from its definition."""
     taken = math.fsum(_part_seconds(part, line.seconds(nbytes)) for part, nbytes in zip(parts, sent, strict=True))
-    return taken + line.seconds(sum(part.gradient_nbytes for part in parts) - sum(sent))
+    rest = sum(part.gradient_nbytes for part in parts) - math.fsum(sent)
+    return taken + line.seconds(rest if rest > 1e-9 else 0.0)  # what rounding leaves is not sent
 
 
 def _check(parts: Sequence[BackwardPart], line: _Line, plan: GradientPlan) -> None:

@@ -29,6 +29,7 @@ def test_mean_speedups_are_those_of_the_paper() -> None:
     assert _means(moe_pipeline._B, True)[2] < 1.22 < _means(moe_pipeline._B, False)[2]
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_its_tables() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "moe-pipeline", "--smoke"],
