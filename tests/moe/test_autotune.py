@@ -87,7 +87,7 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     assert all(one.seconds > 0 for one in choice.candidates)
     for one in choice.candidates:
         if one.plan.code == "raw":
-            tuned._install(layer, one.plan)
+            tuned.install("layer", one.plan)
             after = layer(x)
             torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
             for new, old in zip(torch.autograd.grad(after.square().sum(), [*layer.parameters()]), grads, strict=True):

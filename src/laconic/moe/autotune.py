@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, host_name, world_of
 from laconic.cost.moe.candidates import Candidate, LayerPlan, Pricing, best_candidate
 from laconic.cost.moe.rates import Coding, MoERates, default_moe_path
+from laconic.cost.moe.routes import Route
 from laconic.cost.moe.swap_period import DIRECTIONS, expert_nbytes, move_seconds
 from laconic.cost.moe.table import candidates_text
 from laconic.cost.moe.work import LayerWork
@@ -36,7 +39,7 @@ from laconic.moe.huggingface import Parallelized
 from laconic.moe.layer import MoELayer
 from laconic.moe.levels import Levels
 from laconic.moe.measure import measure_moe
-from laconic.moe.measure_layer import measure_layer, shape_of
+from laconic.moe.measure_layer import measure_layer, race, shape_of
 from laconic.moe.measure_routes import dispatcher_of, hierarchy_of_grid, shape_of_grid
 from laconic.moe.pipeline import PipelineSchedule
 
@@ -79,6 +82,8 @@ class LayerChoice:
     """Fastest first."""
     chosen: Candidate
     statistics: RoutingStatistics
+    measured: Mapping[LayerPlan, tuple[float, float]] = field(default_factory=dict)
+    """Seconds, forward and backward, of the candidates that were run."""
     swap: SwapAdvice | None = None
     """Where experts can move: the layer has a Placement and rows are counted by rank."""
 
@@ -88,7 +93,7 @@ class LayerChoice:
         return self.chosen.plan
 
     def __str__(self) -> str:
-        text = candidates_text(self.candidates)
+        text = candidates_text(self.candidates, measured={plan: sum(one) for plan, one in self.measured.items()})
         return text if self.swap is None else f"{text}\n{self.swap}"
 
 
@@ -108,12 +113,13 @@ class Autotuned:
         codecs: Sequence[Codec],
         degrees: Sequence[int],
         drift: Drift,
+        num_raced: int,
     ) -> None:
         self.layers, self.grid, self.drift = dict(layers), grid, drift
         self.choices: dict[str, LayerChoice] = {}
         self._codecs = {codec.name: codec for codec in codecs}
         self._degrees = tuple(degrees)
-        self._num_steps = 0
+        self._num_steps, self._num_raced = 0, num_raced
         self._work: dict[tuple[object, ...], LayerWork] = {}
         self._watches = {name: RoutingWatch(drift.smoothing) for name in self.layers}
         for name, layer in self.layers.items():
@@ -140,7 +146,14 @@ class Autotuned:
         for name in self.layers if names is None else names:
             choice = self._choose(name)
             self.choices[name] = choice
-            self._install(self.layers[name], choice.plan)
+            self.install(name, choice.plan)
+
+    def install(self, name: str, plan: LayerPlan) -> None:
+        """Run the layer `name` by a plan, which may be another than the chosen one; all ranks pass the same."""
+        if self.grid.layout.joint > 1:
+            layer = self.layers[name]
+            layer.dispatcher = dispatcher_of(self._leveled, plan, self._codecs[plan.code])
+            layer.schedule = PipelineSchedule(*plan.degrees) if max(plan.degrees) > 1 else None
 
     def step(self) -> dict[str, str]:
         """After each training step, on all ranks: every `Drift.check_every` steps look whether routing has drifted.
@@ -158,6 +171,16 @@ class Autotuned:
                 reasons[name] = reason
         self.tune([*reasons])
         return reasons
+
+    def begin(self, example: Callable[[], object]) -> None:
+        """Run the model once, and choose by what its layers saw; all ranks call it together."""
+        for watch in self._watches.values():
+            watch.keeps_input = self._num_raced > 0
+        with torch.no_grad():
+            example()
+        self.tune()
+        for watch in self._watches.values():
+            watch.keeps_input, watch.input = False, None
 
     def detach(self) -> None:
         """Look no longer; layers keep what they run."""
@@ -195,27 +218,34 @@ class Autotuned:
         pricing = Pricing(shape, grid, self._rates, self._work[key], counts, load, dtype)
         found = tuple(pricing.candidates(self._known_codes(dtype), self._degrees))
         found = first_answer(found, self._world)
+        found, measured = self._race(name, found)
+        chosen = min(measured, key=lambda plan: (sum(measured[plan]), plan)) if measured else best_candidate(found).plan
+        best = next(one for one in found if one.plan == chosen)
         swap = None
         if alone and layer.placement is not None:
-            depth = best_candidate(found).plan.depth
-            counter = HierarchicalDispatcher(self._leveled.levels, depth or 1)
-            code = best_candidate(found).plan.code
-            coding = None if code == "raw" else Coding(code, dtype)
+            counter = HierarchicalDispatcher(self._leveled.levels, chosen.depth or 1)
+            coding = None if chosen.code == "raw" else Coding(chosen.code, dtype)
             plan = agree_on_swaps(counter, routing, float(shape.row_nbytes), self._rates, coding=coding)
             cost = move_seconds(expert_nbytes(shape), grid.world("ep"), self._rates)
             swap = first_answer(SwapAdvice(DIRECTIONS * plan.gain_seconds, cost), self._world)
-        return LayerChoice(pricing, found, best_candidate(found), statistics, swap)
+        return LayerChoice(pricing, found, best, statistics, measured, swap)
+
+    def _race(
+        self, name: str, found: tuple[Candidate, ...]
+    ) -> tuple[tuple[Candidate, ...], dict[LayerPlan, tuple[float, float]]]:
+        """The first few candidates, run; and all of them with what the model missed in those, the mean."""
+        x, plans = self._watches[name].input, [one.plan for one in found[: self._num_raced]]
+        if x is None or not plans:
+            return found, {}
+        taken = race(self.layers[name], x, [partial(self.install, name, plan) for plan in plans], self._ranks)
+        pairs = [*zip(taken, map(_routes, found), strict=False)]
+        missed = [fmean(seconds[way] - routes[way].seconds for seconds, routes in pairs) for way in (0, 1)]
+        return tuple(one.plus(*missed) for one in found), dict(zip(plans, taken, strict=True))
 
     def _known_codes(self, dtype: str) -> list[str]:
         rates = self.rates
         known = {"raw", *rates.wire.codecs.get(dtype, {}), *rates.codecs.get(dtype, {})}
         return [name for name in self._codecs if name in known]
-
-    def _install(self, layer: MoELayer, plan: LayerPlan) -> None:
-        if self.grid.layout.ep * self.grid.layout.esp == 1:
-            return
-        layer.dispatcher = dispatcher_of(self._leveled, plan, self._codecs[plan.code])
-        layer.schedule = PipelineSchedule(*plan.degrees) if max(plan.degrees) > 1 else None
 
     def _with_levels(self) -> Grid:
         """The grid, with the nodes as a level if it has none and they could be one."""
@@ -236,6 +266,7 @@ def autotune(
     codecs: Sequence[Codec] = _EXACT,
     degrees: Sequence[int] = (1, 2, 4, 8),
     drift: Drift | None = None,
+    num_raced: int = 2,
     report: Callable[[str], object] | None = print,
 ) -> Autotuned:
     """Choose and install path, depth, code and degrees of every MoELayer of a model; all ranks call it together.
@@ -248,6 +279,8 @@ def autotune(
         codecs: of rows; the default ones change no bit. Others, as Blockwise(BlockFormat("int8")), round values.
         degrees: numbers of chunks that are tried.
         drift: when to price again.
+        num_raced: so many of the candidates that are predicted to be fastest are run on the example, and the fastest of
+            those is taken; what the predictions missed in them is added to all. 0 trusts the predictions.
         report: told the table of candidates, the choice and the reason, on the first rank; None says nothing.
 
     Raises ConfigError without layers, a grid or an example, or where a layer cannot be priced.
@@ -267,10 +300,8 @@ def autotune(
     grid = Grid.from_mesh(grid) if isinstance(grid, DeviceMesh) else grid
     if not any(codec.name == "raw" for codec in codecs):
         codecs = (Raw(), *codecs)
-    tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, drift or Drift())
-    with torch.no_grad():
-        example() if callable(example) else module(example)
-    tuned.tune()
+    tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, drift or Drift(), num_raced)
+    tuned.begin(example if not isinstance(example, Tensor) else partial(module, example))
     if report is not None and dist.get_rank() == 0:
         report(str(tuned))
     return tuned
@@ -287,6 +318,10 @@ def _agreed(rates: MoERates | None) -> MoERates | None:
         told = None if found is None else found.to_dict()
     told = first_answer(told, world)
     return None if told is None else MoERates.from_dict(told)
+
+
+def _routes(candidate: Candidate) -> tuple[Route, Route]:
+    return candidate.forward, candidate.backward
 
 
 def _parts(shares: Sequence[float], num_parts: int) -> list[Sequence[float]]:

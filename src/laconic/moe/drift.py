@@ -78,6 +78,8 @@ class RoutingWatch(Hook):
         self.num_tokens: int | None = None
         self.model_dim, self.dtype = 0, torch.float32
         self.routing: Routing | None = None
+        self.keeps_input = False
+        self.input: Tensor | None = None
         self._load: Tensor | None = None
 
     def before_start(self, layer: MoELayer, batch: dict[str, Any]) -> None:
@@ -85,6 +87,8 @@ class RoutingWatch(Hook):
         x = batch["x"]
         self.num_tokens = x.shape[:-1].numel()
         self.model_dim, self.dtype = x.shape[-1], x.dtype
+        if self.keeps_input:
+            self.input = x.detach()
 
     def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
         """See `Hook`."""

@@ -9,7 +9,7 @@ because processors are not lines over all sizes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from laconic.collectives import native
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.measure import Ranks, gaussian, host_name, world_of
-from laconic.collectives.profile import measure_link, profile
+from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, world_of
+from laconic.collectives.profile import measure_link
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.shape import LayerShape
-from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates, fit_line
+from laconic.cost.moe.shape import GROUPS, LayerShape
+from laconic.cost.wire.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.errors import ConfigError
 from laconic.moe.grid import Grid
 from laconic.moe.grouped import grouped_mm
-from laconic.moe.measure_routes import measure_routes, measure_sharing
+from laconic.moe.measure_routes import measure_routes, measure_sharing, shape_of_grid
 
 __all__ = ["groups_of", "measure_moe"]
 
@@ -39,6 +39,7 @@ _QUICK_SIZES = (1 << 12, 1 << 16)
 _SHARES = (1 / 16, 1 / 4, 1.0)
 """Of the layer's rows."""
 _REPEATS, _QUICK_REPEATS = 5, 2
+_CODEC_NBYTES = (1 << 14, 1 << 18, 1 << 22)
 _CODEC_NUMEL = (1 << 13, 1 << 17, 1 << 20)
 _OVERLAP_NBYTES = 1 << 21
 
@@ -60,7 +61,8 @@ def measure_moe(
         shape: of the layer, as each rank sees it.
         dtype: of its rows and weights.
         device: this process's GPU or the CPU; None: the CPU.
-        wire: links by kind and lossless codecs; None: `laconic.collectives.profile` measures them first.
+        wire: links by kind and lossless codecs, as `laconic.collectives.profile` measures them; None: the groups of
+            this grid stand for their kinds, and codecs are measured on `dtype` alone.
         codecs: others whose rows may travel, as laconic.collectives.codec.Blockwise; `Coding` names them by their name.
         routes: also run every route of this grid, with experts that do nothing, for what it costs around its wires.
         quick: small messages, few repeats; shows that it works.
@@ -85,7 +87,7 @@ def measure_moe(
         if members not in found:
             found[members] = measure_link(ranks, group, _QUICK_SIZES if quick else _SIZES, _OPERATIONS)
         links[name] = found[members]
-    wire = wire or profile(device, quick=quick)
+    wire = wire or _wire(ranks, grid, links, dtype, quick)
     repeats = _QUICK_REPEATS if quick else _REPEATS
     numel = _CODEC_NUMEL[:2] if quick else _CODEC_NUMEL
     names = {codec.name: _codec(ranks, codec, dtype, numel) for codec in codecs}
@@ -122,6 +124,19 @@ def groups_of(grid: Grid) -> dict[str, dist.ProcessGroup]:
         if level.across is not None:
             groups[f"inter{number}"] = level.across
     return {name: group for name, group in groups.items() if group.size() > 1}
+
+
+def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch.dtype, quick: bool) -> WireRates:
+    """Links of the grid's groups by kind, and the codecs of one dtype."""
+    hosts = ranks.texts(host_name())
+    world = world_of(hosts)
+    shape = shape_of_grid(grid, world.ranks_per_node)
+    kinds = {shape.world(name).kind: link for name, link in links.items() if name in GROUPS}
+    sizes = _CODEC_NBYTES[:2] if quick else _CODEC_NBYTES
+    name = str(dtype).removeprefix("torch.")
+    codecs = {name: codec_rates(ranks, dtype, sizes)} if name in ITEM_NBYTES else {}
+    layout = world.num_nodes, world.ranks_per_node
+    return WireRates(kinds, codecs, ranks.device.type, layout, tuple(dict.fromkeys(hosts)), "measure_moe")
 
 
 def _sharing(ranks: Ranks, grid: Grid, per_node: int) -> float:

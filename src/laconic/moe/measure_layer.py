@@ -7,10 +7,12 @@ random number.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
 
-__all__ = ["forward_backward_seconds", "measure_layer", "shape_of"]
+__all__ = ["Timed", "measure_layer", "race", "seconds_in_turn", "shape_of"]
 
 T = TypeVar("T")
 
@@ -65,8 +67,10 @@ def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridShape, ranks: Ra
     rows = shape.rows_per_token * shape.num_tokens * grid.esp / grid.mp
     each = sorted({max(1, round(share * rows / num_local)) for share in _SHARES})
     with _undisturbed(layer):
-        gate = [_gate_seconds(layer, ranks, number, shape.model_dim, dtype) for number in tokens]
-        experts = [_experts_seconds(layer, ranks, number, num_local, shape.model_dim, dtype) for number in each]
+        cases = [_gate(layer, number, shape.model_dim, dtype, ranks.device) for number in tokens]
+        cases += [_experts(layer, number, shape.model_dim, dtype, ranks.device) for number in each]
+        found = seconds_in_turn(ranks, cases)
+    gate, experts = found[: len(tokens)], found[len(tokens) :]
     sizes = [number * num_local for number in each]
     return LayerWork(
         *(fit_line(zip(tokens, (pair[way] for pair in gate), strict=True)) for way in (0, 1)),
@@ -74,54 +78,87 @@ def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridShape, ranks: Ra
     )
 
 
-def forward_backward_seconds(
-    ranks: Ranks, forward: Callable[[], T], backward: Callable[[T], object], repeats: int = _REPEATS
-) -> tuple[float, float]:
-    """Medians of the slowest rank's seconds of both, one after the other; a first time does not count.
+def race(
+    layer: MoELayer, x: Tensor, installs: Sequence[Callable[[], None]], ranks: Ranks, repeats: int = _REPEATS
+) -> list[tuple[float, float]]:
+    """Seconds of the whole layer on tokens x, forward and backward, after each of `installs`; they take turns.
 
-    All ranks call it together, begin each together, and get the same numbers.
+    All ranks call it together. Hooks of the layer rest, and what a forward leaves is as it was before.
     """
-    found = []
-    for _ in range(repeats + 1):
-        ranks.exchange([0])
-        started = time.perf_counter()
-        out = forward()
-        _finish(ranks.device)
-        there = time.perf_counter() - started
-        ranks.exchange([0])
-        started = time.perf_counter()
-        backward(out)
-        _finish(ranks.device)
-        back = time.perf_counter() - started
-        told = ranks.exchange([round(there * 1e9), round(back * 1e9)])
-        found.append([max(column) * 1e-9 for column in zip(*told, strict=True)])
-    there, back = (median(column) for column in zip(*found[1:], strict=True))
-    return there, back
+    x = x.detach().requires_grad_()
+    wanted = [x, *_trainable(layer)]
+    left = layer.hooks, layer.losses, layer.load, layer.num_dropped
+
+    def run(install: Callable[[], None]) -> Tensor:
+        install()
+        return layer(x)
+
+    layer.hooks = ()
+    try:
+        with _undisturbed(layer):
+            timed = [Timed(partial(run, install), partial(_gradients, wanted)) for install in installs]
+            return seconds_in_turn(ranks, timed, repeats)
+    finally:
+        layer.hooks, layer.losses, layer.load, layer.num_dropped = left
 
 
-def _gate_seconds(
-    layer: MoELayer, ranks: Ranks, num_tokens: int, model_dim: int, dtype: torch.dtype
-) -> tuple[float, float]:
-    x = _random(num_tokens, model_dim, dtype, ranks.device).requires_grad_()
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """A forward whose result its backward takes."""
+
+    forward: Callable[[], T]
+    backward: Callable[[T], object]
+
+
+def seconds_in_turn(
+    ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int = _REPEATS, warm_ups: int = 1
+) -> list[tuple[float, float]]:
+    """Medians of the slowest rank's seconds of each case, forward and backward; `warm_ups` rounds do not count.
+
+    Cases take turns, so that each finds the caches as others leave them, which is what a layer among layers finds too.
+    All ranks call it together, begin each half together, and get the same numbers.
+    """
+    found: list[list[tuple[float, float]]] = [[] for _ in cases]
+    for round_number in range(-warm_ups, repeats):
+        for case, taken in zip(cases, found, strict=True):
+            there, out = _clock(ranks, case.forward)
+            back, _ = _clock(ranks, partial(case.backward, out))
+            told = ranks.exchange([round(there * 1e9), round(back * 1e9)])
+            if round_number >= 0:
+                there, back = (max(column) * 1e-9 for column in zip(*told, strict=True))
+                taken.append((there, back))
+    return [(median(there for there, _ in taken), median(back for _, back in taken)) for taken in found]
+
+
+def _clock(ranks: Ranks, run: Callable[[], T]) -> tuple[float, T]:
+    ranks.exchange([0])
+    started = time.perf_counter()
+    out = run()
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+    return time.perf_counter() - started, out
+
+
+def _gate(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, device: torch.device) -> Timed[Any]:
+    x = _random(num_tokens, model_dim, dtype, device).requires_grad_()
     wanted = [x, *_trainable(layer.gate)]
 
     def forward() -> Tensor | None:
         routing = layer.gate(x)
         return routing.weights if isinstance(routing, Routing) else None
 
-    return forward_backward_seconds(ranks, forward, lambda out: _gradients(out, wanted))
+    return Timed(forward, partial(_gradients, wanted))
 
 
-def _experts_seconds(
-    layer: MoELayer, ranks: Ranks, each: int, num_local: int, model_dim: int, dtype: torch.dtype
-) -> tuple[float, float]:
-    rows = _random(each * num_local, model_dim, dtype, ranks.device).requires_grad_()
-    counts = torch.full((num_local,), each, dtype=torch.int64, device=ranks.device)
+def _experts(layer: MoELayer, each: int, model_dim: int, dtype: torch.dtype, device: torch.device) -> Timed[Any]:
+    num_local = num_experts_of(layer.experts)
+    rows = _random(each * num_local, model_dim, dtype, device).requires_grad_()
+    counts = torch.full((num_local,), each, dtype=torch.int64, device=device)
     wanted = [rows, *_trainable(layer.experts)]
-    return forward_backward_seconds(ranks, lambda: layer.experts(rows, counts), lambda out: _gradients(out, wanted))
+    return Timed(partial(layer.experts, rows, counts), partial(_gradients, wanted))
 
 
-def _gradients(out: Tensor | None, wanted: Iterable[Tensor]) -> None:
+def _gradients(wanted: Iterable[Tensor], out: Tensor | None) -> None:
     if out is not None and out.requires_grad:
         torch.autograd.grad(out, [*wanted], torch.ones_like(out), allow_unused=True)
 
@@ -150,8 +187,3 @@ def _undisturbed(layer: MoELayer) -> Iterator[None]:
         layer.gate.train(gate_trains)
         for found, kept in hooks:
             found.update(kept)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

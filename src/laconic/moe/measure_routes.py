@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laconic.collectives import native
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.measure import Ranks, gaussian
-from laconic.cost.moe.candidates import FLAT, LayerPlan, Pricing, overhead_size
+from laconic.cost.moe.candidates import FLAT, Candidate, LayerPlan, Pricing, overhead_size
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector
 from laconic.cost.moe.overhead import Overhead, Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
@@ -33,7 +33,7 @@ from laconic.moe.gates.base import Gate
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.layer import MoELayer
-from laconic.moe.measure_layer import forward_backward_seconds
+from laconic.moe.measure_layer import Timed, seconds_in_turn
 from laconic.moe.parm import S1Dispatcher, make_dispatcher
 from laconic.moe.pipeline import PipelineSchedule
 from laconic.moe.routing import Routing
@@ -82,34 +82,28 @@ def measure_routes(
 
     rates: with the lines of the grid's groups and the codecs, without overheads. All ranks call it together.
     """
-    found: dict[str, dict[str, Overhead]] = {}
     rates = replace(rates, overheads={})
     grid_shape, hierarchy = shape_of_grid(grid, ranks_per_node), hierarchy_of_grid(grid, ranks_per_node)
     paths = _pricing(shape, grid, grid_shape, hierarchy, rates, dtype, None).paths
-    for codec in codecs:
-        for path, back in paths:
-            if back:
-                continue  # made of two that are measured
-            plain: dict[str, list[Sample]] = {"forward": [], "backward": []}
-            chunks: dict[str, list[Sample]] = {"forward": [], "backward": []}
-            for case in _cases(shape, grid):
-                gate = _FixedGate(case, grid)
-                pricing = _pricing(case, grid, grid_shape, hierarchy, rates, dtype, gate)
-                plan = LayerPlan(path, code=codec.name)
-                size = overhead_size(path, case, grid_shape, pricing.counts)
-                layer = MoELayer(gate, _Identity(), dispatcher=dispatcher_of(grid, plan, codec))
-                taken = _seconds(ranks, layer, case, dtype, repeats)
-                _add(plain, pricing, plan, taken, size)
-                if codec.name == Raw().name and _cuts(layer.dispatcher) and case.num_tokens >= _CHUNKS:
-                    layer.schedule = PipelineSchedule(_CHUNKS)
-                    cut = replace(plan, degrees=(_CHUNKS, _CHUNKS))
-                    in_chunks = _seconds(ranks, layer, case, dtype, repeats)
-                    _add(chunks, pricing, cut, in_chunks, size, less=plain)
-            name = f"{path} {codec.name}"
-            found[name] = {way: fit_overhead(samples) for way, samples in plain.items()}
-            if chunks["forward"]:
-                found[f"{name} per chunk"] = {way: fit_overhead(samples) for way, samples in chunks.items()}
-    return found
+    ways = [(path, codec) for codec in codecs for path, back in paths if not back]  # mixtures: of two that are measured
+    samples: dict[str, dict[str, list[Sample]]] = {}
+    for case in _cases(shape, grid):
+        gate = _FixedGate(case, grid)
+        pricing = _pricing(case, grid, grid_shape, hierarchy, rates, dtype, gate)
+        plans, timed = [], []
+        for path, codec in ways:
+            plan = LayerPlan(path, code=codec.name)
+            layer = MoELayer(gate, _Identity(), dispatcher=dispatcher_of(grid, plan, codec))
+            plans.append(plan)
+            timed.append(_timed(layer, case, dtype, ranks.device))
+            if codec.name == Raw().name and _cuts(layer.dispatcher) and case.num_tokens >= _CHUNKS:
+                plans.append(replace(plan, degrees=(_CHUNKS, _CHUNKS)))
+                layer = MoELayer(gate, _Identity(), dispatcher=layer.dispatcher, schedule=PipelineSchedule(_CHUNKS))
+                timed.append(_timed(layer, case, dtype, ranks.device))
+        for plan, taken in zip(plans, seconds_in_turn(ranks, timed, repeats), strict=True):
+            size = overhead_size(plan.path, case, grid_shape, pricing.counts)
+            _add(samples, pricing.candidate(plan), taken, size)
+    return {name: {way: fit_overhead(some) for way, some in both.items()} for name, both in samples.items()}
 
 
 def measure_sharing(ranks: Ranks, across: dist.ProcessGroup, within: dist.ProcessGroup, repeats: int = 3) -> float:
@@ -139,20 +133,20 @@ def _cases(shape: LayerShape, grid: Grid) -> list[LayerShape]:
 
 
 def _add(
-    into: dict[str, list[Sample]],
-    pricing: Pricing,
-    plan: LayerPlan,
+    samples: dict[str, dict[str, list[Sample]]],
+    candidate: Candidate,
     taken: tuple[float, float],
     size: tuple[float, float],
-    less: dict[str, list[Sample]] | None = None,
 ) -> None:
-    """What was taken beside the wires; `less`: the same in one piece, so what is left is shared by further chunks."""
-    candidate = pricing.candidate(plan)
-    further = max(plan.degrees) - 1 if less is not None else 1
-    for route, seconds, way in zip((candidate.forward, candidate.backward), taken, into, strict=True):
+    """What was taken beside the wires; in chunks, by each of those after the first more than in one piece."""
+    plan = candidate.plan
+    whole, further = f"{plan.path} {plan.code}", max(plan.degrees) - 1
+    both = samples.setdefault(f"{whole} per chunk" if further else whole, {"forward": [], "backward": []})
+    for route, seconds, way in zip((candidate.forward, candidate.backward), taken, both, strict=True):
         wires = sum(step.seconds for step in route.steps if step.operation) - route.hidden_seconds
-        before = less[way][-1].seconds if less is not None else 0.0
-        into[way].append(Sample(*size, (seconds - wires - before) / further, seconds / further))
+        before = samples[whole][way][-1].seconds if further else 0.0
+        parts = max(1, further)
+        both[way].append(Sample(*size, (seconds - wires - before) / parts, seconds / parts))
 
 
 def _pricing(
@@ -179,20 +173,20 @@ def _pricing(
     return Pricing(shape, grid_shape, rates, _NOTHING, counts, dtype=name)
 
 
-def _seconds(ranks: Ranks, layer: MoELayer, shape: LayerShape, dtype: torch.dtype, repeats: int) -> tuple[float, float]:
-    x = gaussian(shape.num_tokens * shape.model_dim, dtype, ranks.device).view(-1, shape.model_dim).requires_grad_()
+def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> Timed[Tensor]:
+    x = gaussian(shape.num_tokens * shape.model_dim, dtype, device).view(-1, shape.model_dim).requires_grad_()
     grad = x.detach().clone()
 
     def backward(out: Tensor) -> None:
         out.backward(grad)
         x.grad = None
 
-    return forward_backward_seconds(ranks, lambda: layer(x), backward, repeats)
+    return Timed(partial(layer, x), backward)
 
 
 def _cuts(dispatcher: Dispatcher) -> bool:
-    """Whether `PipelineSchedule` runs it in chunks, and the cost model knows how."""
-    return isinstance(dispatcher, (FlatDispatcher, S1Dispatcher))
+    """Whether the cost model knows what `PipelineSchedule` makes of it."""
+    return isinstance(dispatcher, (FlatDispatcher, HierarchicalDispatcher, S1Dispatcher))
 
 
 class _FixedGate(Gate):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.cost.moe import GROUPS, Coding, GridShape, LayerShape, MoERates
+from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates
 from laconic.cost.wire.seconds import World, sent_nbytes
@@ -179,6 +181,21 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, change: dict[str, Any
     path.write_text(json.dumps(rates().to_dict() | change))
     with pytest.raises(ConfigError, match=message):
         MoERates.load(path)
+
+
+def test_overheads_of_routes_survive_their_file_and_may_be_missing(tmp_path: Path) -> None:
+    both = {"forward": Overhead(1e-3, 1e-6, 1e-9, 0.1), "backward": Overhead(2e-3)}
+    known = rates(overheads={"flat raw": both, "flat raw per chunk": both}, sharing=0.75)
+    known.save(tmp_path / "rates.json")
+    assert MoERates.load(tmp_path / "rates.json") == known
+    assert known.overhead_of("flat") == known.overhead_of("flat", "tiered") == both
+    assert known.overhead_of("depth 1") is None
+    data = known.to_dict()
+    older = {name: value for name, value in data.items() if name not in ("overheads", "sharing")}
+    assert MoERates.from_dict(older) == rates()
+    data["overheads"]["flat raw"]["forward"]["alpha_seconds"] = -1
+    with pytest.raises(ConfigError, match=re.escape("overheads.flat raw.forward.alpha_seconds is -1, but it must be")):
+        MoERates.from_dict(data)
 
 
 def test_the_level_names_of_a_file_are_checked() -> None:

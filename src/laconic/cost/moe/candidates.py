@@ -36,10 +36,21 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-__all__ = ["FLAT", "SHARDED", "AROUND", "Candidate", "LayerPlan", "Pricing", "best_candidate", "overhead_size"]
+__all__ = [
+    "FLAT",
+    "SHARDED",
+    "AROUND",
+    "UNEXPLAINED",
+    "Candidate",
+    "LayerPlan",
+    "Pricing",
+    "best_candidate",
+    "overhead_size",
+]
 
 FLAT, SHARDED = "flat", "sharded"
 AROUND = "around the wires"
+UNEXPLAINED = "unexplained"
 
 _DEGREES = (1, 2, 4, 8)
 _ENTRY_NBYTES = 8
@@ -69,6 +80,10 @@ class LayerPlan:
         """Of a path in levels; None for others."""
         return int(self.path.removeprefix("depth ")) if self.path.startswith("depth ") else None
 
+    def uncut(self) -> LayerPlan:
+        """The same in one piece."""
+        return replace(self, degrees=(1, 1))
+
     def __str__(self) -> str:
         mixed = f", backward {self.backward_path}" if self.backward_path else ""
         return f"{self.path}{mixed}"
@@ -91,6 +106,14 @@ class Candidate:
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward.seconds + self.backward.seconds
+
+    def plus(self, forward_seconds: float, backward_seconds: float) -> Candidate:
+        """With what the model has missed in this layer, or counted too much."""
+        routes = [
+            replace(route, steps=(*route.steps, Step(UNEXPLAINED, seconds)))
+            for route, seconds in ((self.forward, forward_seconds), (self.backward, backward_seconds))
+        ]
+        return Candidate(self.plan, *routes)
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate:
@@ -172,7 +195,7 @@ class Pricing:
 
     def can_be_cut(self, path: str) -> bool:
         """Whether a path runs in chunks, and what a chunk costs is known."""
-        return path in (FLAT, SHARDED, S1) and self.rates.overhead_of(path, per_chunk=True) is not None
+        return path not in (BASELINE, S2) and self.rates.overhead_of(path, per_chunk=True) is not None
 
     def _route(self, path: str, code: str, degree: int, backward: bool) -> Route:
         rates, direction = self.rates, "backward" if backward else "forward"
@@ -247,20 +270,27 @@ class Pricing:
         """A route whose all-to-alls and experts overlap in `degree` chunks."""
         world = self.grid.world(group)
         alpha = self.rates.link(group, world).line("all_to_all").alpha_seconds
-        times, steps = [], []
+        times: dict[str, list[ChunkTime]] = {"dispatch": [], "experts": [], "combine": []}
+        steps = []
         for step in route.steps:
-            inner = step.operation == "all_to_all" or step.name == "experts"
-            if inner:
+            kind = step.name.split()[0]
+            if kind in times and (step.operation or kind == "experts"):
                 start = alpha if step.operation else self.work.experts_line(backward).alpha_seconds
                 start = min(start, step.seconds)
-                times.append(ChunkTime(start, step.seconds - start))
-                step = replace(step, seconds=times[-1].seconds(degree) * degree)
+                times[kind].append(ChunkTime(start, step.seconds - start))
+                step = replace(step, seconds=times[kind][-1].seconds(degree) * degree)
             steps.append(step)
-        dispatch, experts, combine = times
-        serial = sum(time.seconds(degree) for time in times) * degree
-        hidden = serial - pipeline_seconds(LayerTimes(dispatch, experts, combine), degree)
+        first, inner = times["dispatch"][0], times["dispatch"][1:]  # levels: between nodes, then inside
+        (experts,), last, outer = times["experts"], times["combine"][-1], times["combine"][:-1]
+        layer = LayerTimes(first, experts, last, *((_sum(inner), _sum(outer)) if inner else ()))
+        serial = sum(one.seconds(degree) for kind in times.values() for one in kind) * degree
+        hidden = serial - pipeline_seconds(layer, degree)
         return replace(route, steps=tuple(steps), hidden_seconds=route.hidden_seconds + self._really(hidden, group))
 
     def _really(self, hidden: float, group: str) -> float:
         """What of it is hidden where wires take the processor's time."""
         return hidden * self.rates.link(group, self.grid.world(group)).overlap
+
+
+def _sum(times: Sequence[ChunkTime]) -> ChunkTime:
+    return ChunkTime(sum(one.alpha_seconds for one in times), sum(one.work_seconds for one in times))

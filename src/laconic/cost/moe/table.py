@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from laconic.cost.moe.candidates import Candidate
+from laconic.cost.moe.candidates import UNEXPLAINED, Candidate, LayerPlan
 from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.wire.seconds import RAW
@@ -12,7 +12,7 @@ from laconic.cost.wire.table import columns, format_seconds
 
 __all__ = ["candidates_text", "parts_of", "routes_text"]
 
-_PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "hidden")
+_PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unexplained", "hidden")
 
 
 def parts_of(route: Route) -> dict[str, float]:
@@ -22,7 +22,7 @@ def parts_of(route: Route) -> dict[str, float]:
         if step.operation:
             kind = "all-to-all" if step.operation == "all_to_all" else "other collectives"
         else:
-            kind = "experts" if step.name == "experts" else "within the rank"
+            kind = step.name if step.name in ("experts", UNEXPLAINED) else "within the rank"
         parts[kind] += step.seconds
     parts["hidden"] = -route.hidden_seconds
     return parts
@@ -32,47 +32,67 @@ def routes_text(routes: Sequence[Route], title: str = "") -> str:
     """A table of routes, fastest first, and why the fastest one is. Raises ConfigError for no routes."""
     best = fastest(routes)
     ordered = sorted(routes, key=lambda route: route.seconds)
+    parts = [parts_of(route) for route in ordered]
+    shown = _columns(parts)
     rows = [
         [
             route.name,
             str(route.degree),
-            *(_signed(seconds) for seconds in parts_of(route).values()),
+            *(_signed(of_route[name]) for name in shown),
             format_seconds(route.seconds),
             format_nbytes(round(route.sent_nbytes)),
             f"{route.seconds / best.seconds:.2f}x" if best.seconds else "-",
         ]
-        for route in ordered
+        for route, of_route in zip(ordered, parts, strict=True)
     ]
-    table = columns(["route", "chunks", *_PARTS, "predicted", "sent", "over best"], rows)
+    table = columns(["route", "chunks", *shown, "predicted", "sent", "over best"], rows)
     heading = f"{title}\n\n" if title else ""
     return f"{heading}{table}\n\nchoice: {_reason(ordered)}"
 
 
-def candidates_text(candidates: Sequence[Candidate], title: str = "") -> str:
+def candidates_text(
+    candidates: Sequence[Candidate], title: str = "", measured: Mapping[LayerPlan, float] | None = None
+) -> str:
     """A table of candidates, forward and backward together, fastest first, and why the fastest one is.
 
+    measured: seconds of those that were run; the fastest of them is the choice.
     Raises ConfigError for no candidates.
     """
     ordered = sorted(candidates, key=lambda one: one.seconds)
-    best = fastest([_whole(one) for one in ordered])
-    rows = []
-    for one in ordered:
-        whole = _whole(one)
+    routes = [_whole(one) for one in ordered]
+    best, parts = fastest(routes), [parts_of(route) for route in routes]
+    shown, rows = _columns(parts), []
+    for one, of_route in zip(ordered, parts, strict=True):
         rows.append(
             [
                 str(one.plan),
                 one.plan.code,
                 one.plan.chunks,
-                *(_signed(seconds) for seconds in parts_of(whole).values()),
+                *(_signed(of_route[name]) for name in shown),
                 format_seconds(one.forward.seconds),
                 format_seconds(one.backward.seconds),
                 format_seconds(one.seconds),
                 f"{one.seconds / best.seconds:.2f}x" if best.seconds else "-",
+                *([format_seconds(measured[one.plan]) if one.plan in measured else "-"] if measured else []),
             ]
         )
-    header = ["path", "rows", "chunks", *_PARTS, "forward", "backward", "predicted", "over best"]
+    header = ["path", "rows", "chunks", *shown, "forward", "backward", "predicted", "over best"]
+    header += ["measured"] if measured else []
+    reason = _reason(routes)
+    if measured:
+        chosen = min(measured, key=lambda plan: (measured[plan], plan))
+        (name,) = (route.name for one, route in zip(ordered, routes, strict=True) if one.plan == chosen)
+        if chosen != ordered[0].plan:
+            reason = f"{name}: {len(measured)} were run, and it was the fastest"
+        else:
+            reason += f"; of {len(measured)} that were run it was the fastest, too"
     heading = f"{title}\n\n" if title else ""
-    return f"{heading}{columns(header, rows, left=(0, 1))}\n\nchoice: {_reason([_whole(one) for one in ordered])}"
+    return f"{heading}{columns(header, rows, left=(0, 1))}\n\nchoice: {reason}"
+
+
+def _columns(parts: Sequence[Mapping[str, float]]) -> list[str]:
+    """Those that every table has, and what was not explained where something was not."""
+    return [name for name in _PARTS if name != UNEXPLAINED or any(one[name] for one in parts)]
 
 
 def _whole(candidate: Candidate) -> Route:
