@@ -146,10 +146,10 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         header,
         rows,
         "Error: the median, of the predicted seconds of forward and backward together. After running two: autotune ran"
-        " the two candidates that it predicted to be fastest, took the faster one, and added what it had missed in them to all;"
-        " errors are those of the others. The best is the fastest measured of all candidates, so a choice can only"
-        " lose. Plain: one all-to-all with its duplicates (in MP groups: the"
-        " baseline), raw, in one piece. Seconds are medians of rounds in which candidates take turns.",
+        " the two candidates that it predicted to be fastest, took the faster one, and added what it had missed"
+        " in them to all; errors are those of the others. The best is the fastest measured of all candidates, so"
+        " a choice can only lose. Plain: one all-to-all with its duplicates (in MP groups: the baseline),"
+        " raw, in one piece. Seconds are medians of rounds in which candidates take turns.",
     )
 
 

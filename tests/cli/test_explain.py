@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from laconic.cli.main import main
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.wire.rates import Line
 from tests.collectives.simulated import made_up_rates
 
 
@@ -67,3 +69,26 @@ def test_without_rates_the_remedy_is_named(
 def test_a_world_that_is_none_is_refused(record: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--record", record, "--world", "6", "--ranks-per-node", "4"]) == 2
     assert "world is 6 with 4 ranks per node" in capsys.readouterr().err
+
+
+def test_every_way_through_a_layer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "moe.json"
+    names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+    slow, fast = (dict.fromkeys(names, Line(1e-3, beta)) for beta in (1e-7, 1e-9))
+    MoERates.of_lines({"all": slow, "across": slow, "node": fast}, Line(1e-4, 1e-11)).save(file)
+    layer = ["--tokens", "512", "--model-dim", "256", "--hidden-dim", "128", "--experts", "32", "--top-k", "8"]
+    world = ["--world", "8", "--ranks-per-node", "4"]
+    assert main(["explain", "--moe", "--record", str(file), *layer, *world]) == 0
+    out = capsys.readouterr().out
+    assert "512 tokens of bfloat16 per process, balanced; 8 processes, 4 per node, mp 1, ep 8, esp 1" in out
+    assert [line.split("  ")[0] for line in out.splitlines()[6:9]] == ["depth 2", "depth 1", "flat"]
+    assert "choice: depth 2: " in out
+    assert main(["explain", "--moe", "--record", str(file), *layer, *world, "--mp", "4", "--esp", "4"]) == 0
+    out = capsys.readouterr().out
+    for path in ("baseline", "s1", "s2", "s1, backward s2", "sharded"):
+        assert f"\n{path}  " in out
+    assert main(["explain", "--moe", "--record", str(file), "--rates"]) == 0
+    assert "work of a rank" in capsys.readouterr().out
+    assert main(["explain", "--moe", "--record", str(tmp_path / "none.json")]) == 2
+    assert main(["explain", "--moe", "--record", str(file), "--experts", "6", *world]) == 2
+    assert "num_experts is 6, but it must be a multiple of ep = 8" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from laconic.cli.main import main
+from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import CODES, ITEM_NBYTES, OPERATIONS, WireRates
 from laconic.cost.wire.seconds import World, decide
 from tests.distributed.processes import Ending, environment, finish, free_port, rank_environment, start
@@ -52,3 +53,20 @@ def test_one_process_has_no_links(capsys: pytest.CaptureFixture[str], monkeypatc
         monkeypatch.setenv(name, value)
     assert main(["profile"]) == 2
     assert "WORLD_SIZE is 1, but links need two processes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_routes_of_a_layer_are_measured_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "moe.json"
+    layer = ["--tokens", "16", "--model-dim", "32", "--hidden-dim", "32", "--experts", "4", "--dtype", "float32"]
+    command = ["-m", "laconic", "profile", "--moe", "--quick", "--moe-out", str(file), *layer, "--codec", "int8"]
+    ending = finish(start(command, environment()))
+    assert ending.code == 0, ending.err
+    assert "worst fit" in ending.out
+    assert f"wrote {file}" in ending.out
+    rates = MoERates.load(file)
+    assert {"ep", "joint", "dp"} <= set(rates.groups)
+    codes = ["raw", "tiered", *rates.codecs["float32"]]
+    assert {f"{path} {code}" for path in ("flat", "depth 1") for code in codes} <= set(rates.overheads)
+    assert main(["explain", "--moe", "--record", str(file), "--experts", "4", "--dtype", "float32"]) == 0
+    assert "choice: " in capsys.readouterr().out

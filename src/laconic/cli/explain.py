@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
+from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cost.moe import GridShape, MoERates
+from laconic.cost.moe.candidates import Pricing
+from laconic.cost.moe.hierarchy import Hierarchy, RowCounts
+from laconic.cost.moe.rates import default_moe_path
+from laconic.cost.moe.rates_table import moe_rates_text
+from laconic.cost.moe.table import candidates_text
+from laconic.cost.moe.work import LayerWork
 from laconic.cost.sizes import parse_nbytes
 from laconic.cost.wire.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
 from laconic.cost.wire.seconds import World
@@ -17,6 +26,8 @@ __all__ = ["run"]
 def run(args: Sequence[str]) -> int:
     """Run `laconic explain` with `args`."""
     options = _parser().parse_args(args)
+    if options.moe:
+        return _explain_moe(options)
     path = options.record or default_path()
     if options.record is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure this cluster with laconic profile, or give --record FILE")
@@ -31,6 +42,38 @@ def run(args: Sequence[str]) -> int:
             print("\n" + explain_sweep(operation, options.dtype, world, rates))
         else:
             print("\n" + explain_one(operation, parse_nbytes(options.nbytes), options.dtype, world, rates))
+    return 0
+
+
+def _explain_moe(options: argparse.Namespace) -> int:
+    """Candidates of a layer with balanced routing, from what `laconic profile --moe` measured."""
+    path = Path(options.record) if options.record else default_moe_path()
+    if options.record is None and not path.exists():
+        raise ConfigError(f"{path} does not exist; measure with laconic profile --moe, or give --record FILE")
+    rates, shape = MoERates.load(path), layer_shape(options)
+    print(f"rates of {path}\n")
+    if options.rates:
+        print(moe_rates_text(rates))
+        return 0
+    nodes, per_node = rates.wire.layout
+    per_node = options.ranks_per_node or max(1, per_node)
+    num_ranks = options.world or max(2, nodes * per_node)
+    ep = options.ep or max(1, num_ranks // options.esp)
+    grid = GridShape(num_ranks, options.mp, ep, options.esp, min(per_node, num_ranks))
+    grid.check(shape)
+    counts = None
+    if grid.mp == grid.esp == 1:
+        inside = min(per_node, ep)
+        levels = (ep // inside,) if ep % inside == 0 and 1 < inside < ep else ()
+        counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, Hierarchy(ep, levels, inside))
+    pricing = Pricing(shape, grid, rates, LayerWork.of_rates(shape, grid, rates), counts, dtype=options.dtype)
+    codes = ["raw", *rates.wire.codecs.get(options.dtype, {}), *rates.codecs.get(options.dtype, {})]
+    title = (
+        f"a layer of {shape.num_experts} experts {shape.model_dim} x {shape.hidden_dim}, top-{shape.top_k},"
+        f" {shape.num_tokens} tokens of {options.dtype} per process, balanced; {num_ranks} processes, {per_node} per"
+        f" node, mp {grid.mp}, ep {grid.ep}, esp {grid.esp}"
+    )
+    print(candidates_text(pricing.candidates(codes), title))
     return 0
 
 
@@ -62,4 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=int, metavar="L", help="default: as measured")
     add("--record", metavar="FILE", help=f"written by laconic profile (default: {default_path()})")
     add("--rates", action="store_true", help="print what was measured instead")
+    moe = parser.add_argument_group("layers of experts")
+    moe.add_argument("--moe", action="store_true", help="every way through a layer instead, priced by the rates of "
+        f"laconic profile --moe ({default_moe_path()})")  # fmt: skip
+    add_layer(moe.add_argument)
     return parser

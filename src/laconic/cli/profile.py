@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.wire.rates import default_path
 from laconic.cost.wire.table import rates_text
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
+    from laconic.collectives.codec import Codec
     from laconic.train.world import World
 
 __all__ = ["run"]
@@ -31,7 +34,10 @@ def run(args: Sequence[str]) -> int:
         return _start(options.nproc, args)
     if place.world_size < 2:
         raise ConfigError("WORLD_SIZE is 1, but links need two processes; start more with torchrun, or use --nproc")
-    return _measure(join_world(place, timeout_seconds=120.0), Path(options.out), options.quick)
+    world = join_world(place, timeout_seconds=120.0)
+    if options.moe:
+        return _measure_moe(world, Path(options.moe_out), options)
+    return _measure(world, Path(options.out), options.quick)
 
 
 def _measure(world: World, path: Path, quick: bool) -> int:
@@ -51,6 +57,42 @@ def _measure(world: World, path: Path, quick: bool) -> int:
         sys.stdout.flush()
     world.leave()
     return 0
+
+
+def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
+    import torch
+
+    from laconic.cost.moe.rates_table import moe_rates_text
+    from laconic.moe.grid import Grid
+    from laconic.moe.measure import measure_moe
+
+    shape = layer_shape(options)
+    levels = tuple(options.levels)
+    if not levels and options.mp == options.esp == 1 and options.ep in (None, world.size):
+        nodes = world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        levels = (nodes,) if 1 < nodes < world.size else ()
+    grid = Grid(options.mp, options.ep, options.esp, levels=levels, device_type=world.device.type)
+    if world.is_main:
+        print(f"measuring {grid!r}", file=sys.stderr, flush=True)
+    dtype = getattr(torch, options.dtype)
+    rates = measure_moe(
+        grid, shape, dtype=dtype, device=world.device, codecs=_lossy(options.codec), quick=options.quick
+    )
+    if world.local_rank == 0:
+        rates.save(path)
+    if world.is_main:
+        print(moe_rates_text(rates))
+        print(f"\nwrote {path}; see laconic explain --moe, and laconic.moe.autotune")
+        sys.stdout.flush()
+    world.leave()
+    return 0
+
+
+def _lossy(names: Sequence[str]) -> list[Codec]:
+    from laconic.collectives.codec import Blockwise
+    from laconic.formats import BlockFormat
+
+    return [Blockwise(BlockFormat(name)) for name in names]
 
 
 def _start(num_processes: int, args: Sequence[str]) -> int:
@@ -89,4 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=2, metavar="N", help="processes when not under torchrun (default: %(default)s)")
     add("--out", default=str(default_path()), metavar="FILE", help="where to write (default: %(default)s)")
     add("--quick", action="store_true", help="small sizes only; shows that it works")
+    moe = parser.add_argument_group("layers of experts")
+    more = moe.add_argument
+    more("--moe", action="store_true", help="measure all groups of a grid, experts, and every route of a layer instead")
+    more("--moe-out", default=str(default_moe_path()), metavar="FILE", help="where to write (default: %(default)s)")
+    more("--levels", type=int, nargs="*", default=(), help="groups of an EP group at each level (default: nodes)")
+    more("--codec", nargs="*", default=(), metavar="CODE", help="lossy ones to measure beside lossless, such as int8")
+    more("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default: %(default)s")
+    add_layer(more)
     return parser

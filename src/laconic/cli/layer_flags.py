@@ -1,0 +1,41 @@
+"""A mixture-of-experts layer and its grid on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from laconic.cost.moe.shape import LayerShape
+from laconic.cost.wire.rates import ITEM_NBYTES
+
+__all__ = ["add_layer", "layer_shape"]
+
+
+def add_layer(add: Callable[..., object]) -> None:
+    """Flags of the layer and of its groups, but for `--dtype`; `add` is an `add_argument`."""
+    numbers = {
+        "tokens": (1024, "of a process"),
+        "model-dim": (1024, "of a token"),
+        "hidden-dim": (1024, "of an expert"),
+        "experts": (16, "in all"),
+        "top-k": (2, "experts of a token"),
+        "gemms": (3, "matrix products of an expert: 2, or 3 with a gate"),
+        "mp": (1, "ranks with the same tokens"),
+        "esp": (1, "ranks that share an expert"),
+    }
+    for name, (default, meaning) in numbers.items():
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+    add("--ep", type=int, default=None, metavar="N", help="ranks that experts are spread over (default: all / esp)")
+
+
+def layer_shape(options: argparse.Namespace) -> LayerShape:
+    """What the flags say. Raises ConfigError for a layer that cannot be."""
+    return LayerShape(
+        options.tokens,
+        options.model_dim,
+        options.hidden_dim,
+        options.experts,
+        options.top_k,
+        options.gemms,
+        ITEM_NBYTES[options.dtype],
+    )

@@ -1,0 +1,64 @@
+"""What was measured for layers of experts, as text, with the quality of every fit."""
+
+from __future__ import annotations
+
+from laconic.cost.moe.rates import MoERates
+from laconic.cost.wire.rates import Line
+from laconic.cost.wire.table import columns, format_seconds
+
+__all__ = ["moe_rates_text"]
+
+
+def moe_rates_text(rates: MoERates) -> str:
+    """Tables of groups, work within a rank, codecs and routes; `worst fit` is the largest relative error of a line at
+    the sizes that were measured."""
+    parts = [rates.source] if rates.source else []
+    rows = [
+        [group, str(link.world), name, format_seconds(line.alpha_seconds), _per_second(line), f"{line.error:.0%}"]
+        for group, link in rates.groups.items()
+        for name, line in link.operations.items()
+    ]
+    if rows:
+        header = ["group", "ranks", "operation", "alpha", "GB/s", "worst fit"]
+        parts.append(f"groups\n\n{columns(header, rows, left=(0, 2))}")
+    work = {"products, by multiply-adds": rates.gemm, "attention, by multiply-adds": rates.attention}
+    work["copies, by bytes"] = rates.copy
+    rows = [
+        [name, format_seconds(line.alpha_seconds), _per_second(line), f"{line.error:.0%}"]
+        for name, line in work.items()
+    ]
+    parts.append(f"work of a rank\n\n{columns(['work', 'alpha', '10^9/s', 'worst fit'], rows)}")
+    dtypes = dict.fromkeys([*rates.wire.codecs, *rates.codecs])
+    known = {dtype: {**rates.wire.codecs.get(dtype, {}), **rates.codecs.get(dtype, {})} for dtype in dtypes}
+    rows = [
+        [dtype, name, f"{codec.ratio:.3f}", *(_per_second(line) for line in (codec.encode, codec.decode))]
+        for dtype, codecs in known.items()
+        for name, codec in codecs.items()
+    ]
+    if rows:
+        header = ["dtype", "code", "ratio", "encode GB/s", "decode GB/s"]
+        parts.append(f"codecs\n\n{columns(header, rows, left=(0, 1))}")
+    rows = [
+        [
+            name,
+            way,
+            format_seconds(one.alpha_seconds),
+            format_seconds(1000 * one.seconds_per_row),
+            format_seconds(1e6 * one.seconds_per_byte),
+            f"{one.error:.0%}",
+        ]
+        for name, both in rates.overheads.items()
+        for way, one in both.items()
+    ]
+    if rows:
+        header = ["route", "direction", "alpha", "1000 rows", "1 MB", "worst fit"]
+        title = "around the wires, beside what lines of groups say; errors are shares of the whole time"
+        parts.append(f"{title}\n\n{columns(header, rows, left=(0, 1))}")
+    shared = f"processes of a node share its wire by {rates.sharing:.0%}; an operation inside nodes hides by"
+    parts.append(f"{shared} {rates.overlap:.0%} behind one between nodes")
+    return "\n\n".join(parts)
+
+
+def _per_second(line: Line) -> str:
+    """Billions of the line's units, for large sizes."""
+    return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"
