@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ _MODEL_DIM, _TOP_K, _EXPERTS_PER_RANK = 256, 2, 1
 _DEGREES = (1, 2, 3, 4, 6)
 _FEW, _MANY = 1, 4
 _NUM_BLOCKS = 3
-_STEPS = ("dispatch", "all_gather", "experts", "reduce_scatter", "combine")
 
 
 @benchmark("moe-pipeline-lab")
@@ -180,29 +179,35 @@ class _Rank:
         return torch.randn(self.num_tokens, _MODEL_DIM, generator=generator).requires_grad_()
 
     def parts(self, layer: MoELayer, degree: int) -> dict[str, dict[str, float]]:
-        """Seconds of all chunks of each step, without overlap: the mean of the ranks' medians, experts' the most."""
+        """Seconds of all chunks of each step, without overlap: medians over rounds of the sums over chunks.
+
+        Of a chunk's experts the slowest rank's count, because all combines wait for them. Of a message the
+        shortest time counts: that of the rank that all had waited for, so that waiting is not counted twice.
+        """
         inline = InlineStream()
         schedule = PipelineSchedule(degree, streams=dict.fromkeys((INTER, INTRA, COMPUTE), inline))
         taken: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
         layer.schedule = schedule
-        for _ in range(self.rounds + 1):
+        for round_number in range(self.rounds + 1):
             x = self.batch()
             dist.barrier()
             out = layer(x)
             dist.barrier()
             out.sum().backward()
             for direction, execution in schedule.executions.items():
-                of_steps = dict.fromkeys(_STEPS, 0.0)
-                for task, span in execution.timeline.spans.items():
-                    of_steps[task.split()[0]] += span.end_seconds - span.start_seconds
-                for step, seconds in of_steps.items():
-                    taken[direction].setdefault(step, []).append(seconds)
+                mine = {task: span.end_seconds - span.start_seconds for task, span in execution.timeline.spans.items()}
+                of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
+                dist.all_gather_object(of_ranks, mine)
+                of_steps: dict[str, float] = {}
+                for task in mine:
+                    step = task.split()[0]
+                    seconds = [one[task] for one in of_ranks]
+                    of_steps[step] = of_steps.get(step, 0.0) + (max if step == "experts" else min)(seconds)
+                for step, total in of_steps.items():
+                    if round_number:
+                        taken[direction].setdefault(step, []).append(total)
         return {
-            direction: {
-                step: _over_ranks(median(seconds[1:]), max if step == "experts" else mean)
-                for step, seconds in of_steps.items()
-                if any(seconds)
-            }
+            direction: {step: median(seconds) for step, seconds in of_steps.items()}
             for direction, of_steps in taken.items()
         }
 

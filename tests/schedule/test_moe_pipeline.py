@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -146,3 +147,22 @@ def test_what_the_forms_do_not_cover_is_refused() -> None:
             call(_flat(1, 1, 1, 1), 0)
     with pytest.raises(ScheduleError, match="degrees is empty"):
         best_degree(uneven, degrees=())
+
+
+@settings(max_examples=100, deadline=None)
+@given(chunk_times, chunk_times, chunk_times, st.integers(1, 6), st.booleans())
+def test_what_comes_home_is_shared_chunk_by_chunk(
+    a2a: ChunkTime, experts: ChunkTime, share: ChunkTime, degree: int, one_wire: bool
+) -> None:
+    """Parm's S2: a chunk is gathered while others come home; the last one is gathered when all is quiet."""
+    without = LayerTimes(a2a, experts, a2a)
+    times = replace(without, share=share)
+    found = simulate(pipeline_plan(times, degree, one_wire=one_wire))
+    for i in range(degree):
+        assert found.spans[f"share {i}"].start_seconds >= found.spans[f"combine {i}"].end_seconds
+    alone = pipeline_seconds(without, degree)
+    one = share.seconds(degree)
+    assert alone + one <= found.makespan_seconds * (1 + 1e-9)
+    assert found.makespan_seconds <= alone + degree * one + (degree * a2a.seconds(degree) if one_wire else 0) + 1e-9
+    with pytest.raises(ScheduleError, match="shared"):
+        closed_form(times, degree)
