@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.collectives import Raw
 from laconic.errors import ModelError
-from laconic.moe import GatedExperts, MoELayer, Schedule, SoftmaxGate
+from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate
 from laconic.moe.grid import Grid
 from laconic.moe.parm import make_dispatcher
 from laconic.moe.replicas import fully_shard_layers, reduce_gradients
@@ -68,7 +68,11 @@ def losses_are_those_of_one_process(
         if isinstance(module, MoELayer):
             assert isinstance(module.experts, GatedExperts)
             module.experts = expert_shard(module.experts, grid)
-            module.dispatcher = make_dispatcher(grid, path, codec=Raw())  # type: ignore[arg-type]
+            module.dispatcher = (
+                HierarchicalDispatcher(grid.levels, codec=Raw())
+                if path == "levels"
+                else make_dispatcher(grid, path, codec=Raw())  # type: ignore[arg-type]
+            )
             module.schedule = schedule
     if fsdp:
         fully_shard_layers(model, grid, units=list(model)[:2])

@@ -31,7 +31,6 @@ __all__ = [
     "carry_up",
     "cross",
     "down",
-    "exchange_ids",
     "send_down",
     "up",
 ]
@@ -69,13 +68,6 @@ def cross(held: Held, stage: Stage, experts_per_rank: int, group: dist.ProcessGr
     ids = [one[len(front) :].view(leg.ids.dtype) for one in told]
     crossing = Crossing(group, leg, [row[group.rank()] for row in table], [len(one) for one in ids], table)
     return crossing, arrive(torch.cat(ids), sum(crossing.row_splits))
-
-
-def exchange_ids(leg: Leg, entry_splits: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The leg's ids to its places; returns those that came, entry_splits[p] from place p."""
-    ids = leg.ids.new_empty(sum(entry_splits))
-    _wait_for([_start(ids, leg.ids, entry_splits, leg.entry_splits, group)], group)
-    return ids
 
 
 def down(

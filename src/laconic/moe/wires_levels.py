@@ -5,13 +5,13 @@ De-duplication is about tokens: assignments of one token must travel together. S
 expert: slice s has this rank's tokens n * s // S up to n * (s + 1) // S, with all their assignments. A chunk is some
 slices next to each other. The rows of all chunks together are those of the whole layer, stage by stage.
 
-Ranks tell each other once what the whole layer sends: for each stage one message with the numbers of rows and
-assignments by slice, one with the experts. From these follow the crossings of every chunk of every degree. On a rank
+Ranks tell each other once what the whole layer sends, for each stage in one message: numbers of rows and assignments by
+slice, and the experts. From these follow the crossings of every chunk of every degree. On a rank
 that is on the way, rows are numbered by slice, within a slice as they came; what comes in one message is by place
 first, so a chunk of several slices translates one into the other.
 
-The first stage goes over the wire between nodes, the later ones stay inside; a chunk's rows are then three tasks from
-home, on the streams of an all-to-all, a gather and the experts.
+The first stage goes over the wire between nodes, the later ones stay inside: they take the places of an exchange and a
+gather in the plan, so that both wires and the experts work at once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.codec import Codec
-from laconic.moe.collectives import exchange_counts
-from laconic.moe.crossing import Crossing, carry_down, carry_up, exchange_ids
+from laconic.collectives import native
+from laconic.collectives.codec import Codec, bytes_of
+from laconic.moe.collectives import losses_named
+from laconic.moe.crossing import Crossing, carry_down, carry_up
 from laconic.moe.flat import num_local_experts
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.legs import Held, Leg, arrive, leave
@@ -70,17 +71,32 @@ class _StageCut:
     """Rows by slice, from each place to each: [slice][from][to]."""
 
     @staticmethod
-    def agree(before: _Sliced, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup) -> _StageCut:
-        """All peers of the stage call it together."""
+    def agree(
+        before: _Sliced, stage: Stage, experts_per_rank: int, group: dist.ProcessGroup
+    ) -> tuple[_StageCut, Tensor]:
+        """All peers of the stage call it together. Returns the experts' ids as they came, too."""
         leg, num_slices = leave(before.held, stage, experts_per_rank), len(before.num_rows)
-        sent = _by_slice(leg, before)
-        # What goes to others is told as well: then rows in codes need no announcement.
-        message = torch.cat((sent.transpose(0, 1).flatten(1), sent[0].flatten().expand(stage.fanout, -1)), 1)
-        told = exchange_counts(message, group)
-        rows, entries = told[:, : 2 * num_slices].unflatten(1, (2, -1)).permute(1, 2, 0).tolist()
-        table = told[:, 2 * num_slices :].unflatten(1, (stage.fanout, -1)).permute(2, 0, 1).tolist()
-        own = sent.transpose(1, 2).tolist()
-        return _StageCut(group, before, leg, own[0], own[1], rows, entries, table)
+        rows, entries = _by_slice(leg, before)
+        # In one message: the ids, and in front how many assignments they are by slice, and rows for everybody.
+        fronts = torch.cat((entries, rows.flatten().expand(stage.fanout, -1)), 1)
+        parts = zip(fronts, leg.ids.split(leg.entry_splits), strict=True)
+        with losses_named(group):
+            told = native.all_to_all_told([torch.cat((bytes_of(front), bytes_of(ids))) for front, ids in parts], group)
+        num_front = fronts.shape[1] * fronts.itemsize
+        heard = torch.stack([one[:num_front] for one in told]).view(torch.int64)
+        ids = torch.cat([one[num_front:].view(leg.ids.dtype) for one in told])
+        table = heard[:, num_slices:].unflatten(1, (stage.fanout, -1)).permute(2, 0, 1)
+        cut = _StageCut(
+            group,
+            before,
+            leg,
+            sent_rows=rows.T.tolist(),
+            sent_entries=entries.T.tolist(),
+            received_rows=table[:, :, group.rank()].tolist(),
+            received_entries=heard[:, :num_slices].T.tolist(),
+            table=table.tolist(),
+        )
+        return cut, ids
 
     def after(self, ids: Tensor) -> _Sliced:
         """What this rank holds next, of the experts' `ids` as they came."""
@@ -131,8 +147,7 @@ class LevelExchanged:
         sliced = _Sliced(held, _differences(ends), _differences(cuts))
         self._stages: list[_StageCut] = []
         for stage, group in dispatcher.stages():
-            cut = _StageCut.agree(sliced, stage, self._experts_per_rank, group)
-            ids = exchange_ids(cut.leg, _sums(cut.received_entries), group)
+            cut, ids = _StageCut.agree(sliced, stage, self._experts_per_rank, group)
             sliced = cut.after(ids)
             self._stages.append(cut)
         whole = self._crossings(0, num_slices)
