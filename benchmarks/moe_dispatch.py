@@ -45,7 +45,7 @@ _NUM_EXPERTS, _TOP_K, _MODEL_DIM = 128, 8, 1024
 _TRAINING_STEPS, _LAYER = 50, 2
 _ID_NBYTES = 8
 """Of an assignment on its way there: id and fp32 weight."""
-_MEASURED_NBYTES = (1 << 12, 1 << 16, 1 << 19)
+_MEASURED_NBYTES = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
 _CASES = {
     "flat": "all-to-all of every assignment",
