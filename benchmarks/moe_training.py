@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -59,7 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "extra": {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01},
     },
 }
-_SMOKE_SIZES = {"hidden_size": 64, "num_hidden_layers": 2}
+_SMOKE_SIZES = {"hidden_size": 64, "num_hidden_layers": 1}
+_SMOKE_LENGTH = 32
 
 _EXACT = {"activations.bits": 16, "activations.attention": "exact", "activations.loss": "exact"}
 _PLAIN = {"moe.expert_parallel": _NUM_NODES * _RANKS_PER_NODE, "moe.rows": "raw", "zip": "off"}
@@ -94,7 +96,7 @@ def moe_training(options: Options) -> list[Table]:
         return [Table("Training mixtures of experts over slow links", ["not measured"], [[reason]])]
     smoke = options.elements <= _SMOKE
     rates = options.rates or (_RATES[:1] if smoke else _RATES)
-    return [table(found) for found in measure(list(MODELS), rates, smoke=smoke)]
+    return [table(found) for found in measure([*MODELS][: 1 if smoke else None], rates, smoke=smoke)]
 
 
 def measure(
@@ -108,7 +110,7 @@ def measure(
                 steps = 2 if smoke else _STEPS if rate == max(rates) else _SLOW_STEPS
                 with Lab(_NUM_NODES, rate) as lab:
                     measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
-                    task = {"model": model, "steps": steps, "folder": folder, "smoke": smoke}
+                    task = {"model": model, "rate": rate, "steps": steps, "folder": folder, "smoke": smoke}
                     task["settings"] = list(settings or SETTINGS)
                     result = run_ranks(lab, "benchmarks.moe_training", task, ranks_per_host=_RANKS_PER_NODE)
                 found.append({"model": model, "rate": rate, "measured": measured, "steps": steps, **result})
@@ -144,7 +146,8 @@ def table(found: Mapping[str, Any]) -> Table:
         rows,
         f"{found['num_parameters']:,} parameters, fp32, {_NUM_NODES} nodes of {_RANKS_PER_NODE} processes with a thread"
         f" each, {_SEQUENCES} x {_SEQUENCE_LENGTH} bytes per step, {found['steps']} steps. Without the first step:"
-        " median seconds, and the mean of the bytes that left a node's interface.",
+        " median seconds, and the mean of the bytes that left a node's interface. Rates were measured before, in"
+        f" {found['measuring_seconds']:.0f} s.",
     )
 
 
@@ -202,17 +205,20 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 def work(task: Mapping[str, Any]) -> dict[str, Any]:
     """Train with one setting after the other; what rank 0 saw."""
     training.Trainer = _Counting  # type: ignore[misc]  # the one that the run makes
+    length = _SMOKE_LENGTH if task["smoke"] else _SEQUENCE_LENGTH
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     world = World(rank, size, rank % _RANKS_PER_NODE, torch.device("cpu"))
-    folder = Path(task["folder"]) / f"{task['model']}-{task['steps']}"
+    folder = Path(task["folder"]) / f"{task['model']}-{task['rate']:g}"
     sizes = MODELS[task["model"]] | (_SMOKE_SIZES if task["smoke"] else {})
     common = {
         **{f"model.{name}": value for name, value in sizes.items()},
         **{"model.family": task["model"], "data.cache_dir": f"{task['folder']}/cache", "steps": task["steps"]},
-        **{"batch_size": _SEQUENCES, "sequence_length": _SEQUENCE_LENGTH, "eval_sequences": 0, "eval_every": 0},
+        **{"batch_size": _SEQUENCES, "sequence_length": length, "eval_sequences": 0, "eval_every": 0},
         **{"optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 5, "nproc": size},
     }
-    rates = _measured_rates(folder, task, world)
+    started = time.monotonic()
+    rates = _measured_rates(task, world)
+    measuring_seconds = time.monotonic() - started
     found: dict[str, Any] = {}
     for number, name in enumerate(task["settings"]):
         values = {**common, **_EXACT, **_PLAIN, **SETTINGS[name], "run_dir": str(folder / str(number))}
@@ -233,7 +239,7 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
                 **{key: rows[-1][key] for key in rows[-1] if key.startswith("moe_") and key != "moe_schedule"},
             }
             print(f"{name}: {seconds_of_step(found[name]):.3f} s", file=sys.stderr, flush=True)
-    return {"runs": found, "num_parameters": _num_parameters(common)}
+    return {"runs": found, "num_parameters": _num_parameters(common), "measuring_seconds": measuring_seconds}
 
 
 class _Counting(Trainer):
@@ -247,8 +253,11 @@ class _Counting(Trainer):
         return result
 
 
-def _measured_rates(folder: Path, task: Mapping[str, Any], world: World) -> str:
-    """A file with the rates of this lab, by which swaps are decided."""
+def _measured_rates(task: Mapping[str, Any], world: World) -> str:
+    """A file with the rates of this lab, by which swaps and autotune decide; measured for the first model."""
+    path = Path(task["folder"]) / f"rates-{task['rate']:g}-{world.rank}.json"  # the hosts of a lab share a disk
+    if path.is_file():
+        return str(path)
     sizes = MODELS[task["model"]]
     extra, hidden = sizes["extra"], _SMOKE_SIZES["hidden_size"] if task["smoke"] else sizes["hidden_size"]
     shape = LayerShape(
@@ -260,10 +269,7 @@ def _measured_rates(folder: Path, task: Mapping[str, Any], world: World) -> str:
         item_nbytes=4,
     )
     grid = Grid(ep=world.size, levels=(_NUM_NODES,), device_type="cpu")
-    rates = measure_moe(grid, shape, dtype=torch.float32, quick=task["smoke"])
-    path = folder / f"rates{world.rank}.json"  # the hosts of a lab share a disk
-    folder.mkdir(parents=True, exist_ok=True)
-    rates.save(path)
+    measure_moe(grid, shape, dtype=torch.float32, quick=task["smoke"]).save(path)
     return str(path)
 
 

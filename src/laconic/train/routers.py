@@ -58,7 +58,8 @@ class Routers:
         self.balance_coef, self.z_coef, self.bias_rate = balance_coef, z_coef, bias_rate
         self._model, self._names, self._world = model, tuple(names), world
         self._seen: dict[str, _Seen] = {}
-        self._sums = torch.zeros(3, dtype=torch.float64)  # balance loss, z-loss, forwards; since the last step
+        # Since the last step: balance losses, z-losses, forwards.
+        self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
         for name in self._names:
             model.get_submodule(name).register_forward_hook(self._watch(name))
@@ -83,11 +84,11 @@ class Routers:
         self._sums[2] += 1
         if self.balance_coef:
             balance = self._balance()
-            self._sums[0] += float(balance.detach())
+            self._sums[0] += balance.detach()
             total = self.balance_coef * balance
         if self.z_coef:
             z = torch.stack([one.z for one in seen.values()]).mean()
-            self._sums[1] += float(z.detach())
+            self._sums[1] += z.detach()
             total = self.z_coef * z if total is None else total + self.z_coef * z
         if total is not None and not total.requires_grad:
             raise ModelError(
@@ -103,7 +104,7 @@ class Routers:
         All processes call it together.
         """
         fields: dict[str, float] = {}
-        balance, z, num_forwards = self._world.sum(self._sums.clone().to(self._world.device)).tolist()
+        balance, z, num_forwards = self._world.sum(self._sums.clone()).tolist()
         if num_forwards and self.balance_coef:
             fields["moe_balance_loss"] = balance / num_forwards
         if num_forwards and self.z_coef:
