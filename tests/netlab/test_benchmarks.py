@@ -27,7 +27,7 @@ ROWS = {
     "moe-paths": ["baseline", "sharded", "s1", "s2 in 1 step", "s2 in 2 steps", "s1, backward s2"],
     "moe-dispatch": ["flat", "2 levels", "dedup, 1 level", "dedup, 2 levels, lossless", "dedup, 2 levels, int8"],
     "moe-training": [
-        *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks", "2 chunks, windows", "4-bit activations"),
+        *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, windows", "4-bit activations"),
         *("all exact ones", "autotune", "autotune, 4-bit activations"),
     ],
     "zip-training": ["gloo", "raw", "tiered", "auto"],
