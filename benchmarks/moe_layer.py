@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.registry import Options, Table, benchmark, seconds_of
-from laconic.moe import GatedExperts, MoELayer, SoftmaxGate, grouped_mm
+from laconic.moe import GatedExperts, MoELayer, SoftmaxGate, grouped_mm, parallelize
 
 _HUGGING_FACE = ("eager", "batched_mm", "grouped_mm")
+_OURS = ("laconic", "parallelized")
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,10 @@ def _layers(shapes: tuple[Shape, ...], dtype: torch.dtype, options: Options) -> 
         forward = seconds_of({name: _forward(block, x) for name, block in blocks.items()}, options.rounds)
         both = seconds_of({name: _both(block, x) for name, block in blocks.items()}, options.rounds)
         for seconds, what in ((forward, "forward"), (both, "forward and backward")):
-            ours, best = seconds["laconic"], min(seconds[name] for name in _HUGGING_FACE if name in seconds)
-            cells = [f"{1e3 * seconds[name]:.1f}" if name in seconds else "-" for name in (*_HUGGING_FACE, "laconic")]
-            rows.append([str(shape), what, *cells, f"{seconds['eager'] / ours:.2f}x", f"{best / ours:.2f}x"])
+            best = min(seconds[name] for name in _HUGGING_FACE if name in seconds)
+            cells = [f"{1e3 * seconds[name]:.1f}" if name in seconds else "-" for name in (*_HUGGING_FACE, *_OURS)]
+            factors = [f"{best / seconds[name]:.2f}x" for name in _OURS]
+            rows.append([str(shape), what, *cells, f"{seconds['eager'] / seconds['laconic']:.2f}x", *factors])
     return Table(
         f"Layer, {_name(dtype)}, milliseconds",
         (
@@ -71,13 +73,15 @@ def _layers(shapes: tuple[Shape, ...], dtype: torch.dtype, options: Options) -> 
             "",
             *(f"Hugging Face {name}" for name in _HUGGING_FACE),
             "laconic",
-            "to eager",
-            "to the best of them",
+            "their block, parallelized",
+            "laconic to eager",
+            "laconic to the best of them",
+            "parallelized to the best",
         ),
         rows,
         "One process, random tokens, the same weights; in fp32 equal outputs are checked before timing. Sizes are "
-        "model x hidden width of gated experts. batched_mm copies an expert's weights for each row and is left out "
-        "over 1 GiB.",
+        "model x hidden width of gated experts. Parallelized: what laconic.moe.parallelize makes of their block, "
+        "without a mesh. batched_mm copies an expert's weights for each row and is left out over 1 GiB.",
     )
 
 
@@ -110,7 +114,7 @@ def _products(shapes: tuple[Shape, ...], dtype: torch.dtype, options: Options) -
 
 
 def _blocks(shape: Shape, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """Hugging Face's block under each way to run its experts, and our layer, all with the same weights."""
+    """Hugging Face's block under each way to run its experts, our layer, and theirs parallelized: the same weights."""
     torch.manual_seed(0)
     blocks: dict[str, nn.Module] = {}
     first: dict[str, Any] = {}
@@ -134,7 +138,10 @@ def _blocks(shape: Shape, dtype: torch.dtype) -> dict[str, nn.Module]:
             "experts.down": first["experts.down_proj"].transpose(1, 2),
         }
     )
-    return blocks | {"laconic": layer}
+    theirs = nn.Sequential(_hugging_face_block(shape, "eager").to(dtype))
+    theirs[0].load_state_dict(first)
+    parallelize(theirs)
+    return blocks | {"laconic": layer, "parallelized": theirs}
 
 
 def _hugging_face_block(shape: Shape, way: str) -> nn.Module:
