@@ -76,6 +76,8 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     plans = _told([(one.plan, one.seconds) for one in choice.candidates])
     assert all(one == plans[0] for one in plans)
     assert len(said) == (dist.get_rank() == 0)
+    assert len(choice.measured) == 2
+    assert sum(choice.measured[choice.plan]) == min(map(sum, choice.measured.values()))
     names = {str(one.plan) for one in choice.candidates}
     if grid.layout.mp == 1:
         assert names == {"flat", "depth 1"}
@@ -97,7 +99,7 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
 def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
-    slow = autotune(layer, grid, x, rates=_rates(0.0, 1e-3), codecs=(Raw(),), report=None)
+    slow = autotune(layer, grid, x, rates=_rates(0.0, 1e-3), codecs=(Raw(),), num_raced=0, report=None)
     assert slow.choices["layer"].plan.path == "depth 1"  # no duplicates
     assert isinstance(layer.dispatcher, HierarchicalDispatcher)
     slow.detach()
@@ -105,7 +107,7 @@ def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
     text = str(slow)
     assert "choice: depth 1: " in text
     assert "less than flat" in text
-    quick = autotune(layer, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), report=None)
+    quick = autotune(layer, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), num_raced=0, report=None)
     ways = {str(one.plan): one.seconds for one in quick.choices["layer"].candidates}
     assert ways["flat"] == pytest.approx(ways["depth 1"], rel=0.01)
 
@@ -113,7 +115,9 @@ def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
 def _drift_is_seen_by_all_and_priced_again() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
-    tuned = autotune(layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), drift=Drift(check_every=2), report=None)
+    tuned = autotune(
+        layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), drift=Drift(check_every=2), num_raced=0, report=None
+    )
     first = tuned.choices["layer"]
     for _ in range(4):
         layer(x)

@@ -25,6 +25,7 @@ ROWS = {
     "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
     "process-group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
     "moe-paths": ["baseline", "sharded", "s1", "s2 in 1 step", "s2 in 2 steps", "s1, backward s2"],
+    "moe-autotune": ["depth 1 | raw | 1", "depth 2 | raw | 1", "flat | raw | 1", "s2 | raw | 1", "sharded | raw | 1"],
     "moe-dispatch": ["flat", "2 levels", "dedup, 1 level", "dedup, 2 levels, lossless", "dedup, 2 levels, int8"],
     "moe-training": [
         *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, windows", "4-bit activations"),

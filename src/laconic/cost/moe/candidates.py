@@ -27,7 +27,7 @@ from laconic.cost.moe.routes import Route, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.cost.moe.work import LayerWork
 from laconic.cost.wire.rates import Line
-from laconic.cost.wire.seconds import RAW
+from laconic.cost.wire.seconds import MIN_GAIN, RAW
 from laconic.errors import ConfigError
 from laconic.schedule.moe import ChunkTime, LayerTimes, pipeline_seconds
 
@@ -184,12 +184,15 @@ class Pricing:
         return sorted(found, key=lambda one: (one.seconds, one.plan))
 
     def candidate(self, plan: LayerPlan, degrees: Sequence[int] | None = None) -> Candidate:
-        """A plan with the best of `degrees`, forward and backward apart; None: with its own."""
+        """A plan with the best of `degrees`, forward and backward apart; None: with its own. The first of them, unless
+        another gains `MIN_GAIN`."""
         routes = []
         for number, path in enumerate((plan.path, plan.back)):
             tried = [plan.degrees[number]] if degrees is None or not self.can_be_cut(path) else degrees
-            found = (self._route(path, plan.code, degree, number == 1) for degree in tried)
-            routes.append(min(found, key=lambda route: (route.seconds, route.degree)))
+            found = [self._route(path, plan.code, degree, number == 1) for degree in tried]
+            best, plain = min(found, key=lambda route: (route.seconds, route.degree)), found[0]
+            # As for codes: what is cut must not lose because predictions are a few per cent off.
+            routes.append(best if best.seconds < (1 - MIN_GAIN) * plain.seconds else plain)
         forward, backward = routes
         return Candidate(replace(plan, degrees=(forward.degree, backward.degree)), forward, backward)
 
