@@ -31,6 +31,7 @@ ROWS = {
         *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, windows", "4-bit activations"),
         *("all exact ones", "autotune", "autotune, 4-bit activations"),
     ],
+    "moe-pipeline-lab": ["1", "6", "at the end", "in windows, all that waits", "in windows, as planned"],
     "zip-training": ["gloo", "raw", "tiered", "auto"],
 }
 

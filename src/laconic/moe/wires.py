@@ -25,7 +25,16 @@ from laconic.moe.order import Order
 from laconic.moe.routing import Routing
 from laconic.moe.sharded import ShardedDispatcher, gathered_counts
 
-__all__ = ["Exchanged", "FlatExchanged", "FlatWires", "Parcel", "ShardedWires", "Wires"]
+__all__ = [
+    "Exchanged",
+    "FlatExchanged",
+    "FlatWires",
+    "Parcel",
+    "RowsExchanged",
+    "ShardedWires",
+    "Wires",
+    "agreed_cut",
+]
 
 Parcel = tuple[Tensor, ...]
 """What travels together: rows [*, M] first, then what belongs to them, such as weights."""
@@ -191,8 +200,32 @@ class ShardedWires(FlatWires):
         return (rows[: len(inverse)].index_select(0, inverse),)
 
 
-class FlatExchanged:
-    """Assignments by expert, each a row of its own: `FlatDispatcher`, `ShardedDispatcher`."""
+class RowsExchanged:
+    """What is alike where assignments are cut by expert, each a row of its own."""
+
+    def __init__(self, rows: Tensor, cut: Cut, routing: Routing, order: Order) -> None:
+        """rows [a, M], differentiable, by expert; the slices of what all ranks send."""
+        self.rows, self.cut, self.routing, self.order = rows, cut, routing, order
+        self.counts = cut.counts()
+        """int64 [num_slices, E_local]: rows that this rank's experts get."""
+
+    @property
+    def inputs(self) -> Parcel:
+        return (self.rows,)
+
+    def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
+        return parcel[0], self.counts[number]
+
+    def leave(self, number: int, rows: Tensor, parcel: Parcel) -> Tensor:
+        return rows
+
+    def finish(self, out: Tensor) -> Tensor:
+        result: Tensor = self.order.combine(out, self.routing)
+        return result
+
+
+class FlatExchanged(RowsExchanged):
+    """Of `FlatDispatcher` and `ShardedDispatcher`."""
 
     def __init__(
         self,
@@ -208,35 +241,18 @@ class FlatExchanged:
         """
         exchange = dispatcher.exchange if isinstance(dispatcher, ShardedDispatcher) else dispatcher
         rows, counts = order.permute(x, routing)
-        self._dispatcher, self._routing, self._order = dispatcher, routing, order
-        self._rows = rows
-        self._cut = agreed_cut(exchange, counts, num_slices)
-        self._counts = mine = self._cut.counts()
-        self._table: Tensor | None = None
+        super().__init__(rows, agreed_cut(exchange, counts, num_slices), routing, order)
+        self._dispatcher = dispatcher
         if isinstance(dispatcher, ShardedDispatcher):
+            mine = self.counts
             self._table = gathered_counts(mine.flatten(), dispatcher.esp).view(-1, *mine.shape)
-            self._counts = self._table.sum(0)
-
-    @property
-    def inputs(self) -> Parcel:
-        return (self._rows,)
+            self.counts = self._table.sum(0)
 
     def wires(self, degree: int, *, backward: bool) -> Wires:
-        chunks = self._cut.chunks(degree)
+        chunks = self.cut.chunks(degree)
         if isinstance(self._dispatcher, FlatDispatcher):
             return FlatWires(self._dispatcher, chunks)
-        assert self._table is not None
         return ShardedWires(self._dispatcher, chunks, Sharing.of(self._table, degree))
-
-    def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
-        return parcel[0], self._counts[number]
-
-    def leave(self, number: int, rows: Tensor, parcel: Parcel) -> Tensor:
-        return rows
-
-    def finish(self, out: Tensor) -> Tensor:
-        result: Tensor = self._order.combine(out, self._routing)
-        return result
 
 
 def agreed_cut(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Cut:

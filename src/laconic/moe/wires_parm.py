@@ -20,39 +20,24 @@ from laconic.moe.cuts import Chunk, rows_of_chunks, slice_sizes
 from laconic.moe.order import Order
 from laconic.moe.parm import BaselineDispatcher, S2Dispatcher
 from laconic.moe.routing import Routing
-from laconic.moe.wires import FlatWires, Parcel, Wires, agreed_cut
+from laconic.moe.wires import FlatWires, Parcel, RowsExchanged, Wires, agreed_cut
 
 __all__ = ["BaselineExchanged", "S2Exchanged"]
 
 
-class BaselineExchanged:
+class BaselineExchanged(RowsExchanged):
     """Every row of the ESP group's tokens, on each of its ranks."""
 
     def __init__(
         self, dispatcher: BaselineDispatcher, x: Tensor, routing: Routing, order: Order, num_slices: int
     ) -> None:
         """See `FlatExchanged`."""
-        self._dispatcher, self._routing, self._order = dispatcher, routing, order
-        self._rows, counts = order.permute(x, routing)
-        self._cut = agreed_cut(dispatcher.exchange, counts, num_slices)
-        self._counts = self._cut.counts()
-
-    @property
-    def inputs(self) -> Parcel:
-        return (self._rows,)
+        rows, counts = order.permute(x, routing)
+        super().__init__(rows, agreed_cut(dispatcher.exchange, counts, num_slices), routing, order)
+        self._dispatcher = dispatcher
 
     def wires(self, degree: int, *, backward: bool) -> Wires:
-        return _BaselineWires(self._dispatcher, self._cut.chunks(degree), backward)
-
-    def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
-        return parcel[0], self._counts[number]
-
-    def leave(self, number: int, rows: Tensor, parcel: Parcel) -> Tensor:
-        return rows
-
-    def finish(self, out: Tensor) -> Tensor:
-        result: Tensor = self._order.combine(out, self._routing)
-        return result
+        return _BaselineWires(self._dispatcher, self.cut.chunks(degree), backward)
 
 
 class _BaselineWires(FlatWires):
@@ -72,53 +57,41 @@ class _BaselineWires(FlatWires):
         return all_reduce(rows, self._grid.esp, codec=self._codec)
 
 
-class S2Exchanged:
+class S2Exchanged(RowsExchanged):
     """Rows that MP ranks have alike, each rank's own on their way."""
 
     def __init__(self, dispatcher: S2Dispatcher, x: Tensor, routing: Routing, order: Order, num_slices: int) -> None:
         """See `FlatExchanged`."""
-        self._dispatcher, self._routing, self._order = dispatcher, routing, order
+        self._dispatcher = dispatcher
         self._own, self._sizes, self._entries = dispatcher.own_share(routing)
-        self._cut = agreed_cut(dispatcher.exchange, self._own.counts(), num_slices)
-        self._counts = self._cut.counts()
         if dispatcher.backward == "rows":
-            self._rows, _ = order.permute(x, routing)
+            rows, _ = order.permute(x, routing)
         else:
             own = split(x, dispatcher.grid.mp, sizes=self._sizes, codec=dispatcher.codec)
-            self._rows, _ = order.permute(own, self._own)
-
-    @property
-    def inputs(self) -> Parcel:
-        return (self._rows,)
+            rows, _ = order.permute(own, self._own)
+        super().__init__(rows, agreed_cut(dispatcher.exchange, self._own.counts(), num_slices), routing, order)
 
     def wires(self, degree: int, *, backward: bool) -> Wires:
         sides = (self._dispatcher.backward == "rows", self._dispatcher.forward == "rows")
         of_copies, gathers = reversed(sides) if backward else sides
-        chunks = self._cut.chunks(degree)
+        chunks = self.cut.chunks(degree)
         return _S2Wires(self._dispatcher, chunks, self._places(degree), of_copies=of_copies, gathers=gathers)
-
-    def enter(self, number: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
-        return parcel[0], self._counts[number]
-
-    def leave(self, number: int, rows: Tensor, parcel: Parcel) -> Tensor:
-        return rows
 
     def finish(self, out: Tensor) -> Tensor:
         if self._dispatcher.forward == "rows":
-            result: Tensor = self._order.combine(out, self._routing)
-            return result
-        parts = (self._routing, self._own, self._order, self._sizes, self._entries)
+            return super().finish(out)
+        parts = (self.routing, self._own, self.order, self._sizes, self._entries)
         return self._dispatcher.gathered_tokens(out, *parts)
 
     def _places(self, degree: int) -> list[list[Tensor]]:
         """int64 [chunk][MP rank]: which of all rows sorted by expert are that rank's, in its chunk."""
-        routing, mp, num_experts = self._routing, len(self._entries), self._routing.num_experts
+        routing, mp, num_experts = self.routing, len(self._entries), self.routing.num_experts
         device = routing.experts.device
         owners = torch.arange(mp, device=device).repeat_interleave(torch.tensor(self._entries, device=device))
         counts = torch.bincount(owners * num_experts + routing.experts, minlength=mp * num_experts)
         # Rows are sorted by expert; a stable sort by owner keeps that within each.
         of_ranks = torch.argsort(owners[routing.by_expert], stable=True).split(self._entries)
-        table = slice_sizes(counts.view(mp, -1), torch.arange(num_experts, device=device), self._cut.num_slices)
+        table = slice_sizes(counts.view(mp, -1), torch.arange(num_experts, device=device), self.cut.num_slices)
         parts = [
             [rows[i] for i in rows_of_chunks(of_rank, degree)] for rows, of_rank in zip(of_ranks, table, strict=True)
         ]
