@@ -8,17 +8,12 @@ from torch import Tensor
 
 from laconic.ops import reference
 from tests.ops.cases import DTYPES, every_pattern, same_bits
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, run_interpreted, starts_interpreter
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device
 from tests.ops.test_rows import entries
 
 triton = pytest.importorskip("triton")
 
 pytestmark = numpy_may_warn
-
-
-@starts_interpreter
-def test_interpreted_kernel_passes_all_tests_of_this_file() -> None:
-    run_interpreted(__file__)
 
 
 def in_triton(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
