@@ -103,7 +103,11 @@ def measure_routes(
         for plan, taken in zip(plans, seconds_in_turn(ranks, timed, repeats), strict=True):
             size = overhead_size(plan.path, case, grid_shape, pricing.counts)
             _add(samples, pricing.candidate(plan), taken, size)
-    return {name: {way: fit_overhead(some) for way, some in both.items()} for name, both in samples.items()}
+    # What a further chunk costs is used many times over, so it may not be less than nothing.
+    return {
+        name: {way: fit_overhead(some, signed=not name.endswith("per chunk")) for way, some in both.items()}
+        for name, both in samples.items()
+    }
 
 
 def measure_sharing(ranks: Ranks, across: dist.ProcessGroup, within: dist.ProcessGroup, repeats: int = 3) -> float:
@@ -128,7 +132,8 @@ def _cases(shape: LayerShape, grid: Grid) -> list[LayerShape]:
     """Few and many tokens; narrow rows too, to tell the cost of a row from that of its bytes."""
     few = max(1, shape.num_tokens // 8)
     narrow = max(8, shape.model_dim // 4)
-    sizes = [(few, shape.model_dim), (shape.num_tokens, shape.model_dim), (shape.num_tokens, narrow)]
+    sizes = [(few, shape.model_dim), (max(1, shape.num_tokens // 2), shape.model_dim)]
+    sizes += [(shape.num_tokens, shape.model_dim), (shape.num_tokens, narrow)]
     return [replace(shape, num_tokens=tokens, model_dim=dim) for tokens, dim in dict.fromkeys(sizes)]
 
 

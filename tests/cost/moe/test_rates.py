@@ -194,7 +194,9 @@ def test_overheads_of_routes_survive_their_file_and_may_be_missing(tmp_path: Pat
     older = {name: value for name, value in data.items() if name not in ("overheads", "sharing")}
     assert MoERates.from_dict(older) == rates()
     data["overheads"]["flat raw"]["forward"]["alpha_seconds"] = -1
-    with pytest.raises(ConfigError, match=re.escape("overheads.flat raw.forward.alpha_seconds is -1, but it must be")):
+    assert MoERates.from_dict(data).overheads["flat raw"]["forward"].alpha_seconds == -1
+    data["overheads"]["flat raw"]["forward"]["seconds_per_row"] = -1
+    with pytest.raises(ConfigError, match=re.escape("overheads.flat raw.forward.seconds_per_row is -1, but it must")):
         MoERates.from_dict(data)
 
 

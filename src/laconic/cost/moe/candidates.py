@@ -228,6 +228,8 @@ class Pricing:
             (route,) = (one for one in found if one.name == path)
             route = self._cut(route, degree, "joint", backward) if degree > 1 else route
         kept = tuple(step for step in route.steps if step.seconds or step.operation)
+        wires = sum(step.seconds for step in kept if step.operation) - route.hidden_seconds
+        around = max(around, -wires)  # a line that is followed far from where it was measured
         return replace(route, steps=(*kept, Step(AROUND, around)), degree=degree)
 
     def _counted(self, path: str, coding: Coding | None, degree: int, backward: bool, counts: RowCounts) -> Route:

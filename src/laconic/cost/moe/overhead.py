@@ -23,6 +23,7 @@ class Overhead:
     """Seconds of one route in one direction beside wires, gate and experts."""
 
     alpha_seconds: float
+    """May be negative: a line of a group counts announcements that a route with agreed sizes does without."""
     seconds_per_row: float = 0.0
     seconds_per_byte: float = 0.0
     error: float = 0.0
@@ -45,8 +46,8 @@ class Sample:
     """With the wires: errors count as shares of it."""
 
 
-def fit_overhead(samples: Iterable[Sample]) -> Overhead:
-    """Non-negative least squares of the errors' shares of the whole time.
+def fit_overhead(samples: Iterable[Sample], *, signed: bool = True) -> Overhead:
+    """Least squares of the errors' shares of the whole time, slopes not negative, nor is alpha unless `signed`.
 
     With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
     Raises ValueError without a sample of positive time.
@@ -63,7 +64,7 @@ def fit_overhead(samples: Iterable[Sample]) -> Overhead:
     best = [0.0, 0.0, 0.0]
     for used in chain.from_iterable(combinations(range(3), number) for number in (1, 2, 3)):
         found = _least_squares([[row[i] for i in used] for row in rows], wanted)
-        if found is None or min(found) < 0:
+        if found is None or any(value < 0 for i, value in zip(used, found, strict=True) if i or not signed):
             continue
         whole = [0.0, 0.0, 0.0]
         for i, value in zip(used, found, strict=True):

@@ -41,6 +41,7 @@ __all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
 _FORMAT, _VERSION = "laconic moe rates", 1
 _LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
 _NOTHING = Line(0.0, 0.0)
+_LONGEST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,10 @@ class MoERates:
 
 
 def _read_overhead(data: Any, where: str) -> Overhead:
-    names = ("alpha_seconds", "seconds_per_row", "seconds_per_byte", "error")
-    return Overhead(*(read_number(data, name, where) for name in names))
+    alpha = read_number(data, "alpha_seconds", where, least=-_LONGEST_SECONDS)
+    return Overhead(
+        alpha, *(read_number(data, name, where) for name in ("seconds_per_row", "seconds_per_byte", "error"))
+    )
 
 
 def default_moe_path() -> Path:
