@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from laconic.collectives.measure import Ranks
+from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.cost.moe.work import LayerWork
-from laconic.cost.wire.rates import fit_line
+from laconic.cost.wire.rates import Line
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
@@ -73,9 +74,15 @@ def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridShape, ranks: Ra
     gate, experts = found[: len(tokens)], found[len(tokens) :]
     sizes = [number * num_local for number in each]
     return LayerWork(
-        *(fit_line(zip(tokens, (pair[way] for pair in gate), strict=True)) for way in (0, 1)),
-        *(fit_line(zip(sizes, (pair[way] for pair in experts), strict=True)) for way in (0, 1)),
+        *(_line(tokens, [pair[way] for pair in gate]) for way in (0, 1)),
+        *(_line(sizes, [pair[way] for pair in experts]) for way in (0, 1)),
     )
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+    samples = [Sample(size, 0.0, taken, taken) for size, taken in zip(sizes, seconds, strict=True)]
+    fit = fit_overhead(samples, signed=False)
+    return Line(fit.alpha_seconds, fit.seconds_per_row, fit.error)
 
 
 def race(

@@ -34,7 +34,7 @@ def test_the_fit_is_that_of_bounded_least_squares(
     _, residual = nnls(scaled, wanted)
     if signed:
         residual = np.sqrt(2 * lsq_linear(scaled, wanted, ([-np.inf, 0, 0], np.inf), tol=1e-14).cost)
-    found = fit_overhead(samples, signed=signed)
+    found = fit_overhead(samples, signed=signed, rounds=1)
     assert min(found.seconds_per_row, found.seconds_per_byte) >= 0
     assert signed or found.alpha_seconds >= 0
     errors = matrix @ [found.alpha_seconds, found.seconds_per_row, found.seconds_per_byte] - wanted
@@ -49,6 +49,14 @@ def test_what_has_a_line_is_found_again() -> None:
     found = fit_overhead(samples)
     assert found.seconds(50, 500) == pytest.approx(true.seconds(50, 500), rel=1e-6)
     assert found.error < 1e-9
+
+
+def test_noise_does_not_make_it_short() -> None:
+    points = [(100 * n, 1000 * n) for n in range(1, 9)]
+    noise = (0.4, 0.7, 1.0, 1.3, 1.6)  # the mean is 1
+    samples = [Sample(*point, 1e-2 * x - 5e-3, 1e-2 * x) for point in points for x in noise]
+    assert fit_overhead(samples).seconds(400, 4000) == pytest.approx(5e-3, abs=2e-4)
+    assert fit_overhead(samples, rounds=1).seconds(400, 4000) < 4e-3
 
 
 def test_less_than_nothing_is_nothing_and_nothing_to_fit_is_refused() -> None:

@@ -46,17 +46,29 @@ class Sample:
     """With the wires: errors count as shares of it."""
 
 
-def fit_overhead(samples: Iterable[Sample], *, signed: bool = True) -> Overhead:
+def fit_overhead(samples: Iterable[Sample], *, signed: bool = True, rounds: int = 3) -> Overhead:
     """Least squares of the errors' shares of the whole time, slopes not negative, nor is alpha unless `signed`.
 
     With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
+    A sample that was disturbed is long, and as a share of itself its error counts less, so that a fit would come out
+    too short by the noise's variance. After the first of `rounds`, shares are those of the time that was fitted.
     Raises ValueError without a sample of positive time.
     """
     kept = [sample for sample in samples if sample.total_seconds > 0]
     if not kept:
         raise ValueError("samples are empty or all 0 s, but a fit needs one with a positive time")
-    rows = [[1 / s.total_seconds, s.num_rows / s.total_seconds, s.nbytes / s.total_seconds] for s in kept]
-    wanted = [s.seconds / s.total_seconds for s in kept]
+    totals = [sample.total_seconds for sample in kept]
+    found = _fit(kept, totals, signed)
+    for _ in range(rounds - 1):
+        fitted = [s.total_seconds - s.seconds + found.seconds(s.num_rows, s.nbytes) for s in kept]
+        totals = [max(new, old / 4) for new, old in zip(fitted, totals, strict=True)]
+        found = _fit(kept, totals, signed)
+    return found
+
+
+def _fit(samples: Sequence[Sample], totals: Sequence[float], signed: bool) -> Overhead:
+    rows = [[1 / t, s.num_rows / t, s.nbytes / t] for s, t in zip(samples, totals, strict=True)]
+    wanted = [s.seconds / t for s, t in zip(samples, totals, strict=True)]
 
     def errors(found: Sequence[float]) -> list[float]:
         return [fsum(a * x for a, x in zip(row, found, strict=True)) - b for row, b in zip(rows, wanted, strict=True)]
