@@ -133,11 +133,11 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         "layers",
         "measured",
         "model alone: median error (90 % below)",
-        "after running two: error",
+        "after running three: error",
     ]
     header += [
         "model alone: choice within 5 % of the best",
-        "after running two, too",
+        "after running three, too",
         "worst choice",
         "faster than plain",
     ]
@@ -145,8 +145,8 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         f"{len(found)} layers over 2 nodes of 2 processes: predicted against measured, and the choice",
         header,
         rows,
-        "Error: the median, of the predicted seconds of forward and backward together. After running two: autotune ran"
-        " the two candidates that it predicted to be fastest, took the faster one, and added what it had missed"
+        "Error: the median, of the predicted seconds of forward and backward together. After running three: autotune"
+        " ran the three candidates that it predicted to be fastest, took the fastest, and added what it had missed"
         " in them to all; errors are those of the others. The best is the fastest measured of all candidates, so"
         " a choice can only lose. Plain: one all-to-all with its duplicates (in MP groups: the baseline),"
         " raw, in one piece. Seconds are medians of rounds in which candidates take turns.",

@@ -121,6 +121,7 @@ class Autotuned:
         self._degrees = tuple(degrees)
         self._num_steps, self._num_raced = 0, num_raced
         self._work: dict[tuple[object, ...], LayerWork] = {}
+        self._races: dict[tuple[object, ...], dict[LayerPlan, tuple[float, float]]] = {}
         self._watches = {name: RoutingWatch(drift.smoothing) for name in self.layers}
         for name, layer in self.layers.items():
             layer.hooks = (*layer.hooks, self._watches[name])
@@ -218,7 +219,7 @@ class Autotuned:
         pricing = Pricing(shape, grid, self._rates, self._work[key], counts, load, dtype)
         found = tuple(pricing.candidates(self._known_codes(dtype), self._degrees))
         found = first_answer(found, self._world)
-        found, measured = self._race(name, found)
+        found, measured = self._race(name, key, found, pricing)
         chosen = min(measured, key=lambda plan: (sum(measured[plan]), plan)) if measured else best_candidate(found).plan
         best = next(one for one in found if one.plan == chosen)
         swap = None
@@ -231,16 +232,28 @@ class Autotuned:
         return LayerChoice(pricing, found, best, statistics, measured, swap)
 
     def _race(
-        self, name: str, found: tuple[Candidate, ...]
+        self, name: str, kind: tuple[object, ...], found: tuple[Candidate, ...], pricing: Pricing
     ) -> tuple[tuple[Candidate, ...], dict[LayerPlan, tuple[float, float]]]:
-        """The first few candidates, run; and all of them with what the model missed in those, the mean."""
-        x, plans = self._watches[name].input, [one.plan for one in found[: self._num_raced]]
-        if x is None or not plans:
+        """All candidates with what the model missed in the first few, the mean, and what those take: they are run, in
+        one piece too. Layers of one kind with the same first few share what the first of them took."""
+        x, first = self._watches[name].input, found[: self._num_raced]
+        if x is None or not first:
             return found, {}
-        taken = race(self.layers[name], x, [partial(self.install, name, plan) for plan in plans], self._ranks)
-        pairs = [*zip(taken, map(_routes, found), strict=False)]
-        missed = [fmean(seconds[way] - routes[way].seconds for seconds, routes in pairs) for way in (0, 1)]
-        return tuple(one.plus(*missed) for one in found), dict(zip(plans, taken, strict=True))
+        whole = {one.plan: pricing.candidate(one.plan.uncut()) for one in first if one.plan != one.plan.uncut()}
+        raced = first_answer([*first, *whole.values()], self._world)
+        plans = tuple(one.plan for one in raced)
+        if (kind, plans) not in self._races:
+            installs = [partial(self.install, name, plan) for plan in plans]
+            taken = race(self.layers[name], x, installs, self._ranks)
+            self._races[kind, plans] = dict(zip(plans, taken, strict=True))
+        measured = self._races[kind, plans]
+        missed = [fmean(measured[one.plan][way] - _routes(one)[way].seconds for one in raced) for way in (0, 1)]
+        for plan, uncut in whole.items():
+            if sum(measured[uncut.plan]) < sum(measured[plan]):
+                found = tuple(uncut if one.plan == plan else one for one in found)
+        return tuple(one.plus(*missed) for one in found), {
+            plan: seconds for plan, seconds in measured.items() if any(one.plan == plan for one in found)
+        }
 
     def _known_codes(self, dtype: str) -> list[str]:
         rates = self.rates
@@ -266,7 +279,7 @@ def autotune(
     codecs: Sequence[Codec] = _EXACT,
     degrees: Sequence[int] = (1, 2, 4, 8),
     drift: Drift | None = None,
-    num_raced: int = 2,
+    num_raced: int = 3,
     report: Callable[[str], object] | None = print,
 ) -> Autotuned:
     """Choose and install path, depth, code and degrees of every MoELayer of a model; all ranks call it together.
@@ -280,7 +293,8 @@ def autotune(
         degrees: numbers of chunks that are tried.
         drift: when to price again.
         num_raced: so many of the candidates that are predicted to be fastest are run on the example, and the fastest of
-            those is taken; what the predictions missed in them is added to all. 0 trusts the predictions.
+            those is taken, in one piece if chunks turn out slower; what the predictions missed in them is added to all.
+            0 trusts the predictions.
         report: told the table of candidates, the choice and the reason, on the first rank; None says nothing.
 
     Raises ConfigError without layers, a grid or an example, or where a layer cannot be priced.
