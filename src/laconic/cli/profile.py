@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.layer_flags import add_layer, layer_shape
-from laconic.cost.moe.rates import default_moe_path
-from laconic.cost.wire.rates import default_path
+from laconic.cost.moe.rates import MoERates, default_moe_path
+from laconic.cost.wire.rates import WireRates, default_path
 from laconic.cost.wire.table import rates_text
 from laconic.errors import ConfigError
 
@@ -48,15 +48,7 @@ def _measure(world: World, path: Path, quick: bool) -> int:
             print(f"measuring {text}", file=sys.stderr, flush=True)
 
     rates = profile(world.device, report, quick)
-    # Every node may look at a disk of its own.
-    if world.local_rank == 0:
-        rates.save(path)
-    if world.is_main:
-        print(rates_text(rates))
-        print(f"\nwrote {path}; see laconic explain")
-        sys.stdout.flush()
-    world.leave()
-    return 0
+    return _finish(world, rates, rates_text(rates), path, "laconic explain")
 
 
 def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
@@ -78,11 +70,16 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
     rates = measure_moe(
         grid, shape, dtype=dtype, device=world.device, codecs=_lossy(options.codec), quick=options.quick
     )
+    return _finish(world, rates, moe_rates_text(rates), path, "laconic explain --moe, and laconic.moe.autotune")
+
+
+def _finish(world: World, rates: WireRates | MoERates, text: str, path: Path, see: str) -> int:
+    # Every node may look at a disk of its own.
     if world.local_rank == 0:
         rates.save(path)
     if world.is_main:
-        print(moe_rates_text(rates))
-        print(f"\nwrote {path}; see laconic explain --moe, and laconic.moe.autotune")
+        print(text)
+        print(f"\nwrote {path}; see {see}")
         sys.stdout.flush()
     world.leave()
     return 0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from laconic.errors import ConfigError
 
-__all__ = ["cached_path", "check_known", "load_json", "read_number", "read_table", "save_json"]
+__all__ = ["cached_path", "check_format", "check_known", "load_json", "read_number", "read_table", "save_json"]
 
 
 T = TypeVar("T")
@@ -49,6 +49,17 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
         return read(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def check_format(data: Any, name: str, version: int) -> None:
+    """Raises ConfigError unless `data` is a table of the format `name` in this version."""
+    if not isinstance(data, dict) or data.get("format") != name:
+        raise ConfigError(f"this is no {name} file; write one with laconic profile")
+    if data.get("version") != version:
+        raise ConfigError(
+            f"version is {data.get('version')!r}, but this laconic reads version {version} of {name};"
+            " measure again with laconic profile"
+        )
 
 
 def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:

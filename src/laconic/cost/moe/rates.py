@@ -17,6 +17,7 @@ from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.shape import GROUPS
 from laconic.cost.rates_file import (
     cached_path,
+    check_format,
     check_known,
     load_json,
     read_number,
@@ -160,13 +161,7 @@ class MoERates:
     @classmethod
     def from_dict(cls, data: Any) -> MoERates:
         """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ConfigError(f"this is no {_FORMAT} file; write one with laconic profile")
-        if data.get("version") != _VERSION:
-            raise ConfigError(
-                f"version is {data.get('version')!r}, but this laconic reads version {_VERSION} of {_FORMAT};"
-                " measure again with laconic profile"
-            )
+        check_format(data, _FORMAT, _VERSION)
         wire = WireRates.from_dict(data.get("wire"))
         gemm, attention, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention", "copy"))
         groups = {name: read_link(link, f"groups.{name}") for name, link in read_table(data, "groups", "").items()}

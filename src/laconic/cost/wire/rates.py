@@ -14,7 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.rates_file import cached_path, check_known, load_json, read_number, read_table, save_json
+from laconic.cost.rates_file import (
+    cached_path,
+    check_format,
+    check_known,
+    load_json,
+    read_number,
+    read_table,
+    save_json,
+)
 from laconic.errors import ConfigError
 
 __all__ = [
@@ -151,13 +159,7 @@ class WireRates:
     @classmethod
     def from_dict(cls, data: Any) -> WireRates:
         """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ConfigError(f"this is no {_FORMAT} file; write one with laconic profile")
-        if data.get("version") != _VERSION:
-            raise ConfigError(
-                f"version is {data.get('version')!r}, but this laconic reads version {_VERSION} of {_FORMAT};"
-                " measure again with laconic profile"
-            )
+        check_format(data, _FORMAT, _VERSION)
         links = {kind: read_link(value, f"links.{kind}") for kind, value in read_table(data, "links", "").items()}
         codecs = {
             dtype: {
