@@ -1,8 +1,9 @@
 """Rows to their experts and back over slow links: flat, in levels, without duplicates, shortened, with swaps.
 
-Two hosts (network namespaces, laconic.testing.netlab) with several ranks each: fast inside, slow between. A case is a
-dispatch and a combine with experts that do nothing; seconds are the slowest rank's. Bytes are those that leave a host's
-interface, without the headers of packets; what the model predicts for them is counted from the routing alone.
+Two and four hosts (network namespaces, laconic.testing.netlab) with several ranks each: fast inside, slow between. A
+case is a dispatch and a combine with experts that do nothing; seconds are the slowest rank's. Bytes are those that
+leave a host's interface, without the headers of packets; what the model predicts for them is counted from the routing
+alone.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from laconic.moe.flat import FlatDispatcher
 from laconic.moe.rows import sum_picked
 from laconic.testing.netlab import Lab, why_not
 
-_NUM_HOSTS = 2
-_NETWORKS = ((100e6, 4), (1e9, 4), (1e9, 2))
-"""Bits per second between the hosts, and ranks on each."""
+_NETWORKS = ((2, 100e6, 4), (2, 1e9, 4), (2, 1e9, 2), (4, 100e6, 2), (4, 1e9, 2))
+"""Hosts, bits per second between them, and ranks on each."""
 _NUM_TOKENS = 2048
 """Of all ranks together."""
 _SMOKE = 1 << 12
@@ -59,29 +59,33 @@ _CASES = {
 
 @benchmark("moe-dispatch")
 def moe_dispatch(options: Options) -> list[Table]:
-    """Top-8 of 128 experts over two nodes, bf16 rows of 1024: balanced, Zipf, a real model's routing; and swaps."""
+    """Top-8 of 128 experts over two and four nodes, bf16 rows of 1024: balanced, Zipf, a real model's; and swaps."""
     reason = why_not()
     if reason is not None:
         return [Table("Dispatch over slow links", ["not measured"], [[reason]])]
     smoke = options.elements <= _SMOKE
-    networks = [(1e9, 2)] if smoke else [one for one in _NETWORKS if not options.rates or one[0] in options.rates]
+    wanted = options.num_hosts or (2, 4), options.rates or (100e6, 1e9)
+    networks = [one for one in _NETWORKS if one[0] in wanted[0] and one[1] in wanted[1]]
+    networks = [(2, 1e9, 2)] if smoke else networks
     num_tokens = 64 if smoke else _NUM_TOKENS
     tables = []
     with TemporaryDirectory() as folder:
         file = str(Path(folder, "captured.pt"))
         experts, weights = capture_routing(0 if smoke else _TRAINING_STEPS, _NUM_EXPERTS, _TOP_K)[_LAYER]
         torch.save((experts, weights), file)
-        for rate, ranks in networks:
-            with Lab(_NUM_HOSTS, rate) as lab:
+        for hosts, rate, ranks in networks:
+            with Lab(hosts, rate) as lab:
                 measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
-                share = num_tokens // (_NUM_HOSTS * ranks)
-                task = {"num_tokens": share, "rounds": options.rounds, "captured": file}
+                where = f"{hosts} nodes of {ranks} ranks, {rate / 1e6:g} Mbit/s"
+                where += f" (one TCP connection gets {measured / 1e6:.0f})"
+                share = num_tokens // (hosts * ranks)
+                task = {"num_hosts": hosts, "num_tokens": share, "rounds": options.rounds, "captured": file}
                 result = run_ranks(lab, "benchmarks.moe_dispatch", task, ranks_per_host=ranks)
-            tables += [_table(name, rate, measured, ranks, found) for name, found in result["routings"].items()]
+            tables += [_table(name, where, hosts * ranks, found) for name, found in result["routings"].items()]
     return tables
 
 
-def _table(name: str, rate: float, measured: float, ranks: int, found: dict[str, Any]) -> Table:
+def _table(name: str, where: str, num_ranks: int, found: dict[str, Any]) -> Table:
     rows = []
     for case, what in _CASES.items():
         seconds, payload = found["seconds"][case], found["payload"][case]
@@ -99,7 +103,6 @@ def _table(name: str, rate: float, measured: float, ranks: int, found: dict[str,
                 f"{found['interface'][case] / 1e6:.2f}",
             ]
         )
-    where = f"2 nodes of {ranks} ranks, {rate / 1e6:g} Mbit/s (one TCP connection gets {measured / 1e6:.0f})"
     header = [
         "dispatch and combine",
         "",
@@ -117,7 +120,7 @@ def _table(name: str, rate: float, measured: float, ranks: int, found: dict[str,
         rows,
         f"Duplicate rows: {found['node_duplicates']:.0%} to nodes, {found['rank_duplicates']:.0%} to ranks; the fullest"
         f" rank gets {found['load']:.2f} times the mean. The cost model takes d* = {found['depth']};"
-        f" {found['num_swaps']} pairs of experts were swapped. CPU: of all {_NUM_HOSTS * ranks} ranks on"
+        f" {found['num_swaps']} pairs of experts were swapped. CPU: of all {num_ranks} ranks on"
         f" {os.cpu_count()} processors (the scheduler may grant fewer). MB leave a node, without and with packets'"
         " headers.",
     )
@@ -129,6 +132,7 @@ def _table(name: str, rate: float, measured: float, ranks: int, found: dict[str,
 @dataclass(frozen=True)
 class _Rank:
     grid: Grid
+    num_hosts: int
     rank: int
     world: int
     num_tokens: int
@@ -194,7 +198,7 @@ class _Rank:
             "interface": {name: case.interface_nbytes for name, case in timed.items()},
             "payload": {name: case.payload_nbytes for name, case in timed.items()},
             "predicted": self.predicted(counts),
-            "node_duplicates": counts.duplicate_rate(_NUM_HOSTS),
+            "node_duplicates": counts.duplicate_rate(self.num_hosts),
             "rank_duplicates": counts.duplicate_rate(self.world),
             "load": float(rows_of_ranks.max() / rows_of_ranks.mean()),
             "depth": agree_on_depth(dispatcher, routing, 2.0 * _MODEL_DIM, self.rates).depth,
@@ -202,21 +206,25 @@ class _Rank:
         }
 
     def predicted(self, counts: RowCounts) -> dict[str, float]:
-        """Bytes out of node 0: its rows and ids on the way there, and the sums for the other node on the way back."""
-        node = np.arange(self.world) // (self.world // _NUM_HOSTS)
-        away = node[:, None] != node[None, :]
-        ids = float((counts.assignments * away)[node == 0].sum()) * _ID_NBYTES
-        to_node = counts.rows[_NUM_HOSTS] * (node[:, None] != np.arange(_NUM_HOSTS)[None, :])
-        assignments, per_rank, per_node = (
-            float(rows.sum()) for rows in (counts.assignments * away, counts.rows[self.world] * away, to_node)
+        """Bytes out of node 0: its rows and ids on the way there, and the sums of the others' rows on the way back."""
+        node = np.arange(self.world) // (self.world // self.num_hosts)
+        here, elsewhere = node == 0, node != 0
+        ids = float(counts.assignments[here][:, elsewhere].sum()) * _ID_NBYTES
+        assignments, rows, node_rows = (
+            float(table[here][:, away].sum() + table[elsewhere][:, ~away].sum())
+            for table, away in (
+                (counts.assignments, elsewhere),
+                (counts.rows[self.world], elsewhere),
+                (counts.rows[self.num_hosts], np.arange(self.num_hosts) != 0),
+            )
         )
         in_8_bits = _INT8.format.nbytes((_MODEL_DIM,))
         return {
             "flat": assignments * 2 * _MODEL_DIM,
             "2 levels": assignments * 2 * _MODEL_DIM + ids,
-            "dedup, 1 level": per_rank * 2 * _MODEL_DIM + ids,
-            "dedup, 2 levels": per_node * 2 * _MODEL_DIM + ids,
-            "dedup, 2 levels, int8": per_node * in_8_bits + ids,
+            "dedup, 1 level": rows * 2 * _MODEL_DIM + ids,
+            "dedup, 2 levels": node_rows * 2 * _MODEL_DIM + ids,
+            "dedup, 2 levels, int8": node_rows * in_8_bits + ids,
         }
 
 
@@ -253,9 +261,9 @@ def _rates(grid: Grid) -> MoERates:
 def main() -> None:
     """As a rank of a lab: measure all routings."""
     task = join()
-    grid = Grid(levels=(_NUM_HOSTS,), device_type="cpu")
+    grid = Grid(levels=(task["num_hosts"],), device_type="cpu")
     world = dist.get_world_size()
-    rank = _Rank(grid, dist.get_rank(), world, task["num_tokens"], _rates(grid))
+    rank = _Rank(grid, task["num_hosts"], dist.get_rank(), world, task["num_tokens"], _rates(grid))
     routings = {"Balanced": (rank.routing(0.0), 0)}
     for name, routing in {"Zipf": rank.routing(1.0), "Captured": rank.captured(task["captured"])}.items():
         routings[name] = routing, 0
