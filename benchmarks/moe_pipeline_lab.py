@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks
@@ -57,6 +58,7 @@ _MODEL_DIM, _TOP_K, _EXPERTS_PER_RANK = 256, 2, 1
 _DEGREES = (1, 2, 3, 4, 6)
 _FEW, _MANY = 1, 4
 _NUM_BLOCKS = 3
+_DDP = "by DDP, beside all else"
 
 
 @benchmark("moe-pipeline-lab")
@@ -109,7 +111,7 @@ def _window_table(where: str, found: dict[str, Any]) -> Table:
             name,
             f"{1e3 * seconds:.1f}",
             f"{found['seconds']['at the end'] / seconds:.2f}x",
-            f"{found['shares'][name]:.0%}",
+            f"{found['shares'][name]:.0%}" if name in found["shares"] else "",
         ]
         for name, seconds in found["seconds"].items()
     ]
@@ -238,14 +240,16 @@ class _Rank:
     # --- windows ---
 
     def windows(self, layer_times: LayerTimes, degree: int, hidden: int) -> dict[str, Any]:
-        """A stack of blocks: gradients reduced after backward, in windows without a plan, and with one."""
+        """A stack of blocks: gradients reduced after backward, by DDP, in windows without a plan, and with one."""
         # As many dense bytes for each block as one dispatch carries.
         width = max(8, self.num_tokens * _TOP_K // 2)
-        model = nn.Sequential(
-            *[_Block(self.made(FlatDispatcher(self.grid.ep, codec=Raw()), hidden), width) for _ in range(_NUM_BLOCKS)]
-        )
+        model, other = self.stack(width, hidden), self.stack(width, hidden)
         dense = [p for name, p in model.named_parameters() if ".experts." not in name]
         nbytes = sum(p.nbytes for p in dense)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            other, [name for name, _ in other.named_parameters() if ".experts." in name]
+        )
+        wrapped = DistributedDataParallel(other, process_group=self.grid.dp, bucket_cap_mb=nbytes / _NUM_BLOCKS / 2**20)
         reduce = mean_over(self.grid.dp, codec=Raw())
         line = self.reduction_line(nbytes)
         dense_seconds = self.dense_seconds(width)
@@ -259,24 +263,27 @@ class _Rank:
         seconds: dict[str, list[float]] = {}
         shares: dict[str, float] = {}
         for round_number in range(self.rounds + 1):
-            for name in ("at the end", "in windows, all that waits", "in windows, as planned"):
-                gradients = DenseGradients(dense, reduce, plan if name.endswith("planned") else None)
-                inside = gradients if name != "at the end" else None
-                for number, block in enumerate(model):
+            for name in ("at the end", _DDP, "in windows, all that waits", "in windows, as planned"):
+                gradients = None if name == _DDP else DenseGradients(dense, reduce, plan if "planned" in name else None)
+                inside = gradients if "windows" in name else None
+                stack = other if name == _DDP else model
+                for number, block in enumerate(stack):
                     block.moe.schedule = PipelineSchedule(degree, gradients=inside, part=f"moe {number}")
-                model.zero_grad()
-                loss = model(self.batch()).sum()
+                stack.zero_grad()
+                loss = (wrapped if name == _DDP else model)(self.batch()).sum()
 
-                def step(loss: Tensor = loss, gradients: DenseGradients = gradients) -> None:
+                def step(loss: Tensor = loss, gradients: DenseGradients | None = gradients) -> None:
                     loss.backward()  # type: ignore[no-untyped-call]
-                    gradients.finish()
+                    if gradients:
+                        gradients.finish()
 
                 taken = _slowest(step)
-                gradients.remove()
+                if gradients:
+                    gradients.remove()
                 if round_number:
                     seconds.setdefault(name, []).append(taken)
-                    late = sum(one.nbytes for one in gradients.sent if one.window is None)
-                    shares[name] = 1 - late / nbytes
+                    if gradients:
+                        shares[name] = 1 - sum(one.nbytes for one in gradients.sent if one.window is None) / nbytes
         return {
             "degree": degree,
             "nbytes": nbytes,
@@ -287,15 +294,20 @@ class _Rank:
             "predicted_end": end + nbytes * line.seconds_per_byte,
         }
 
+    def stack(self, width: int, hidden: int) -> nn.Sequential:
+        flat = FlatDispatcher(self.grid.ep, codec=Raw())
+        return nn.Sequential(*[_Block(self.made(flat, hidden), width) for _ in range(_NUM_BLOCKS)])
+
     def reduction_line(self, nbytes: int) -> Line:
-        """Of the all-reduce, from a message of all bytes and one of an eighth."""
-        reduce, found = mean_over(self.grid.dp, codec=Raw()), []
-        sizes = (nbytes // 32, nbytes // 4)
+        """Of the all-reduce: a message so small that only its start-up counts, and one of all bytes."""
+        reduce, seconds = mean_over(self.grid.dp, codec=Raw()), []
+        sizes = (256, nbytes)
         for size in sizes:
-            values = torch.zeros(size)
-            found.append(median([_slowest(lambda values=values: reduce(values)) for _ in range(self.rounds + 1)][1:]))
-        slope = max(0.0, (found[1] - found[0]) / (4 * (sizes[1] - sizes[0])))
-        return Line(max(0.0, found[1] - slope * 4 * sizes[1]), slope)
+            values = torch.zeros(size // 4)
+            taken = [_slowest(lambda values=values: reduce(values)) for _ in range(2 * self.rounds + 1)]
+            seconds.append(median(taken[1:]))
+        slope = max(0.0, (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]))
+        return Line(max(0.0, seconds[0] - slope * sizes[0]), slope)
 
     def dense_seconds(self, width: int) -> float:
         block = _Dense(width)
