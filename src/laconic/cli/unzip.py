@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laconic.cli.progress import progress_bar
-from laconic.cli.verify import note_unlisted
-from laconic.cli.zip import add_jobs
+from laconic.cli.verify import add_zipped, note_unlisted
 
 __all__ = ["run"]
 
@@ -19,10 +18,8 @@ def run(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="laconic unzip", description="Restore a file or directory that `laconic zip` wrote, byte for byte."
     )
-    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
     parser.add_argument("--out", metavar="PATH", type=Path, help="what to write (default: FILE|DIR without .laconic)")
-    parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
-    add_jobs(parser)
+    add_zipped(parser)
     options = parser.parse_args(args)
     import torch
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from laconic.cli.progress import progress_bar
 from laconic.cli.zip import add_jobs
 
-__all__ = ["note_unlisted", "run"]
+__all__ = ["add_zipped", "note_unlisted", "run"]
 
 
 def run(args: Sequence[str]) -> int:
@@ -20,9 +20,7 @@ def run(args: Sequence[str]) -> int:
         prog="laconic verify",
         description="Decode all that `laconic zip` wrote and compare every checksum; exit code 2 when one differs.",
     )
-    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
-    parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
-    add_jobs(parser)
+    add_zipped(parser)
     options = parser.parse_args(args)
     import torch
 
@@ -44,6 +42,13 @@ def run(args: Sequence[str]) -> int:
         f"{seen.original_nbytes:,} bytes in {seen.zipped_nbytes:,}, {seconds:.1f} s"
     )
     return 0
+
+
+def add_zipped(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` what reading a zipped file or directory takes: its path, --base and --jobs."""
+    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
+    parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
+    add_jobs(parser)
 
 
 def note_unlisted(names: Sequence[str]) -> None:

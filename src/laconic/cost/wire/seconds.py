@@ -167,8 +167,9 @@ def decide(
         raise ConfigError(f"operation is {operation!r}, but it must be one of {', '.join(OPERATIONS)}")
     if world.num_ranks == 1:
         return left_raw(ONE_RANK)
-    raw, chosen = _choose(operation, numel, dtype, world, rates, ratio, levels)
-    reason = PAYS if chosen is not raw else _why_raw(operation, numel, dtype, world, rates, ratio, levels)
+    call = _Call(operation, numel, dtype, world, rates, ratio, levels)
+    raw, chosen = _choose(call)
+    reason = PAYS if chosen is not raw else _why_raw(call)
     return Choice(*chosen, raw.seconds, reason)
 
 
@@ -205,22 +206,26 @@ def pays(coded_seconds: float, raw_seconds: float, latency_seconds: float) -> bo
     return coded_seconds < (1 - MIN_GAIN) * raw_seconds - latency_seconds / 2
 
 
-def _choose(
-    operation: str,
-    numel: int,
-    dtype: str,
-    world: World,
-    rates: WireRates,
-    ratio: Mapping[str, float] | None,
-    levels: tuple[int, ...],
-) -> tuple[Candidate, Candidate]:
+class _Call(NamedTuple):
+    """The arguments of `decide` and `candidates`."""
+
+    operation: str
+    numel: int
+    dtype: str
+    world: World
+    rates: WireRates
+    ratio: Mapping[str, float] | None
+    levels: tuple[int, ...]
+
+
+def _choose(call: _Call) -> tuple[Candidate, Candidate]:
     """The best raw way, and the one to take."""
-    found = list(candidates(operation, numel, dtype, world, rates, ratio, levels))
+    found = list(candidates(*call))
     simple = found[0]
     raw = min((c for c in found if c.codec == RAW), key=lambda candidate: candidate.seconds)
     raw = raw if raw.seconds < (1 - MIN_GAIN) * simple.seconds else simple
     coded = min((c for c in found if c.codec != RAW), key=lambda candidate: candidate.seconds, default=raw)
-    latency = rates.link(world.kind).at(world.num_ranks).line(operation).alpha_seconds
+    latency = call.rates.link(call.world.kind).at(call.world.num_ranks).line(call.operation).alpha_seconds
     return raw, coded if pays(coded.seconds, raw.seconds, latency) else raw
 
 
@@ -330,24 +335,17 @@ def chunk_numbers(sent_nbytes: float) -> Iterator[int]:
         yield number
 
 
-def _why_raw(
-    operation: str,
-    numel: int,
-    dtype: str,
-    world: World,
-    rates: WireRates,
-    ratio: Mapping[str, float] | None,
-    levels: tuple[int, ...],
-) -> str:
-    if dtype not in ITEM_NBYTES:
+def _why_raw(call: _Call) -> str:
+    if call.dtype not in ITEM_NBYTES:
         return NO_CODE
-    if not rates.codecs.get(dtype):
+    if not call.rates.codecs.get(call.dtype):
         return NOT_MEASURED
 
-    def would_pay(numel: int, ratio: Mapping[str, float] | None) -> bool:
-        raw, chosen = _choose(operation, numel, dtype, world, rates, ratio, levels)
+    def would_pay(call: _Call) -> bool:
+        raw, chosen = _choose(call)
         return chosen is not raw
 
-    if ratio and would_pay(numel, None):
+    gaussian = call._replace(ratio=None)
+    if call.ratio and would_pay(gaussian):
         return LOW_RATIO
-    return TOO_SMALL if would_pay(max(numel, _LARGE_NUMEL), None) else FAST_LINK
+    return TOO_SMALL if would_pay(gaussian._replace(numel=max(call.numel, _LARGE_NUMEL))) else FAST_LINK
