@@ -54,25 +54,14 @@ class _AllToAll(torch.autograd.Function):
         table: Sequence[Sequence[int]] | None,
     ) -> Tensor:
         ctx.reverse = (input_splits, output_splits, group, codec, table and list(zip(*table, strict=True)))
-        return _exchanged(x, output_splits, input_splits, group, codec, table)
+        num_rows = len(x) if output_splits is None else sum(output_splits)
+        output = x.new_empty(num_rows, *x.shape[1:])
+        received, sent = (None if splits is None else list(splits) for splits in (output_splits, input_splits))
+        operations.all_to_all(output, x.contiguous(), received, sent, group, codec=codec, table=table)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         # Through apply, so that gradients of gradients travel as well.
         return _AllToAll.apply(grad, *ctx.reverse), None, None, None, None, None
-
-
-def _exchanged(
-    x: Tensor,
-    output_splits: Sequence[int] | None,
-    input_splits: Sequence[int] | None,
-    group: dist.ProcessGroup | None,
-    codec: Codec | str,
-    table: Sequence[Sequence[int]] | None,
-) -> Tensor:
-    num_rows = len(x) if output_splits is None else sum(output_splits)
-    output = x.new_empty(num_rows, *x.shape[1:])
-    output_splits, input_splits = (None if s is None else list(s) for s in (output_splits, input_splits))
-    operations.all_to_all(output, x.contiguous(), output_splits, input_splits, group, codec=codec, table=table)
-    return output

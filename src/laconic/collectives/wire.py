@@ -132,10 +132,12 @@ class Wire:
     def fly(self, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Flight:
         """Encode and send values and receive others; returns before they have arrived. Empty ones do not travel."""
         number, self._num_flights = self._num_flights, self._num_flights + 1
-        kind = Flight if self.device.type == "cpu" else _BatchedFlight
         sends = [out for out in outgoing if out.values.numel()]
+        receives = [entry for entry in incoming if entry.numel]
+        if self.device.type != "cpu":
+            return _BatchedFlight(self, codec, sends, receives)
         notices = self._notices if number == 0 and not self._agreed else None
-        flight = kind(self, codec, number, sends, [entry for entry in incoming if entry.numel], notices)
+        flight = Flight(self, codec, number, sends, receives, notices)
         if not self._agreed:
             self._early.append(flight)
         return flight
@@ -235,7 +237,7 @@ class Flight:
                 self._inside[place] = numel
                 continue
             buffer = _buffer(codec, numel, out, wire)
-            self._receipts[place] = (numel, buffer, self._receive(place, buffer, numel))
+            self._receipts[place] = (numel, buffer, self._receive(place, codec, buffer, numel))
         for places, values, made in outgoing:
             wire.raw_nbytes += values.nbytes * len(places)
             message = wire.encode(codec, values) if made is None else made
@@ -265,7 +267,7 @@ class Flight:
             return self._codec, message
         fallback = self._codec.fallback
         buffer = _buffer(fallback, numel, None, wire)
-        works = self._receive(place, buffer, numel, again=True)
+        works = self._receive(place, fallback, buffer, numel, again=True)
         with wire.blame(place):
             _wait_all(works)
             return fallback, fallback.cut(buffer)
@@ -289,25 +291,28 @@ class Flight:
     def _is_short(self, numel: int) -> bool:
         return _buffer_nbytes(self._codec, numel, self._wire.dtype) <= MAX_INSIDE_NBYTES
 
-    def _receive(self, place: int, buffer: Tensor, numel: int, again: bool = False) -> list[dist.Work]:
-        """Start receiving a message, and its end behind it."""
-        parts = [buffer, torch.empty(1, dtype=torch.uint8)] if buffer.nbytes >= _MIN_ENDED_NBYTES else [buffer]
+    def _receive(self, place: int, codec: Codec, buffer: Tensor, numel: int, again: bool = False) -> list[dist.Work]:
+        """Start receiving a message."""
+        parts = self._with_end(codec, buffer, numel, again)
         with self._wire.blame(place):
-            works = [
-                self._wire.group.recv([part], place, self._wire.tag(self._number, numel, again, end=part is not buffer))
-                for part in parts
-            ]
+            works = [self._wire.group.recv([part], place, tag) for part, tag in parts]
         return [work for work in works if work is not None]
 
     def _send(self, places: Sequence[int], codec: Codec, message: Tensor, numel: int, again: bool = False) -> None:
+        """Start sending a message to each of `places`."""
         wire, sent = self._wire, self._sent_again if again else self._sent
         wire.message_nbytes += message.nbytes * len(places)
-        ended = _buffer_nbytes(codec, numel, wire.dtype) >= _MIN_ENDED_NBYTES
+        parts = self._with_end(codec, message, numel, again)
         for place in places:
-            sent.append((place, wire.send(place, message, wire.tag(self._number, numel, again))))
-            if ended:
-                end = torch.zeros(1, dtype=torch.uint8)
-                sent.append((place, wire.send(place, end, wire.tag(self._number, numel, again, end=True))))
+            sent += [(place, wire.send(place, part, tag)) for part, tag in parts]
+
+    def _with_end(self, codec: Codec, message: Tensor, numel: int, again: bool) -> list[tuple[Tensor, int]]:
+        """A message, or where it is received, and its end if messages of this length have one; each with its tag."""
+        wire = self._wire
+        parts = [(message, wire.tag(self._number, numel, again))]
+        if _buffer_nbytes(codec, numel, wire.dtype) >= _MIN_ENDED_NBYTES:
+            parts.append((torch.zeros(1, dtype=torch.uint8), wire.tag(self._number, numel, again, end=True)))
+        return parts
 
 
 def _wait_all(works: Sequence[dist.Work]) -> None:
@@ -326,10 +331,8 @@ class _BatchedFlight(Flight):
         self,
         wire: Wire,
         codec: Codec,
-        number: int,
         outgoing: Sequence[Outgoing],
         incoming: Sequence[Incoming],
-        notices: Notices | None,
     ) -> None:
         self._wire, self._codec = wire, codec
         wire.raw_nbytes += sum(out.values.nbytes * len(out.places) for out in outgoing)

@@ -32,12 +32,7 @@ def scatter_piece(
     views = message.parts(sent)
     views.codes.copy_(codes)
     views.scales.copy_(scales)
-    if agree is not None:
-        agree()
-    received = torch.empty_like(sent)
-    work = native.all_to_all(received, sent, group)
-    yield
-    work.wait()
+    received = yield from _exchange(sent, group, agree)
     chunk.copy_(sum_blockwise(*message.parts(received), factor=factor))
 
 
@@ -71,18 +66,24 @@ def _sum_everywhere(
     message = Message(-(-num_blocks(length) // world) * GRADIENT_BLOCK_SIZE, bits)
     sent = message.zeros(world, parts.codes.device)
     message.write(parts, sent)
-    if agree is not None:
-        agree()
-    received = torch.empty_like(sent)
-    work = native.all_to_all(received, sent, group)
-    yield
-    work.wait()
+    received = yield from _exchange(sent, group, agree)
     mine = message.zeros(1, parts.codes.device)
     message.write(Parts(*sum_requantize_blockwise(*message.parts(received), factor=factor)), mine)
     work = native.all_gather(received, mine, group)
     yield
     work.wait()
     return message.read(received, length)
+
+
+def _exchange(sent: Tensor, group: dist.ProcessGroup, agree: Agree | None) -> Generator[None, None, Tensor]:
+    """The messages of all ranks to this one, of rows that are messages to each."""
+    if agree is not None:
+        agree()
+    received = torch.empty_like(sent)
+    work = native.all_to_all(received, sent, group)
+    yield
+    work.wait()
+    return received
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
