@@ -1,0 +1,104 @@
+"""What pages show is there: Python that compiles, names and arguments that exist, commands and their flags, links."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from laconic.cli.main import COMMANDS, main
+from tests.distributed.processes import ROOT
+
+TEXTS = {page.name: page.read_text() for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_LAUNCHER = re.compile(r"^(torchrun .*?-m (?=laconic)|python -m (?=laconic )|python -m laconic\.testing\.netlab .*-- )")
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Lines of blocks without a language, indented lines, and what is between backticks."""
+    for language, block in _BLOCK.findall(text):
+        if not language:
+            yield from block.replace("\\\n", " ").splitlines()
+    rest = _BLOCK.sub("", text)
+    yield from re.findall(r"^ {4}(\S.*)$", rest, re.MULTILINE)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest))
+
+
+@cache
+def help_of(command: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main([command, "--help"])
+    return out.getvalue()
+
+
+def imported(tree: ast.AST) -> dict[str, Any]:
+    """The names that a program imports from laconic. Raises ImportError and AttributeError."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "laconic":
+            module = importlib.import_module(str(node.module))
+            found |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    return found
+
+
+def meant_by(node: ast.expr, names: dict[str, Any]) -> Any:
+    """What of laconic's an expression like a.b.c names; None if nothing."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := meant_by(node.value, names)) is not None:
+        return getattr(owner, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_python_of_a_page_imports_and_calls_what_is_there(page: str) -> None:
+    names: dict[str, Any] = {"laconic": importlib.import_module("laconic")}
+    for language, program in _BLOCK.findall(TEXTS[page]):
+        if language != "python":
+            continue
+        tree = ast.parse(program)
+        names |= imported(tree)
+        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+            called = meant_by(call.func, names)
+            if called is None or any(isinstance(argument, ast.Starred) for argument in call.args):
+                continue
+            given = [argument for argument in call.args if ast.unparse(argument) != "..."]
+            keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+            try:
+                inspect.signature(called).bind_partial(*given, **keywords)
+            except TypeError as error:
+                pytest.fail(f"{page}: {ast.unparse(call)}: {error}")
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_of_a_page_exist_with_their_flags(page: str) -> None:
+    sources = "\n".join(file.read_text() for file in ROOT.glob("benchmarks/*.py"))
+    for line in command_lines(TEXTS[page]):
+        if benchmark := re.match(r"python -m benchmarks\.run ([a-z][\w-]*)", line):
+            assert f'@benchmark("{benchmark[1]}")' in sources, line
+        command = re.match(r"laconic ([a-z]+)\b(.*)", _LAUNCHER.sub("", line.partition("  #")[0]))
+        if command is None:
+            continue
+        assert command[1] in COMMANDS, line
+        # What is behind model.extra is transformers' own.
+        for flag in re.findall(r" (--model\.extra|--[a-z][\w.-]*)", command[2]):
+            assert re.search(rf"{re.escape(flag)}(?![\w-])", help_of(command[1])), f"{flag} in {line}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_of_a_page_lead_to_files(page: str) -> None:
+    folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
+    for target in re.findall(r"\]\(([^)#\s]+)", _BLOCK.sub("", TEXTS[page])):
+        assert target.startswith("http") or (folder / target).exists(), target
+    for named in re.findall(r"\b(?:docs|src|tests|benchmarks)/[\w/]+\.(?:py|md)\b", TEXTS[page]):
+        assert (ROOT / named).exists(), named
