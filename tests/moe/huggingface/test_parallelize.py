@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from laconic.activations import compress_activations
 from laconic.errors import ModelError, RoutingError
-from laconic.moe.huggingface import BlockLayer, find_blocks, parallelize
+from laconic.moe.grouped import expert_by_expert
+from laconic.moe.huggingface import BlockLayer, FusedExperts, experts, find_blocks, parallelize
 from laconic.moe.huggingface.experts import check
 from laconic.moe.layer import MoELayer
 from tests.activations.models import MIXTURES, both_gradients, make_ids, make_model, relative_error
@@ -141,6 +142,26 @@ def test_training_gives_the_same_weights_and_state_dicts_cross() -> None:
     twin.load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+def test_experts_with_many_rows_run_one_by_one_where_nothing_is_kept(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 tokens on average; the first expert has none. Experts that lie the other way, with biases, stay together."""
+    model = make_model(family, experts_implementation="eager")
+    original = next(module for module in model.modules() if hasattr(module, "has_gate"))
+    parameters = {name: nn.Parameter(p.double()) for name, p in original.named_parameters()}
+    x = torch.randn(1024, 64, dtype=torch.float64)
+    indices = torch.randint(1, 4, (1024, 1))
+    ran = []
+    monkeypatch.setattr(experts, "expert_by_expert", lambda *given: ran.append(1) or expert_by_expert(*given))
+    with torch.no_grad():
+        expected = original.double()(x, indices, torch.ones(1024, 1, dtype=torch.float64))
+        order = indices.flatten().argsort(stable=True)
+        rows = FusedExperts(original, parameters)(x[order], indices.flatten().bincount(minlength=4))
+    assert bool(ran) == (family != "gpt_oss")
+    assert close(torch.empty_like(rows).index_copy_(0, order, rows), expected)
+
+
 def test_copies_and_gradient_checkpointing_work() -> None:
     model, twin = pair("deepseek_v2")
     ids = make_ids(1, 8)
@@ -202,15 +223,15 @@ def test_a_block_that_does_something_else_is_refused_and_nothing_is_changed() ->
 
 def test_experts_that_compute_something_else_are_refused() -> None:
     model = make_model("qwen3_moe")
-    experts = model.model.layers[0].mlp.experts
-    experts.act_fn = nn.ReLU()
+    block_experts = model.model.layers[0].mlp.experts
+    block_experts.act_fn = nn.ReLU()
     parallelize(copy.deepcopy(model))  # another activation is no other computation
 
-    class Doubled(type(experts)):  # type: ignore[misc]
+    class Doubled(type(block_experts)):  # type: ignore[misc]
         def forward(self, *args: Tensor) -> Tensor:
             return 2 * super().forward(*args)
 
-    experts.__class__ = Doubled
+    block_experts.__class__ = Doubled
     with pytest.raises(ModelError, match=r"layers.0.mlp.experts"):
         parallelize(model)
 
