@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line
+from laconic.cost.wire.rates import Line, LinkRates
 from laconic.train.worker import leave
 from laconic.train.world import join_world, read_environment
 from tests.distributed.pair import FSDP, SMOOTH, Pair
@@ -43,6 +43,7 @@ SMOOTH_QWEN = QWEN | SMOOTH | {"model.extra": QWEN["model.extra"] | {"attention_
 EP = {"moe.expert_parallel": 2}
 DEEP = {"moe.dispatcher": "hierarchical"}
 Q8 = {"gradients.reduce": "q8"}
+WINDOWS = EP | DEEP | {"moe.rows": "raw", "moe.chunks": (2,), "moe.windows": True}
 
 SWAPPED = EP | DEEP | {"moe.swap_every": 1, "moe.swap_pairs": 2}
 
@@ -51,9 +52,10 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ep1": {"moe.expert_parallel": 1},
     "ep2": EP,
     "ep2-fsdp": EP | FSDP | {"moe.chunks": (2, 4)},
-    "ep2-deep": EP | DEEP | {"moe.rows": "raw", "moe.chunks": (2,), "moe.windows": True, "accumulation": 2},
+    "ep2-deep": WINDOWS | {"accumulation": 2},
     "ep2-zip": EP | FSDP | {"zip": "on", "moe.chunks": (2,), "moe.windows": True},
     "ep2-auto": EP | {"moe.dispatcher": "auto"},
+    "ep2-swapped": SWAPPED,
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
@@ -87,7 +89,9 @@ class Spread(Pair):
         rates = self.folder / "rates.json"
         if self.world.is_main:
             link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)}
-            MoERates.of_lines(dict.fromkeys(("all", "node", "across"), link), Line(0.0, 0.0)).save(rates)
+            groups = {"inter1": LinkRates(2, link, 0.0, 0.0)}
+            lines = dict.fromkeys(("all", "node", "across"), link)
+            MoERates.of_lines(lines, Line(0.0, 0.0), groups=groups).save(rates)
         self.world.gather(None)
         return str(rates)
 
@@ -95,8 +99,9 @@ class Spread(Pair):
         rated = {"moe.rates": self.rates()}
         self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
         for name, changes in ALIKE.items():
-            rates = rated if changes.get("moe.dispatcher") == "auto" else {}
+            rates = rated if name in ("ep2-auto", "ep2-swapped") else {}
             self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes | rates))
+        self.train(tiny_config(self.folder, "windows-q8", SMOOTH_QWEN | WINDOWS | Q8))
         for name, changes in BROKEN.items():
             rates = rated if "moe.swap_every" in changes else {}
             self.interrupted(name, QWEN | changes | rates)
@@ -113,6 +118,7 @@ class Spread(Pair):
         self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
         for name, changes in FOUR.items():
             self.train(tiny_config(self.folder, name, SMOOTH_QWEN | changes))
+        self.interrupted("broken-ddp", QWEN | EP)
         self.interrupted("broken-fsdp-bf16", QWEN | EP | FSDP | {"precision": "bf16"})
         self.interrupted("broken-agoq", QWEN | EP | AGOQ)
         self.interrupted("broken-fsdp-agoq", QWEN | EP | FSDP | AGOQ)
@@ -120,21 +126,14 @@ class Spread(Pair):
             options = SMOOTH | {"model.family": family, "model.extra": extra}
             self.train(tiny_config(self.folder, family, options))
             self.train(tiny_config(self.folder, f"{family}-ep", options | {"moe.expert_parallel": 4}))
-
-    def swapped(self) -> None:
-        """Two machines as it were, and a link between them on which every swap pays."""
-        changes = {"moe.expert_parallel": self.world.size, "moe.rates": self.rates()}
-        levels = {"moe.levels": (2,)} if self.world.size == 4 else {}
-        changes = SWAPPED | changes | levels
-        self.train(tiny_config(self.folder, "unswapped", SMOOTH_QWEN | EP | DEEP))
-        self.train(tiny_config(self.folder, "swapped", SMOOTH_QWEN | changes | {"checkpoint.every": 2}))
-        self.train(tiny_config(self.folder, "continued", SMOOTH_QWEN | changes), stop_after=3, on_rank=1)
-        self.train(resumed(tiny_config(self.folder, "continued", SMOOTH_QWEN | changes)))
-
-    def one_step_more(self) -> None:
-        """Go on with "resharded", experts over all processes."""
-        changes = {"moe.expert_parallel": self.world.size} | (FSDP if self.world.size == 2 else {})
-        self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | changes)), stop_after=1)
+        # Two machines as it were, and a link between them on which every swap pays.
+        four = {"moe.expert_parallel": 4, "moe.levels": (2,)}
+        changes = SMOOTH_QWEN | SWAPPED | four | {"moe.rates": self.rates()}
+        self.train(tiny_config(self.folder, "swapped", changes | {"checkpoint.every": 2}))
+        self.train(tiny_config(self.folder, "continued", changes), stop_after=3, on_rank=1)
+        self.train(resumed(tiny_config(self.folder, "continued", changes)))
+        for more in (EP | FSDP, {"moe.expert_parallel": 4}):
+            self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | more)), stop_after=1)
 
 
 def run_processes(folder: Path, scenario: str, num_processes: int) -> None:

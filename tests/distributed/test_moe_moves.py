@@ -18,8 +18,9 @@ from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line
 from laconic.errors import CheckpointError, CollectiveError, ConfigError
 from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
-from laconic.moe.balancer import ExpertBalancer
+from laconic.moe.balancer import Criterion, ExpertBalancer
 from laconic.moe.moves import ExpertMover
+from laconic.moe.routing import Routing
 from laconic.train.worker import leave
 from tests.activations.models import make_ids, make_model
 from tests.distributed.processes import run_ranks
@@ -27,6 +28,10 @@ from tests.moe.moving import OPTIMIZERS, E, build, experts_of, forward, inputs, 
 from tests.moe.worlds import run_world
 
 Optimizers = list[torch.optim.Optimizer]
+
+_LINK = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12), "all_reduce": Line(0.0, 0.0)}
+PAYING = MoERates.of_lines(dict.fromkeys(("all", "node", "across"), _LINK), Line(0.0, 0.0))
+"""Rates with which looks cost nothing, and every swap pays."""
 
 
 def spread(dtype: torch.dtype, name: str) -> tuple[Grid, list[MoELayer], Optimizers, ExpertMover]:
@@ -117,20 +122,19 @@ def ranks_that_disagree_are_refused() -> None:
     assert all(map(torch.equal, before, experts_of(layers)))
 
 
-def balancing_moves_experts_to_where_fewer_rows_cross() -> None:
+def balancing_moves_experts_to_where_fewer_rows_cross(criterion: Criterion) -> None:
     _, layers, _, mover = spread(torch.float64, "adamw")
     # Each rank's own tokens like experts of both ranks: all in vain, until they come together.
     with torch.no_grad():
         for layer in layers:
             layer.gate.weight[1::2] += 1.0
     x = 1.0 + 0.1 * inputs(0, dist.get_rank(), torch.float64)
-    links = {kind: {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)} for kind in ("all", "node", "across")}
-    balancer = ExpertBalancer(mover, MoERates.of_lines(links, Line(0.0, 0.0)), num_pairs=2)
+    balancer = ExpertBalancer(mover, PAYING, num_pairs=2, criterion=criterion)
     with pytest.raises(ConfigError, match="layer 0 has routed nothing in training yet"):
         balancer.step(0)
     before, num_rows = forward(layers, x).detach(), []
     looks = []
-    for step in range(8):
+    for step in range(10):
         output = forward(layers, x).detach()
         torch.testing.assert_close(output, before, rtol=0, atol=1e-10)
         crossing = torch.tensor(layers[0].dispatcher.traffic[0].num_rows)
@@ -146,12 +150,43 @@ def balancing_moves_experts_to_where_fewer_rows_cross() -> None:
     assert {layer for one in swaps for layer in one.swapped} == {0, 1}
     assert not mover.placement(0).is_identity
     assert num_rows[-1] < num_rows[0]
-    first = swaps[0].plans[0]
-    assert first.after_seconds < first.before_seconds
-    assert swaps[0].moved.sent_nbytes > 0
+    first = next(one for one in swaps if 0 in one.swapped)
+    plan = first.plans[0]
+    assert plan.after_seconds < plan.before_seconds
+    assert first.moved.sent_nbytes > 0
     # Rows are counted anew after each pair, so what a plan promises is what the next look finds.
-    later = [one.plans[0].before_seconds for one in looks[looks.index(swaps[0]) + 1 :] if 0 in one.plans]
-    assert later[0] == pytest.approx(first.after_seconds)
+    later = [one.plans[0].before_seconds for one in looks[looks.index(first) + 1 :] if 0 in one.plans]
+    assert later[0] == pytest.approx(plan.after_seconds)
+    # The paper's criterion swaps at the first look; ours weighs what that found by another step's tokens first.
+    assert looks.index(first) == (0 if criterion == "shorter" else 1)
+    if criterion == "pays":
+        assert looks[0].plans[0] == plan  # the tokens have not changed
+
+
+def what_gains_on_one_step_only_does_not_move() -> None:
+    """Tokens of the first step like experts that tokens of later steps do not like together."""
+    _, layers, _, mover = spread(torch.float64, "adamw")
+    balancer = ExpertBalancer(mover, PAYING)
+    hook = layers[0].hooks[-1]
+
+    def route(*pairs: tuple[int, int]) -> None:
+        """Each of 4 tokens of each rank goes to two experts."""
+        forward(layers, inputs(0, dist.get_rank(), torch.float64))
+        routing = hook.routing
+        experts = torch.tensor(pairs).repeat_interleave(4, 0)
+        tokens = torch.arange(len(experts)).repeat_interleave(2)
+        weights = torch.ones(tokens.shape, dtype=routing.weights.dtype)
+        hook.routing = Routing(tokens, experts.flatten(), weights, len(experts), E)
+
+    route((0, 4), (0, 4), (0, 5))
+    found = balancer.step(0)
+    assert found.plans[0].gain_seconds > 0
+    assert not found.swapped
+    route((0, 1), (2, 3), (4, 5))  # all at home: whatever comes between them costs rows
+    found = balancer.step(1)
+    assert found.plans[0].gain_seconds < 0
+    assert 0 not in found.swapped
+    assert balancer.periods[0].pairs == ()
 
 
 def experts_of_a_hugging_face_model_move(folder: str) -> None:
@@ -195,8 +230,7 @@ def replicas_move_alike() -> None:
     # Every rank agrees with its own group, and not with the other.
     with pytest.raises(ConfigError, match=r"the slots of layer 0 is .* on rank \d and .* on rank \d"):
         mover.swap([(0, 7 - dist.get_rank() // 2), None])
-    links = {kind: {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)} for kind in ("all", "node", "across")}
-    balancer = ExpertBalancer(mover, MoERates.of_lines(links, Line(0.0, 0.0)))
+    balancer = ExpertBalancer(mover, PAYING)
     for step in range(6):
         train_step(layers, [], inputs(step, dist.get_rank(), torch.float64))
         for parameter in experts_of(layers):
@@ -266,7 +300,9 @@ def test_experts_move_between_two_processes(tmp_path: Path) -> None:
         functools.partial(every_byte_follows_its_expert, "adamw8bit"),
         functools.partial(every_byte_follows_its_expert, "adamw amsgrad"),
         ranks_that_disagree_are_refused,
-        balancing_moves_experts_to_where_fewer_rows_cross,
+        functools.partial(balancing_moves_experts_to_where_fewer_rows_cross, "pays"),
+        functools.partial(balancing_moves_experts_to_where_fewer_rows_cross, "shorter"),
+        what_gains_on_one_step_only_does_not_move,
         functools.partial(experts_of_a_hugging_face_model_move, str(tmp_path / "pretrained")),
         functools.partial(a_checkpoint_is_saved, str(tmp_path / "saved")),
     ]

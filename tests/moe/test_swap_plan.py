@@ -15,7 +15,17 @@ from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, RowCounts, best_dep
 from laconic.cost.wire.rates import Line
 from laconic.errors import ConfigError
 from laconic.moe.levels import Levels
-from laconic.moe.swap_plan import GAMMA, SwapPlan, SwapTables, pair_seconds, plan_swaps, smooth_max, swap_tables
+from laconic.moe.swap_plan import (
+    GAMMA,
+    SwapPlan,
+    SwapTables,
+    group_rows,
+    pair_seconds,
+    plan_swaps,
+    smooth_max,
+    swap_tables,
+    weigh_pairs,
+)
 
 
 def routing(seed: int, num_tokens: int, num_experts: int, top_k: int, skew: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -64,6 +74,25 @@ def test_every_exchange_equals_brute_force(seed: int, num_tokens: int, top_k: in
     unchanged = [cost.alpha_seconds + cost.seconds_per_row * float(smooth_max(tables.load(cost.num_groups).double()))
                  for cost in costs]  # fmt: skip
     assert before == pytest.approx(sum(unchanged))
+
+
+@given(st.integers(0, 2**32), st.integers(0, 60), st.integers(1, 5))
+@settings(max_examples=20, deadline=None)
+def test_weighing_pairs_finds_what_planning_them_promised(seed: int, num_tokens: int, top_k: int) -> None:
+    """On the same tokens; on others it is whatever their rows say."""
+    num_experts, groups = 12, (2, 4)
+    tokens, slots = routing(seed, num_tokens, num_experts, top_k, 1.0)
+    costs = [LevelCost(2, 1e-3, 1e-4), LevelCost(4, 1e-3, 3e-4)]
+    plan = plan_swaps(swap_tables(tokens, slots, num_tokens, num_experts, groups), costs)
+    moved = torch.tensor(plan.new_slots(num_experts))[slots]
+    rows = [{g: group_rows(tokens, at, num_experts, g) for g in groups} for at in (slots, moved)]
+    for at, found in zip((slots, moved), rows, strict=True):
+        assert all(torch.equal(found[g], loads(tokens, at, num_experts, g)) for g in groups)
+    weighed = weigh_pairs(plan.pairs, *rows, costs)
+    assert weighed.pairs == plan.pairs
+    assert weighed.before_seconds == pytest.approx(plan.before_seconds)
+    assert weighed.after_seconds == pytest.approx(plan.after_seconds)
+    assert weigh_pairs(plan.pairs, rows[1], rows[0], costs).gain_seconds == pytest.approx(-plan.gain_seconds)
 
 
 def test_the_four_cases_of_the_paper_in_numbers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.moe.agreement import agree_on_depth, agree_on_swaps
+from laconic.moe.agreement import agree_on_depth
 from laconic.moe.autotune import Autotuned, LayerChoice, autotune
 from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
@@ -34,6 +34,7 @@ from laconic.moe.replicas import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.sharded import ShardedDispatcher
 from laconic.moe.sharding import expert_shard
+from laconic.moe.swap_look import agree_on_swaps
 from laconic.moe.windows import DenseGradients, mean_over
 from laconic.moe.windows_fsdp2 import reduce_in_windows
 

@@ -31,7 +31,7 @@ from laconic.cost.moe.swap_period import DIRECTIONS, expert_nbytes, move_seconds
 from laconic.cost.moe.table import candidates_text
 from laconic.cost.moe.work import LayerWork
 from laconic.errors import ConfigError
-from laconic.moe.agreement import agree_on_swaps, first_answer, gather_counts
+from laconic.moe.agreement import first_answer, gather_counts
 from laconic.moe.drift import Drift, RoutingStatistics, RoutingWatch
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
@@ -42,6 +42,7 @@ from laconic.moe.measure import measure_moe
 from laconic.moe.measure_layer import measure_layer, race, shape_of
 from laconic.moe.measure_routes import dispatcher_of, hierarchy_of_grid, shape_of_grid
 from laconic.moe.pipeline import PipelineSchedule
+from laconic.moe.swap_look import agree_on_swaps
 
 __all__ = ["Autotuned", "LayerChoice", "SwapAdvice", "autotune"]
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from laconic.cost.moe.rates import Coding, MoERates
-from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, move_seconds
+from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, look_seconds, move_seconds
+from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
-from laconic.moe.agreement import agree_on_depth, agree_on_swaps, first_answer, hierarchy_of
+from laconic.moe.agreement import agree_on_depth, first_answer, hierarchy_of
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.routing import Routing
+from laconic.moe.swap_look import Look, look
 from laconic.moe.swap_plan import SwapPlan
 
-__all__ = ["Balanced", "ExpertBalancer"]
+__all__ = ["Balanced", "Criterion", "ExpertBalancer"]
 
 T = TypeVar("T")
+
+Criterion = Literal["pays", "shorter"]
 
 _ID_NBYTES = 8
 """Of an assignment that travels with a row: the expert's number and a weight in fp32."""
@@ -31,7 +36,8 @@ class Balanced:
     """What one call of `ExpertBalancer.step` found and did; the same on all ranks but for bytes."""
 
     plans: dict[int, SwapPlan]
-    """By layer, of those that were looked at: the best swap, with seconds of one all-to-all before and after."""
+    """By layer, of those that were looked at: the swap that was found or weighed, with seconds of one all-to-all before
+    and after, by the tokens of this step."""
     swapped: tuple[int, ...]
     """Layers of which experts have moved."""
     moved: Moved
@@ -62,9 +68,11 @@ class ExpertBalancer:
         choose_depth: also let the depth follow the routing.
         coding: if rows are coded on the wire.
         min_period: steps between two looks at a layer, at least.
+        criterion: `pays`: a swap is found on the tokens of one step and made when, on tokens of later ones, it would
+            have gained what it costs (`SwapPeriod`). `shorter`: HierMoE's own; every `min_period` steps the best swap
+            is made if it shortens the all-to-all of that step's tokens.
 
-    Call `step` on all ranks after every optimizer step. When to look at a layer, and whether a swap has paid, decides
-    `laconic.cost.moe.swap_period.SwapPeriod`.
+    Call `step` on all ranks after every optimizer step.
 
     Raises ConfigError for a layer with another dispatcher.
     """
@@ -78,9 +86,10 @@ class ExpertBalancer:
         choose_depth: bool = False,
         coding: Coding | None = None,
         min_period: int = 1,
+        criterion: Criterion = "pays",
     ) -> None:
         self.mover, self.rates, self.num_pairs = mover, rates, num_pairs
-        self.choose_depth, self.coding = choose_depth, coding
+        self.choose_depth, self.coding, self.criterion = choose_depth, coding, criterion
         self._watches = []
         self.periods: list[SwapPeriod] = []
         """One for each layer."""
@@ -103,13 +112,7 @@ class ExpertBalancer:
         due = [layer for layer, period in enumerate(self.periods) if period.due(number)]
         if not due:
             return None
-        plans = {layer: self._plan(layer) for layer in due}
-        for layer in due:
-            # Optimizers make their state in the first step.
-            self.periods[layer].cost_seconds = self._alike(self._move_seconds(layer))
-        swapped = tuple(
-            layer for layer, plan in plans.items() if self.periods[layer].decide(number, DIRECTIONS * plan.gain_seconds)
-        )
+        plans, swapped = self._decide(number, due)
         slots: list[torch.Tensor | None] = [None] * len(self.periods)
         for layer in swapped:
             placement = self.mover.placement(layer)
@@ -118,14 +121,34 @@ class ExpertBalancer:
         moved = self.mover.move(slots) if swapped else Moved(0, 0, 0)
         return Balanced(plans, swapped, moved)
 
-    def _move_seconds(self, number: int) -> float:
-        dispatcher = self.mover.layers[number].dispatcher
-        assert isinstance(dispatcher, HierarchicalDispatcher)
-        hierarchy = hierarchy_of(dispatcher)
-        world = hierarchy.world(hierarchy.levels(1)[0])
-        return move_seconds(self.num_pairs * self.mover.expert_nbytes(number), world, self.rates)
+    def _decide(self, number: int, due: Sequence[int]) -> tuple[dict[int, SwapPlan], tuple[int, ...]]:
+        """Plans of the layers that are due, and which of those layers swap; replicas do as the first of them."""
+        asked = [self._look(layer) for layer in due]
+        group = asked[0].dispatcher.group
+        found = look(asked, group, self.rates, num_pairs=self.num_pairs, coding=self.coding)
+        # Optimizers make their state in the first step. Numbers of tokens differ between ranks.
+        mine = [
+            (plan, self._move_seconds(layer, plan.pairs), self._distance(one, plan))
+            for layer, one, plan in zip(due, asked, found, strict=True)
+        ]
+        told = self._alike(first_answer(mine, group))
+        swapped = []
+        for layer, one, (plan, cost_seconds, distance) in zip(due, asked, told, strict=True):
+            period, gain = self.periods[layer], DIRECTIONS * plan.gain_seconds
+            period.cost_seconds = cost_seconds
+            if self.criterion == "shorter":
+                period.next_step = number + period.min_period
+                swaps = bool(plan.pairs)
+            elif one.pairs:
+                swaps = period.weighed(number, gain, distance)
+            else:
+                period.found(number, plan.pairs, gain, distance)
+                swaps = False
+            if swaps:
+                swapped.append(layer)
+        return {layer: plan for layer, (plan, *_) in zip(due, told, strict=True)}, tuple(swapped)
 
-    def _plan(self, number: int) -> SwapPlan:
+    def _look(self, number: int) -> Look:
         dispatcher, watch = self.mover.layers[number].dispatcher, self._watches[number]
         assert isinstance(dispatcher, HierarchicalDispatcher)
         if watch.routing is None:
@@ -133,14 +156,40 @@ class ExpertBalancer:
                 f"layer {number} has routed nothing in training yet, so there is nothing to balance; call step after a"
                 " training step of all layers, with a gate that assigns tokens to experts"
             )
-        slots = self.mover.placement(number)(watch.routing.experts)
-        routing = replace(watch.routing, experts=slots)
+        routing = replace(watch.routing, experts=self.mover.placement(number)(watch.routing.experts))
         if self.choose_depth:
             agree_on_depth(dispatcher, routing, watch.row_nbytes, self.rates, self.coding)
-        plan = agree_on_swaps(
-            dispatcher, routing, watch.row_nbytes, self.rates, num_pairs=self.num_pairs, coding=self.coding
+        return Look(dispatcher, routing, watch.row_nbytes, self.periods[number].pairs)
+
+    def _distance(self, asked: Look, plan: SwapPlan) -> int:
+        """Steps to the next look, at least, for looks to take next to nothing."""
+        seconds = look_seconds(
+            asked.routing.num_tokens,
+            asked.routing.num_experts,
+            asked.num_groups,
+            self._world(asked.dispatcher),
+            self.rates,
         )
-        return self._alike(plan)
+        return look_distance(seconds, DIRECTIONS * plan.before_seconds)
+
+    def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]] | None = None) -> float:
+        """Of these pairs of slots; None: of as many as may be found, between nodes."""
+        dispatcher = self.mover.layers[number].dispatcher
+        assert isinstance(dispatcher, HierarchicalDispatcher)
+        nbytes, world = self.mover.expert_nbytes(number), self._world(dispatcher)
+        if world.num_nodes == 1:
+            return move_seconds((self.num_pairs if pairs is None else len(pairs)) * nbytes, world, self.rates)
+        each = self.mover.placement(number).num_experts // world.num_nodes
+        crossing = self.num_pairs if pairs is None else sum(a // each != b // each for a, b in pairs)
+        seconds = move_seconds(crossing * nbytes, world, self.rates) if crossing else 0.0
+        if pairs is not None and len(pairs) > crossing:
+            node = World(world.ranks_per_node, world.ranks_per_node)
+            seconds += move_seconds((len(pairs) - crossing) * nbytes, node, self.rates, "intra1")
+        return seconds
+
+    def _world(self, dispatcher: HierarchicalDispatcher) -> World:
+        hierarchy = hierarchy_of(dispatcher)
+        return hierarchy.world(hierarchy.levels(1)[0])
 
     def _alike(self, mine: T) -> T:
         """The first replica's answer: those with the same experts move alike."""

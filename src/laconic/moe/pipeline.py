@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from laconic.collectives.native import in_background
 from laconic.errors import ScheduleError
 from laconic.moe.cuda_stream import CudaStream
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
@@ -210,7 +211,9 @@ def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
     cuda = device.type == "cuda"
     if device not in _wires:
         names = (INTER, INTRA)
-        _wires[device] = {name: CudaStream() if cuda else ThreadStream(f"laconic-{name}") for name in names}
+        _wires[device] = {
+            name: CudaStream() if cuda else ThreadStream(f"laconic-{name}", in_background) for name in names
+        }
     return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
 
 

@@ -16,7 +16,7 @@ Slots that share a group are no pair: at the finest level a group is a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,17 @@ from torch import Tensor
 from laconic.cost.moe.hierarchy import LevelCost
 from laconic.errors import ConfigError
 
-__all__ = ["GAMMA", "SwapPlan", "SwapTables", "pair_seconds", "plan_swaps", "smooth_max", "swap_tables"]
+__all__ = [
+    "GAMMA",
+    "SwapPlan",
+    "SwapTables",
+    "group_rows",
+    "pair_seconds",
+    "plan_swaps",
+    "smooth_max",
+    "swap_tables",
+    "weigh_pairs",
+]
 
 GAMMA = 10.0
 """The paper's exponent of the smooth maximum."""
@@ -178,6 +188,30 @@ def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, num_pairs: int
         free[[a, b], :] = False
         free[:, [a, b]] = False
     return SwapPlan(tuple(pairs), before, now)
+
+
+def weigh_pairs(
+    pairs: Sequence[tuple[int, int]],
+    before: Mapping[int, Tensor],
+    after: Mapping[int, Tensor],
+    costs: Sequence[LevelCost],
+    gamma: float = GAMMA,
+) -> SwapPlan:
+    """What pairs gain on tokens of which groups have the rows `before` now and `after` the exchange, see `group_rows`.
+
+    before, after: by number of groups g, int64 [g], of all ranks.
+    """
+    seconds = [_before({g: load.double() for g, load in loads.items()}, costs, gamma) for loads in (before, after)]
+    return SwapPlan(tuple(pairs), *seconds)
+
+
+def group_rows(tokens: Tensor, slots: Tensor, num_experts: int, num_groups: int) -> Tensor:
+    """Rows of each group: tokens that have an expert there. int64 [num_groups], as `SwapTables.load`.
+
+    tokens, slots: int64 [a], see `swap_tables`.
+    """
+    reached = torch.unique(tokens * num_groups + slots // (num_experts // num_groups)) % num_groups
+    return torch.bincount(reached, minlength=num_groups)
 
 
 def _before(loads: dict[int, Tensor], costs: Sequence[LevelCost], gamma: float) -> float:

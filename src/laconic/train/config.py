@@ -305,8 +305,11 @@ class MoEConfig:
     """In training an expert takes at most this many times its even share of a process's micro-batch, tokens in order;
     the rest is dropped. None drops nothing."""
     swap_every: int = 0
-    """Least number of steps between two looks at a layer for experts that should change places, which they do where the
-    cost model says that it pays; 0 means never. Needs measured rates, and layers whose rows go in levels."""
+    """Least number of steps between two looks at a layer for experts that should change places; 0 means never. Needs
+    measured rates, and layers whose rows go in levels."""
+    swap_when: Literal["pays", "shorter"] = "pays"
+    """pays: once a swap would have gained what it costs, on tokens of later steps than the one it was found in; looks
+    come less often while nothing pays. shorter: in every look, if it shortens the all-to-all of that step's tokens."""
     swap_pairs: int = 1
     """Most pairs of experts of a layer that change places at a time."""
     rates: str | None = None
@@ -330,7 +333,7 @@ class MoEConfig:
             )
         _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
         travel = ("dispatcher", "levels", "depth", "rows", "chunks", "windows", "capacity_factor")
-        for name in (*travel, "swap_every", "swap_pairs", "rates"):
+        for name in (*travel, "swap_every", "swap_when", "swap_pairs", "rates"):
             value = getattr(self, name)
             _require(
                 size is not None or value == MoEConfig.__dataclass_fields__[name].default,

@@ -106,15 +106,23 @@ class Trainer:
     def settle(self) -> None:
         """Let DDP come to rest before the first step; all processes call it together.
 
-        DDP lays out its buckets anew after its first backward, and where a bucket begins decides which values share a
-        scale when it travels in codes. So one backward is thrown away, lest the first step after resuming quantize
-        otherwise than the same step of a run that was never interrupted.
+        DDP lays out its buckets anew after its first backward. Where an element lies in its bucket decides in which
+        order more than two processes add it up, and, in codes, which values share its scale. So one backward is thrown
+        away, lest the first step after resuming add or quantize otherwise than the same step of a run that was never
+        interrupted.
         """
-        if isinstance(self.model, DistributedDataParallel) and self._config.reduce == "q8":
+        parts = [self.model] if self._pipeline is None else self._pipeline.wrapped
+        buckets_matter = self._layout.num_replicas > 2 or self._config.reduce == "q8"
+        if not buckets_matter or not any(isinstance(part, DistributedDataParallel) for part in parts):
+            return
+        if self._pipeline is None:
             self._training_loss(next(self._micro_batches(0)))[1].backward()
-            if self._routers is not None:
-                self._routers.clear()
-            self.model.zero_grad(set_to_none=True)
+        else:
+            with self._gradients.last_backward(self._config.micro_batches):
+                self._pipeline.forward_backward(torch.cat(list(self._micro_batches(0))))
+        if self._routers is not None:
+            self._routers.clear()
+        self._gradients.clear()
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
         """Run optimizer step `step` (0-based). All processes call it together; a stop asked of one is told to all."""

@@ -88,8 +88,14 @@ class Swaps:
         if any(not isinstance(layer.dispatcher, HierarchicalDispatcher) for layer in self._layers):
             self._balancer = None
         elif self._balancer is None:
-            pairs, period = self._config.swap_pairs, self._config.swap_every
-            self._balancer = ExpertBalancer(self._mover, self._rates, num_pairs=pairs, min_period=period)
+            config = self._config
+            self._balancer = ExpertBalancer(
+                self._mover,
+                self._rates,
+                num_pairs=config.swap_pairs,
+                min_period=config.swap_every,
+                criterion=config.swap_when,
+            )
             if self._periods:
                 self._balancer.periods = self._periods
             self._periods = self._balancer.periods

@@ -48,6 +48,7 @@ __all__ = [
     "flat_seconds",
     "hit_share",
     "level_costs",
+    "level_lines",
     "level_nbytes",
     "level_rows",
     "rows_between",
@@ -365,19 +366,34 @@ class LevelCost:
 def level_costs(
     counts: RowCounts, depth: int, row_nbytes: float, rates: MoERates, coding: Coding | None = None
 ) -> tuple[LevelCost, ...]:
+    """`level_lines` of what was counted."""
+    levels = counts.hierarchy.levels(depth)
+    fullest = {level.num_groups: float(counts.rows[level.num_groups].sum(axis=0).max()) for level in levels}
+    return level_lines(counts.hierarchy, depth, fullest, row_nbytes, rates, coding)
+
+
+def level_lines(
+    hierarchy: Hierarchy,
+    depth: int,
+    fullest: Mapping[int, float],
+    row_nbytes: float,
+    rates: MoERates,
+    coding: Coding | None = None,
+) -> tuple[LevelCost, ...]:
     """The levels of a depth as lines in the rows of their fullest group, for `laconic.moe.swap_plan`.
 
     Each of a group's ranks receives its share from all peers but itself. With a code the line goes through
     nothing sent and what is sent now.
+
+    fullest: by `Level.num_groups`, rows of all ranks that go to the fullest group now.
     """
     costs = []
-    for level in counts.hierarchy.levels(depth):
+    for level in hierarchy.levels(depth):
         share = (level.num_peers - 1) / level.num_peers / level.stride
-        fullest = float(counts.rows[level.num_groups].sum(axis=0).max())
-        sent = share * fullest * row_nbytes
-        alpha = _seconds(counts.hierarchy, level, 0.0, rates, coding)
-        more = _seconds(counts.hierarchy, level, sent, rates, coding) - alpha
-        costs.append(LevelCost(level.num_groups, alpha, more / fullest if fullest else 0.0))
+        rows = fullest[level.num_groups]
+        alpha = _seconds(hierarchy, level, 0.0, rates, coding)
+        more = _seconds(hierarchy, level, share * rows * row_nbytes, rates, coding) - alpha
+        costs.append(LevelCost(level.num_groups, alpha, more / rows if rows else 0.0))
     return tuple(costs)
 
 

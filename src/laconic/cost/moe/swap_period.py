@@ -1,32 +1,53 @@
 """When exchanging experts pays.
 
 A swap costs seconds once; without it every step loses what the swap would gain. `SwapPeriod` swaps when the losses
-since the last swap have reached its cost. Where routing stays as it is, that costs twice what swapping at once would
-have, without knowing beforehand that it stays (the ski rental argument). Where the loss grows evenly, by `growth`
+since the swap was found have reached its cost. Where routing stays as it is, that costs twice what swapping at once
+would have, without knowing beforehand that it stays (the ski rental argument). Where the loss grows evenly, by `growth`
 seconds per step, it is the best there is: swapping every p steps takes, per step,
 
     cost / p + growth * (p - 1) / 2
 
 whose best p is next to sqrt(2 * cost / growth) (`best_period`; the square root rule of inventory theory), when the
 losses, growth * p^2 / 2, equal the cost.
+
+The best of many swaps, judged by the tokens it was chosen by, looks better than it is. So what is found counts nothing
+yet: losses are what it would have gained on tokens of later steps.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import LayerShape
-from laconic.cost.wire.seconds import World
+from laconic.cost.wire.seconds import World, sent_nbytes
 from laconic.errors import ConfigError
 
-__all__ = ["DIRECTIONS", "SwapPeriod", "best_period", "expert_nbytes", "move_seconds"]
+__all__ = [
+    "DIRECTIONS",
+    "LOOK_SHARE",
+    "SwapPeriod",
+    "best_period",
+    "expert_nbytes",
+    "look_distance",
+    "look_seconds",
+    "move_seconds",
+]
 
 DIRECTIONS = 4
 """All-to-alls of a layer in a training step: dispatch and combine, forward and backward."""
 
 MAX_PERIOD = 4096
+
+LOOK_SHARE = 0.01
+"""Of the time of a layer's all-to-alls, that looks at its routing may take."""
+
+_TOUCHED_NBYTES = 16
+"""By a look, per token, slot and number of groups: who is selected, who alone, in fp32, each written and read."""
+_TELLING = 2
+"""Messages that tell what was found: how long it is, and what."""
 
 
 def expert_nbytes(shape: LayerShape, esp: int = 1, nbytes_per_parameter: float = 16.0) -> float:
@@ -36,8 +57,41 @@ def expert_nbytes(shape: LayerShape, esp: int = 1, nbytes_per_parameter: float =
 
 
 def move_seconds(nbytes: float, world: World, rates: MoERates, group: str = "ep") -> float:
-    """Of two ranks of a group that send each other so many bytes at once, by the line of `send`, else all-to-all's."""
-    return rates.link(group, world).line("send").seconds(nbytes)
+    """Of two ranks of a group that send each other so many bytes at once, on different nodes if it has several.
+
+    By the line of `send`, else all-to-all's. A group's `send` goes to the neighbour, which is mostly in the same node;
+    so between nodes that of the group that joins them counts (inter1), or all-to-all's if that was not measured.
+    """
+    line = rates.link(group, world).line("send")
+    if world.num_nodes == 1 or world.ranks_per_node == 1:
+        return line.seconds(nbytes)
+    across = rates.groups.get("inter1")
+    between = rates.link(group, world).line("all_to_all") if across is None else across.line("send")
+    return max(line.seconds(nbytes), between.seconds(nbytes))
+
+
+def look_seconds(
+    num_tokens: int, num_experts: int, num_groups: Sequence[int], world: World, rates: MoERates, group: str = "ep"
+) -> float:
+    """Of one look for a swap of a layer: counting a rank's tokens, adding up the tables of all ranks, telling the plan.
+
+    num_groups: of the levels, see `LevelCost`. Tables have g + E g + E^2 numbers for g groups, two products each.
+    """
+    entries = num_tokens * num_experts
+    numbers = sum(g + num_experts * g + num_experts**2 for g in num_groups)
+    products = rates.products_seconds(entries * (num_experts * len(num_groups) + sum(num_groups)), 2 * len(num_groups))
+    touched = rates.copy.seconds(_TOUCHED_NBYTES * entries * len(num_groups))
+    line = rates.link(group, world).line("all_reduce")
+    added = line.seconds(sent_nbytes("all_reduce", 8.0 * numbers, world.num_ranks))
+    return products + touched + added + _TELLING * line.alpha_seconds
+
+
+def look_distance(look_seconds: float, step_seconds: float) -> int:
+    """The least steps between looks with which they take LOOK_SHARE of `step_seconds`, 1 .. MAX_PERIOD.
+
+    step_seconds: of all that a swap could shorten, the layer's all-to-alls in a step.
+    """
+    return max(1, math.ceil(min(look_seconds / max(LOOK_SHARE * step_seconds, 1e-30), float(MAX_PERIOD))))
 
 
 def best_period(cost_seconds: float, growth_seconds: float, max_period: int = MAX_PERIOD) -> int:
@@ -57,10 +111,13 @@ def best_period(cost_seconds: float, growth_seconds: float, max_period: int = MA
 
 @dataclass
 class SwapPeriod:
-    """Decides when to look for a swap and whether one that was found should be made. Equal on ranks with equal input.
+    """Decides when to look at a layer's routing and whether to swap. Equal on ranks with equal input.
 
-    Looks come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost.
-    Raises ConfigError for a cost that is negative or periods that are no range.
+    A look finds a swap (`found`) or, where one has been found, weighs it by the tokens of its own step (`weighed`).
+    Looks come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost, but never so often
+    that they take more than LOOK_SHARE of the all-to-alls' time.
+
+    Raises ConfigError for seconds that are negative or periods that are no range.
     """
 
     cost_seconds: float
@@ -71,38 +128,59 @@ class SwapPeriod:
     """Steps between looks, at most."""
     next_step: int = 0
     """When to look next."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """What was found: slots whose experts should change places."""
     lost_seconds: float = 0.0
-    """Since the last swap, as far as looks tell."""
+    """Since it was found, as far as looks tell."""
     last_swap: int | None = None
     """Or the first look."""
     last_look: int = 0
-    last_gain_seconds: float = 0.0
+    last_gain_seconds: float | None = None
+    """Per step, of what was found, by the last look that weighed it."""
 
     def __post_init__(self) -> None:
         if not self.cost_seconds >= 0:
             raise ConfigError(f"cost_seconds is {self.cost_seconds}, but seconds must not be negative")
         if not 1 <= self.min_period <= self.max_period:
             raise ConfigError(f"min_period is {self.min_period}, but it must be from 1 to max_period {self.max_period}")
+        self.pairs = tuple((int(a), int(b)) for a, b in self.pairs)  # JSON has lists
 
     def due(self, step: int) -> bool:
         """Whether to look in this step."""
         return step >= self.next_step
 
-    def decide(self, step: int, gain_seconds: float) -> bool:
-        """Whether to swap now, having found a plan that would gain `gain_seconds` per step; sets the next look.
+    def found(self, step: int, pairs: Sequence[tuple[int, int]], gain_seconds: float, distance: int = 1) -> None:
+        """A look found `pairs`, none if nothing gains; sets the next look.
 
-        Pass DIRECTIONS times `SwapPlan.gain_seconds`, 0 for an empty plan.
+        gain_seconds: per step, by the tokens that they were chosen by; only says when to look next. Pass DIRECTIONS
+        times `SwapPlan.gain_seconds`.
+        distance: least steps to the next look, see `look_distance`.
         """
-        gain = max(0.0, gain_seconds)
         if self.last_swap is None:
-            self.last_swap = self.last_look = step
-        self.lost_seconds += (step - self.last_look) * (self.last_gain_seconds + gain) / 2
-        swap = gain > 0 and self.lost_seconds >= self.cost_seconds
+            self.last_swap = step
+        self.pairs = tuple(pairs)
+        self.lost_seconds, self.last_gain_seconds, self.last_look = 0.0, None, step
+        self._set_next(step, gain_seconds if self.pairs else 0.0, distance)
+
+    def weighed(self, step: int, gain_seconds: float, distance: int = 1) -> bool:
+        """Whether to swap now, `pairs` having turned out to gain `gain_seconds` per step; sets the next look.
+
+        gain_seconds: by tokens of this step, negative if the swap would lose. What loses in all is given up.
+        """
+        before = gain_seconds if self.last_gain_seconds is None else self.last_gain_seconds
+        self.lost_seconds += (step - self.last_look) * (before + gain_seconds) / 2
+        self.last_look, self.last_gain_seconds = step, gain_seconds
+        swap = gain_seconds > 0 and self.lost_seconds >= self.cost_seconds
         if swap:
-            self.last_swap, self.lost_seconds, gain = step, 0.0, 0.0
-        self.last_look, self.last_gain_seconds = step, gain
-        interval = max(1, step - self.last_swap)
-        if gain:
-            interval = min(interval, max(1, math.ceil((self.cost_seconds - self.lost_seconds) / gain)))
-        self.next_step = step + max(self.min_period, min(interval, self.max_period))
+            self.last_swap = step
+        if swap or self.lost_seconds <= 0:
+            self.pairs, self.lost_seconds, self.last_gain_seconds = (), 0.0, None
+        self._set_next(step, gain_seconds if self.pairs else 0.0, distance)
         return swap
+
+    def _set_next(self, step: int, gain_seconds: float, distance: int) -> None:
+        interval = max(1, step - (step if self.last_swap is None else self.last_swap))
+        if gain_seconds > 0:
+            left = (self.cost_seconds - self.lost_seconds) / gain_seconds
+            interval = max(1, min(interval, math.ceil(min(left, float(MAX_PERIOD)))))
+        self.next_step = step + min(max(self.min_period, distance, interval), self.max_period)
