@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from laconic.collectives.codec import Blockwise, Raw
 from laconic.cost.moe import LayerShape, MoERates
+from laconic.cost.moe.candidates import best_plan
 from laconic.cost.wire.rates import Line, LinkRates, WireRates
+from laconic.cost.wire.seconds import MIN_GAIN
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe import (
@@ -76,8 +78,10 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     plans = _told([(one.plan, one.seconds) for one in choice.candidates])
     assert all(one == plans[0] for one in plans)
     assert len(said) == (dist.get_rank() == 0)
-    assert len(choice.measured) == 3
-    assert sum(choice.measured[choice.plan]) == min(map(sum, choice.measured.values()))
+    assert 1 <= len(choice.measured) <= 5
+    taken = {plan: sum(both) for plan, both in choice.measured.items()}
+    assert choice.plan == best_plan(taken)
+    assert taken[choice.plan] <= (1 + MIN_GAIN) * min(taken.values())
     names = {str(one.plan) for one in choice.candidates}
     if grid.layout.mp == 1:
         assert names == {"flat", "depth 1"}

@@ -93,9 +93,14 @@ def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
 
 
 def measure_link(
-    ranks: Ranks, group: dist.ProcessGroup, sizes: Sequence[int], names: Sequence[str] = OPERATIONS
+    ranks: Ranks,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int],
+    names: Sequence[str] = OPERATIONS,
+    longest_seconds: float = _LONGEST_SECONDS,
 ) -> LinkRates:
-    """The rates of a group, with lines of the operations `names`; sizes are bytes that a process sends.
+    """The rates of a group, with lines of the operations `names`; sizes are bytes that a process sends, of which those
+    are left out that would take longer than `longest_seconds` if each were 4 times the one before.
 
     All of `ranks` call this together, each with its own group, groups being of one size.
     """
@@ -108,7 +113,7 @@ def measure_link(
             repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(_SECONDS_PER_CASE / max(first, 1e-9))))
             seconds = median(ranks.seconds(case, repeats))
             points.append((sent, seconds))
-            if 4 * seconds > _LONGEST_SECONDS:
+            if 4 * seconds > longest_seconds:
                 break
         lines[operation] = fit_line(points)
     return LinkRates(group.size(), lines, _chunk_seconds(ranks, group), _overlap(ranks, group))

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, host_name, world_of
-from laconic.cost.moe.candidates import Candidate, LayerPlan, Pricing, best_candidate
+from laconic.cost.moe.candidates import Candidate, LayerPlan, Pricing, best_candidate, best_plan
 from laconic.cost.moe.rates import Coding, MoERates, default_moe_path
 from laconic.cost.moe.routes import Route
 from laconic.cost.moe.swap_period import DIRECTIONS, expert_nbytes, move_seconds
@@ -49,6 +49,8 @@ __all__ = ["Autotuned", "LayerChoice", "SwapAdvice", "autotune"]
 T = TypeVar("T")
 
 _EXACT = (Raw(), Lossless("tiered"))
+_RACED_WITHIN = 0.3
+"""What is predicted to take more than this beyond the fastest is not run: predictions are seldom as far off."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Autotuned:
         """Run the layer `name` by a plan, which may be another than the chosen one; all ranks pass the same."""
         if self.grid.layout.joint > 1:
             layer = self.layers[name]
-            layer.dispatcher = dispatcher_of(self._leveled, plan, self._codecs[plan.code])
+            layer.dispatcher = dispatcher_of(self._leveled, plan, self._codecs)
             layer.schedule = PipelineSchedule(*plan.degrees) if max(plan.degrees) > 1 else None
 
     def step(self) -> dict[str, str]:
@@ -221,7 +223,9 @@ class Autotuned:
         found = tuple(pricing.candidates(self._known_codes(dtype), self._degrees))
         found = first_answer(found, self._world)
         found, measured = self._race(name, key, found, pricing)
-        chosen = min(measured, key=lambda plan: (sum(measured[plan]), plan)) if measured else best_candidate(found).plan
+        chosen = (
+            best_plan({plan: sum(both) for plan, both in measured.items()}) if measured else best_candidate(found).plan
+        )
         best = next(one for one in found if one.plan == chosen)
         swap = None
         if alone and layer.placement is not None:
@@ -237,7 +241,8 @@ class Autotuned:
     ) -> tuple[tuple[Candidate, ...], dict[LayerPlan, tuple[float, float]]]:
         """All candidates with what the model missed in the first few, the mean, and what those take: they are run, in
         one piece too. Layers of one kind with the same first few share what the first of them took."""
-        x, first = self._watches[name].input, found[: self._num_raced]
+        limit = (1 + _RACED_WITHIN) * found[0].seconds
+        x, first = self._watches[name].input, [one for one in found[: self._num_raced] if one.seconds <= limit]
         if x is None or not first:
             return found, {}
         whole = {one.plan: pricing.candidate(one.plan.uncut()) for one in first if one.plan != one.plan.uncut()}
@@ -250,7 +255,7 @@ class Autotuned:
         measured = self._races[kind, plans]
         missed = [fmean(measured[one.plan][way] - _routes(one)[way].seconds for one in raced) for way in (0, 1)]
         for plan, uncut in whole.items():
-            if sum(measured[uncut.plan]) < sum(measured[plan]):
+            if best_plan({one: sum(measured[one]) for one in (plan, uncut.plan)}) == uncut.plan:
                 found = tuple(uncut if one.plan == plan else one for one in found)
         return tuple(one.plus(*missed) for one in found), {
             plan: seconds for plan, seconds in measured.items() if any(one.plan == plan for one in found)
@@ -280,7 +285,7 @@ def autotune(
     codecs: Sequence[Codec] = _EXACT,
     degrees: Sequence[int] = (1, 2, 4, 8),
     drift: Drift | None = None,
-    num_raced: int = 3,
+    num_raced: int = 5,
     report: Callable[[str], object] | None = print,
 ) -> Autotuned:
     """Choose and install path, depth, code and degrees of every MoELayer of a model; all ranks call it together.
@@ -293,9 +298,9 @@ def autotune(
         codecs: of rows; the default ones change no bit. Others, as Blockwise(BlockFormat("int8")), round values.
         degrees: numbers of chunks that are tried.
         drift: when to price again.
-        num_raced: so many of the candidates that are predicted to be fastest are run on the example, and the fastest of
-            those is taken, in one piece if chunks turn out slower; what the predictions missed in them is added to all.
-            0 trusts the predictions.
+        num_raced: at most so many of the candidates that are predicted to be fastest are run on the example, and the
+            fastest of those is taken, in one piece unless chunks turn out clearly faster; what the predictions missed
+            in them is added to all. 0 trusts the predictions.
         report: told the table of candidates, the choice and the reason, on the first rank; None says nothing.
 
     Raises ConfigError without layers, a grid or an example, or where a layer cannot be priced.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from statistics import median
 from typing import Any, Generic, TypeVar
 
@@ -27,14 +28,17 @@ from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
 
-__all__ = ["Timed", "measure_layer", "race", "seconds_in_turn", "shape_of"]
+__all__ = ["Timed", "measure_layer", "medians", "race", "samples_in_turn", "seconds_in_turn", "shape_of"]
 
 T = TypeVar("T")
 
 _SHARES = (1 / 4, 1.0, 2.0)
 """Of the rows and tokens that a rank will have: of skewed routing some ranks have more."""
 _REPEATS = 3
-_RACE_REPEATS = 5  # what is raced is close together
+_HEATS = ((3, 0.25), (4, 0.12), (8, 0.0))
+"""Repeats of each heat of a race, and how much longer than the fastest what stays in the race may take after it."""
+_RACE_SECONDS = 20.0
+"""A heat that would take the race beyond this is not run: on slow networks ways differ by more than noise."""
 
 
 def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
@@ -86,11 +90,10 @@ def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
     return Line(fit.alpha_seconds, fit.seconds_per_row, fit.error)
 
 
-def race(
-    layer: MoELayer, x: Tensor, installs: Sequence[Callable[[], None]], ranks: Ranks, repeats: int = _RACE_REPEATS
-) -> list[tuple[float, float]]:
+def race(layer: MoELayer, x: Tensor, installs: Sequence[Callable[[], None]], ranks: Ranks) -> list[tuple[float, float]]:
     """Seconds of the whole layer on tokens x, forward and backward, after each of `installs`; they take turns.
 
+    In heats: what is clearly slower leaves, so that most repeats go to what is close together (successive halving).
     All ranks call it together. Hooks of the layer rest, and what a forward leaves is as it was before.
     """
     x = x.detach().requires_grad_()
@@ -104,10 +107,26 @@ def race(
     layer.hooks = ()
     try:
         with _undisturbed(layer):
-            timed = [Timed(partial(run, install), partial(_gradients, wanted)) for install in installs]
-            return seconds_in_turn(ranks, timed, repeats)
+            return _heats(ranks, [Timed(partial(run, install), partial(_gradients, wanted)) for install in installs])
     finally:
         layer.hooks, layer.losses, layer.load, layer.num_dropped = left
+
+
+def _heats(ranks: Ranks, cases: Sequence[Timed[Any]]) -> list[tuple[float, float]]:
+    samples: list[list[tuple[float, float]]] = [[] for _ in cases]
+    found, spent, left = [(0.0, 0.0)] * len(cases), 0.0, list(range(len(cases)))
+    for heat, (repeats, slack) in enumerate(_HEATS):
+        # Seconds are agreed on, so that all ranks end the race together.
+        if heat and (len(left) == 1 or spent + repeats * sum(sum(found[i]) for i in left) > _RACE_SECONDS):
+            break
+        taken = samples_in_turn(ranks, [cases[i] for i in left], repeats, warm_ups=int(heat == 0))
+        for i, more in zip(left, taken, strict=True):
+            spent += sum(map(sum, more))
+            samples[i] += more
+            found[i] = medians(samples[i])
+        best = min(sum(found[i]) for i in left)
+        left = [i for i in left if sum(found[i]) <= (1 + slack) * best]
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,23 +138,40 @@ class Timed(Generic[T]):
 
 
 def seconds_in_turn(
-    ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int = _REPEATS, warm_ups: int = 1
+    ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int = _REPEATS, longest_seconds: float = inf
 ) -> list[tuple[float, float]]:
-    """Medians of the slowest rank's seconds of each case, forward and backward; `warm_ups` rounds do not count.
+    """`medians` of `samples_in_turn`."""
+    return [medians(taken) for taken in samples_in_turn(ranks, cases, repeats, longest_seconds=longest_seconds)]
+
+
+def medians(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of forward and of backward."""
+    return median(there for there, _ in samples), median(back for _, back in samples)
+
+
+def samples_in_turn(
+    ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int, warm_ups: int = 1, longest_seconds: float = inf
+) -> list[list[tuple[float, float]]]:
+    """The slowest rank's seconds of each case and repeat, forward and backward; `warm_ups` rounds do not count.
 
     Cases take turns, so that each finds the caches as others leave them, which is what a layer among layers finds too.
-    All ranks call it together, begin each half together, and get the same numbers.
+    All ranks call it together, begin each half together, and get the same numbers. After `longest_seconds`, and two
+    repeats, there are no more.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in cases]
+    spent = 0.0
     for round_number in range(-warm_ups, repeats):
+        if round_number >= 2 and spent > longest_seconds:
+            break
         for case, taken in zip(cases, found, strict=True):
             there, out = _clock(ranks, case.forward)
             back, _ = _clock(ranks, partial(case.backward, out))
             told = ranks.exchange([round(there * 1e9), round(back * 1e9)])
+            there, back = (max(column) * 1e-9 for column in zip(*told, strict=True))
+            spent += there + back
             if round_number >= 0:
-                there, back = (max(column) * 1e-9 for column in zip(*told, strict=True))
                 taken.append((there, back))
-    return [(median(there for there, _ in taken), median(back for _, back in taken)) for taken in found]
+    return found
 
 
 def _clock(ranks: Ranks, run: Callable[[], T]) -> tuple[float, T]:

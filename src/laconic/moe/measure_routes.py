@@ -8,10 +8,11 @@ what small rounds cost on this network, and no constant of the library is writte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,33 +23,44 @@ from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.measure import Ranks, gaussian
 from laconic.cost.moe.candidates import FLAT, Candidate, LayerPlan, Pricing, overhead_size
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector
-from laconic.cost.moe.overhead import Overhead, Sample, fit_overhead
+from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.cost.moe.work import LayerWork
 from laconic.cost.wire.rates import Line
+from laconic.cost.wire.seconds import RAW
 from laconic.moe.dispatch import Dispatcher
+from laconic.moe.experts import GatedExperts
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.gates.base import Gate
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
-from laconic.moe.layer import MoELayer
+from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.measure_layer import Timed, seconds_in_turn
-from laconic.moe.parm import S1Dispatcher, make_dispatcher
+from laconic.moe.parm import make_dispatcher
 from laconic.moe.pipeline import PipelineSchedule
 from laconic.moe.routing import Routing
 
 __all__ = ["dispatcher_of", "hierarchy_of_grid", "measure_routes", "measure_sharing", "shape_of_grid"]
 
 _CHUNKS = 4
+_LONGEST_SECONDS = 2.0
+"""Of the repeats at one size, as far as two of them take less."""
+_MOST_TIMES = 8
+_LONGEST_EXCHANGE_SECONDS = 0.05
+_BUSY, _ALONE = "busy", "alone"
+_Way = tuple[LayerPlan, str]
+"""What is run, and whether experts compute in it: "" if they do nothing, `_ALONE` if nothing but they run."""
 _SHARING_NBYTES = 1 << 20
 _NOTHING = LayerWork(*[Line(0.0, 0.0)] * 4)
 
 
-def dispatcher_of(grid: Grid, plan: LayerPlan, codec: Codec) -> Dispatcher:
-    """The dispatcher that carries a plan out. `grid` has the levels that the plan's depth needs."""
+def dispatcher_of(grid: Grid, plan: LayerPlan, codecs: Mapping[str, Codec]) -> Dispatcher:
+    """The dispatcher that carries a plan out. `grid` has the levels that the plan's depth needs; codecs are by name."""
+    codec = codecs[plan.code]
     if plan.depth is not None:
-        return HierarchicalDispatcher(grid.levels, plan.depth, codec=codec)
+        inner = codecs[plan.inner_code or plan.code]
+        return HierarchicalDispatcher(grid.levels, plan.depth, codec=codec, inner_codec=inner)
     if plan.path == FLAT:
         return FlatDispatcher(grid.ep, codec=codec)
     return make_dispatcher(grid, plan.path, backward=plan.back, codec=codec)  # type: ignore[arg-type]  # paths are Parm's
@@ -77,37 +89,67 @@ def measure_routes(
     codecs: Sequence[Codec] = (Raw(),),
     dtype: torch.dtype = torch.bfloat16,
     repeats: int = 3,
-) -> dict[str, dict[str, Overhead]]:
-    """`MoERates.overheads` of every path on this grid in every codec, with what further chunks cost.
+) -> MoERates:
+    """`rates` with `overheads` and `hiding` of every path on this grid in every codec.
 
-    rates: with the lines of the grid's groups and the codecs, without overheads. All ranks call it together.
+    rates: with the lines of the grid's groups and the codecs. All ranks call it together.
     """
-    rates = replace(rates, overheads={})
+    rates = replace(rates, overheads={}, hiding={})
     grid_shape, hierarchy = shape_of_grid(grid, ranks_per_node), hierarchy_of_grid(grid, ranks_per_node)
+    shape = _short(shape, grid_shape, rates)
+    by_name = {codec.name: codec for codec in (Raw(), *codecs)}
     paths = _pricing(shape, grid, grid_shape, hierarchy, rates, dtype, None).paths
-    ways = [(path, codec) for codec in codecs for path, back in paths if not back]  # mixtures: of two that are measured
-    samples: dict[str, dict[str, list[Sample]]] = {}
+    # Mixtures of s1 and s2 are made of two that are measured.
+    plans = [LayerPlan(path, code=codec.name) for codec in codecs for path, back in paths if not back]
+    plans += [replace(one, inner_code=RAW) for one in plans if (one.depth or 1) > 1 and one.code != RAW]
+    found: list[tuple[Pricing, dict[_Way, tuple[float, float]]]] = []
     for case in _cases(shape, grid):
         gate = _FixedGate(case, grid)
         pricing = _pricing(case, grid, grid_shape, hierarchy, rates, dtype, gate)
-        plans, timed = [], []
-        for path, codec in ways:
-            plan = LayerPlan(path, code=codec.name)
-            layer = MoELayer(gate, _Identity(), dispatcher=dispatcher_of(grid, plan, codec))
-            plans.append(plan)
-            timed.append(_timed(layer, case, dtype, ranks.device))
-            if codec.name == Raw().name and _cuts(layer.dispatcher) and case.num_tokens >= _CHUNKS:
-                plans.append(replace(plan, degrees=(_CHUNKS, _CHUNKS)))
-                layer = MoELayer(gate, _Identity(), dispatcher=layer.dispatcher, schedule=PipelineSchedule(_CHUNKS))
-                timed.append(_timed(layer, case, dtype, ranks.device))
-        for plan, taken in zip(plans, seconds_in_turn(ranks, timed, repeats), strict=True):
-            size = overhead_size(plan.path, case, grid_shape, pricing.counts)
-            _add(samples, pricing.candidate(plan), taken, size)
+        cut = case in (shape, _few(shape)) and case.num_tokens >= _CHUNKS
+        rows, experts = _rows_and_experts(case, grid, grid_shape, rates, dtype, ranks.device)
+        timed: dict[_Way, Timed[Any]] = {}
+        for plan in plans:
+            dispatcher = dispatcher_of(grid, plan, by_name)
+            timed[plan, ""] = _timed(MoELayer(gate, _Identity(), dispatcher=dispatcher), case, dtype, ranks.device)
+            for busy in (False, True) if case == shape else (False,):
+                if cut:
+                    inside = experts if busy else _Identity()
+                    layer = MoELayer(gate, inside, dispatcher=dispatcher, schedule=PipelineSchedule(_CHUNKS))
+                    way = replace(plan, degrees=(_CHUNKS, _CHUNKS)), _BUSY if busy else ""
+                    timed[way] = _timed(layer, case, dtype, ranks.device)
+        if cut and case == shape:
+            timed[plans[0], _ALONE] = _sliced(rows, experts)
+        seconds = seconds_in_turn(ranks, [*timed.values()], repeats, _LONGEST_SECONDS)
+        found.append((pricing, dict(zip(timed, seconds, strict=True))))
+    rates = replace(rates, hiding={name: part for pricing, taken in found for name, part in _hiding(pricing, taken)})
+    samples: dict[str, dict[str, list[Sample]]] = {}
+    for pricing, taken in found:
+        pricing = replace(pricing, rates=rates)
+        for (plan, experts_are), both in taken.items():
+            if not experts_are:
+                size = overhead_size(plan.path, pricing.shape, grid_shape, pricing.counts)
+                _add(samples, pricing.candidate(plan), both, size)
     # What a further chunk costs is used many times over, so it may not be less than nothing.
-    return {
-        name: {way: fit_overhead(some, signed=not name.endswith("per chunk")) for way, some in both.items()}
-        for name, both in samples.items()
+    overheads = {
+        name: {way: fit_overhead(some, signed=not name.endswith("per chunk")) for way, some in ways.items()}
+        for name, ways in samples.items()
     }
+    return replace(rates, overheads=overheads)
+
+
+def _hiding(pricing: Pricing, taken: Mapping[_Way, tuple[float, float]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of the experts' seconds, how many the layer in chunks does not take longer with them than without, as a share of
+    those that the simulator says."""
+    alone = next((seconds for (_, experts_are), seconds in taken.items() if experts_are == _ALONE), None)
+    for (plan, experts_are), busy in taken.items():
+        if experts_are == _BUSY and alone is not None:
+            idle, shares = taken[plan, ""], []
+            said = [pricing.hidden_seconds(plan, seconds) for seconds in (alone, (0.0, 0.0))]
+            for way in (0, 1):
+                hidden, most = alone[way] - (busy[way] - idle[way]), said[0][way] - said[1][way]
+                shares.append(min(1.0, max(0.0, hidden / most)) if most > 0 else 0.0)
+            yield f"{plan.path} {plan.rows}", dict(zip(("forward", "backward"), shares, strict=True))
 
 
 def measure_sharing(ranks: Ranks, across: dist.ProcessGroup, within: dist.ProcessGroup, repeats: int = 3) -> float:
@@ -130,11 +172,21 @@ def measure_sharing(ranks: Ranks, across: dist.ProcessGroup, within: dist.Proces
 
 def _cases(shape: LayerShape, grid: Grid) -> list[LayerShape]:
     """Few and many tokens; narrow rows too, to tell the cost of a row from that of its bytes."""
-    few = max(1, shape.num_tokens // 8)
-    narrow = max(8, shape.model_dim // 4)
-    sizes = [(few, shape.model_dim), (max(1, shape.num_tokens // 2), shape.model_dim)]
-    sizes += [(shape.num_tokens, shape.model_dim), (shape.num_tokens, narrow)]
-    return [replace(shape, num_tokens=tokens, model_dim=dim) for tokens, dim in dict.fromkeys(sizes)]
+    half = replace(shape, num_tokens=max(1, shape.num_tokens // 2))
+    narrow = replace(shape, model_dim=max(8, shape.model_dim // 4))
+    return [*dict.fromkeys((_few(shape), half, shape, narrow))]
+
+
+def _short(shape: LayerShape, grid: GridShape, rates: MoERates) -> LayerShape:
+    """With fewer tokens where one exchange of them would take longer than `_LONGEST_EXCHANGE_SECONDS`: slow networks
+    show with less what routes cost besides."""
+    seconds = rates.price("all_to_all", "joint", grid.world("joint"), shape.rows_nbytes).seconds
+    share = min(1.0, _LONGEST_EXCHANGE_SECONDS / seconds) if seconds > 0 else 1.0
+    return replace(shape, num_tokens=max(min(shape.num_tokens, 8 * _CHUNKS), round(share * shape.num_tokens)))
+
+
+def _few(shape: LayerShape) -> LayerShape:
+    return replace(shape, num_tokens=max(1, shape.num_tokens // 8))
 
 
 def _add(
@@ -145,7 +197,7 @@ def _add(
 ) -> None:
     """What was taken beside the wires; in chunks, by each of those after the first more than in one piece."""
     plan = candidate.plan
-    whole, further = f"{plan.path} {plan.code}", max(plan.degrees) - 1
+    whole, further = f"{plan.path} {plan.rows}", max(plan.degrees) - 1
     both = samples.setdefault(f"{whole} per chunk" if further else whole, {"forward": [], "backward": []})
     for route, seconds, way in zip((candidate.forward, candidate.backward), taken, both, strict=True):
         wires = sum(step.seconds for step in route.steps if step.operation) - route.hidden_seconds
@@ -184,14 +236,46 @@ def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch
 
     def backward(out: Tensor) -> None:
         out.backward(grad)
-        x.grad = None
+        for tensor in (x, *layer.parameters()):
+            tensor.grad = None
 
     return Timed(partial(layer, x), backward)
 
 
-def _cuts(dispatcher: Dispatcher) -> bool:
-    """Whether the cost model knows what `PipelineSchedule` makes of it."""
-    return isinstance(dispatcher, (FlatDispatcher, HierarchicalDispatcher, S1Dispatcher))
+def _rows_and_experts(
+    shape: LayerShape, grid: Grid, grid_shape: GridShape, rates: MoERates, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, _Repeated]:
+    """Those of a rank: rows evenly over its experts, which take about as long as one exchange of raw rows, since of
+    less it could not be seen how much is hidden."""
+    layout = grid.layout
+    num_local = max(1, shape.num_experts // layout.ep)
+    each = max(1, round(shape.rows_per_token * shape.num_tokens * layout.esp / layout.mp / num_local))
+    rows = gaussian(each * num_local * shape.model_dim, dtype, device).view(-1, shape.model_dim)
+    hidden_dim = max(1, shape.hidden_dim // layout.esp)
+    with torch.random.fork_rng():
+        experts = GatedExperts(num_local, shape.model_dim, hidden_dim)
+    work = LayerWork.of_rates(shape, grid_shape, rates).experts.seconds(len(rows))
+    wire = rates.price("all_to_all", "joint", grid_shape.world("joint"), rows.nbytes).seconds
+    times = max(1, min(_MOST_TIMES, round(wire / work))) if work > 0 else 1
+    return rows, _Repeated(experts.to(device=device, dtype=dtype), times)
+
+
+def _sliced(rows: Tensor, experts: _Repeated) -> Timed[Any]:
+    """Experts in as many slices as chunks, and nothing else."""
+    num_local = experts.num_experts
+    each = len(rows) // num_local // _CHUNKS
+    counts = torch.full((num_local,), each, dtype=torch.int64, device=rows.device)
+    parts = [rows[: each * num_local].clone().requires_grad_() for _ in range(_CHUNKS)]
+
+    def forward() -> list[Tensor]:
+        return [experts(part, counts) for part in parts]
+
+    def backward(out: list[Tensor]) -> None:
+        torch.autograd.backward(out, [one.detach() for one in out])
+        for tensor in (*parts, *experts.parameters()):
+            tensor.grad = None
+
+    return Timed(forward, backward)
 
 
 class _FixedGate(Gate):
@@ -221,6 +305,17 @@ class _FixedGate(Gate):
                 self.num_experts,
             )
         return replace(routing, weights=routing.weights.detach().requires_grad_())
+
+
+class _Repeated(nn.Module):
+    """Experts that do their work several times over."""
+
+    def __init__(self, experts: GatedExperts, times: int) -> None:
+        super().__init__()
+        self.experts, self.times, self.num_experts = experts, times, num_experts_of(experts)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return torch.stack([self.experts(rows, counts) for _ in range(self.times)]).sum(0)
 
 
 class _Identity(nn.Module):

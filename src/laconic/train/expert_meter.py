@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.collectives.codec import Blockwise, Lossless
+from laconic.collectives.codec import Blockwise, Codec, Lossless
 from laconic.moe.capacity import capacity_of, dropped
 from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.hierarchy import HierarchicalDispatcher
@@ -166,7 +166,12 @@ def schedule_of(layer: MoELayer) -> str:
 
 def _code_of(dispatcher: Dispatcher) -> str:
     """What rows are on the wire."""
-    codec = getattr(dispatcher, "codec", "raw")
+    if isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.inner_codec is not dispatcher.codec:
+        return f"{_name_of(dispatcher.codec)} between nodes"
+    return _name_of(getattr(dispatcher, "codec", "raw"))
+
+
+def _name_of(codec: Codec | str) -> str:
     if isinstance(codec, Blockwise):
         return codec.format.code
     if isinstance(codec, Lossless):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from laconic.cost.moe import GridShape, LayerShape, MoERates, fsmoe_route, parm_routes
-from laconic.cost.moe.candidates import AROUND, FLAT, LayerPlan, Pricing, best_candidate, overhead_size
+from laconic.cost.moe.candidates import AROUND, FLAT, LayerPlan, Pricing, best_candidate, best_plan, overhead_size
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector, level_rows, rows_between, slowest_rows
 from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.table import candidates_text
 from laconic.cost.moe.work import LayerWork
-from laconic.cost.wire.rates import Line, LinkRates
+from laconic.cost.wire.rates import CodecRates, Line, LinkRates
 from laconic.errors import ConfigError
 
 SHAPE = LayerShape(num_tokens=64, model_dim=32, hidden_dim=48, num_experts=8, top_k=4)
@@ -79,6 +79,7 @@ def test_inside_mp_groups_prices_are_those_of_parm_and_fsmoe() -> None:
 def test_chunks_hide_wires_behind_experts_as_far_as_the_processor_can() -> None:
     free = {way: Overhead(0.0) for way in ("forward", "backward")}
     known = {"flat raw": free, "flat raw per chunk": free, "depth 1 raw": free}
+    hiding = {"flat raw": {"forward": 0.0, "backward": 0.5}}
     work = replace(WORK, experts=Line(0.0, 1e-4), experts_backward=Line(0.0, 1e-4))
     seconds = {}
     for overlap in (0.0, 0.5, 1.0):
@@ -89,6 +90,10 @@ def test_chunks_hide_wires_behind_experts_as_far_as_the_processor_can() -> None:
         # What a chunk of this path costs was not measured, so it is not cut.
         assert pricing.candidate(LayerPlan("depth 1"), (1, 2, 4)).plan.degrees == (1, 1)
     assert seconds[1.0] < seconds[0.5] < seconds[0.0]
+    # Where it was measured how much chunks of a path hide, that counts.
+    measured = Pricing(SHAPE, ALONE, rates(1e-6, 1e-6, overheads=known, hiding=hiding), work, COUNTS)
+    degrees = measured.candidate(LayerPlan(FLAT), (1, 2, 4)).plan.degrees
+    assert degrees[0] == 1 < degrees[1]
     dear = {**known, "flat raw per chunk": {way: Overhead(1.0) for way in ("forward", "backward")}}
     pricing = Pricing(SHAPE, ALONE, rates(1e-6, 1e-6, overheads=dear), work, COUNTS)
     assert pricing.candidate(LayerPlan(FLAT), (1, 2, 4)).plan.degrees == (1, 1)
@@ -108,6 +113,40 @@ def test_the_best_is_the_fastest_and_of_equals_the_plainest() -> None:
     assert all(step.name != AROUND or step.seconds == 0 for step in ranked[0].forward.steps)
     with pytest.raises(ConfigError, match="candidates are empty"):
         best_candidate([])
+
+
+def test_what_is_more_complicated_has_to_win_clearly() -> None:
+    flat, depth = LayerPlan(FLAT), LayerPlan("depth 1")
+    cut, coded = replace(flat, degrees=(1, 4)), replace(flat, code="tiered")
+    assert best_plan({depth: 1.0, flat: 1.019}) == flat
+    assert best_plan({depth: 1.0, flat: 1.021}) == depth
+    assert best_plan({coded: 1.0, depth: 1.01, flat: 1.015}) == flat
+    assert best_plan({cut: 1.0, flat: 1.049, depth: 1.049}) == flat
+    assert best_plan({cut: 1.0, flat: 1.051}) == cut
+    assert best_plan({replace(flat, degrees=(4, 4)): 1.0, replace(flat, degrees=(2, 2)): 1.01}).degrees == (2, 2)
+    text = candidates_text(Pricing(SHAPE, ALONE, rates(), WORK, COUNTS).candidates(), "", {depth: 1.0, flat: 1.01})
+    assert "choice: flat: plainer than depth 1, which takes 1.0% less, of 2 that were run" in text
+
+
+def test_rows_may_be_coded_between_nodes_alone() -> None:
+    codec = CodecRates(Line(0.0, 1e-9), Line(0.0, 1e-9), Line(0.0, 1e-9), 1.5)
+    known = replace(rates(), codecs={"bfloat16": {"int8": codec}})
+    pricing = Pricing(SHAPE, ALONE, known, WORK, COUNTS)
+    found = {(one.plan.path, one.plan.rows): one for one in pricing.candidates(("raw", "int8"))}
+    paths = ("flat", "depth 1", "depth 2")
+    mixed = ("depth 2", "int8, raw inside")
+    assert set(found) == {(path, code) for path in paths for code in ("raw", "int8")} | {mixed}
+    for name, code in (("inter1", "int8"), ("intra1", "raw")):
+        for way in ("dispatch", "combine"):
+            steps = {one: step for one in found for step in found[one].forward.steps if step.name == f"{way} {name}"}
+            assert steps[mixed] == steps["depth 2", code]
+            assert steps[mixed].code == code
+    dear = {way: Overhead(1.0) for way in ("forward", "backward")}
+    measured = replace(
+        known, overheads={"depth 2 int8, raw inside": dear, "depth 2 raw": {w: Overhead(0.0) for w in dear}}
+    )
+    found = {one.plan.rows: one.seconds for one in replace(pricing, rates=measured).candidates(("raw", "int8"))[-7:]}
+    assert found["int8, raw inside"] > 2 > found["int8"]
 
 
 def _skewed() -> RowCounts:

@@ -9,17 +9,19 @@ are cut into chunks, forward and backward apart.
 
 Gate and experts are those of the layer (`LayerWork`), wires the lines of their groups at the bytes of this routing, and
 what is around them an `Overhead`. Chunks hide wires behind experts as the simulator says, as far as the processor does
-both at once (`LinkRates.overlap`).
+both at once (`MoERates.hiding`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from laconic.cost.moe.fsmoe import fsmoe_route
+from laconic.cost.moe.chunks import hidden_in_chunks, in_chunks
+from laconic.cost.moe.fsmoe import fsmoe_route, shares_a_wire
 from laconic.cost.moe.hierarchy import Hierarchy, Level, RowCounts, rows_between, slowest_rows, wire_rows
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes
 from laconic.cost.moe.rates import Coding, MoERates
@@ -29,7 +31,6 @@ from laconic.cost.moe.work import LayerWork
 from laconic.cost.wire.rates import Line
 from laconic.cost.wire.seconds import MIN_GAIN, RAW
 from laconic.errors import ConfigError
-from laconic.schedule.moe import ChunkTime, LayerTimes, pipeline_seconds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,18 +40,23 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAT",
     "SHARDED",
+    "TIE",
     "AROUND",
     "UNEXPLAINED",
     "Candidate",
     "LayerPlan",
     "Pricing",
     "best_candidate",
+    "best_plan",
     "overhead_size",
 ]
 
 FLAT, SHARDED = "flat", "sharded"
 AROUND = "around the wires"
 UNEXPLAINED = "unexplained"
+
+TIE = 0.02
+"""Share of the time within which two ways count as equally fast."""
 
 _DEGREES = (1, 2, 4, 8)
 _ENTRY_NBYTES = 8
@@ -69,6 +75,8 @@ class LayerPlan:
     """Of rows in all-to-alls, by the name of its codec."""
     degrees: tuple[int, int] = (1, 1)
     """Chunks in forward and backward."""
+    inner_code: str = ""
+    """Of rows inside nodes, where it differs: a path in levels may code what goes between them alone."""
 
     @property
     def back(self) -> str:
@@ -80,9 +88,19 @@ class LayerPlan:
         """Of a path in levels; None for others."""
         return int(self.path.removeprefix("depth ")) if self.path.startswith("depth ") else None
 
+    @property
+    def plainness(self) -> tuple[int, bool, bool, bool, LayerPlan]:
+        """Sorts plans: less machinery first."""
+        return max(self.degrees), self.code != RAW, bool(self.backward_path), self.path != FLAT, self
+
     def uncut(self) -> LayerPlan:
         """The same in one piece."""
         return replace(self, degrees=(1, 1))
+
+    @property
+    def rows(self) -> str:
+        """What rows travel in, as text: raw, tiered, or "tiered, raw inside"."""
+        return f"{self.code}, {self.inner_code} inside" if self.inner_code not in ("", self.code) else self.code
 
     def __str__(self) -> str:
         mixed = f", backward {self.backward_path}" if self.backward_path else ""
@@ -117,11 +135,26 @@ class Candidate:
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate:
-    """The one that takes least; of equals the plainest. Raises ConfigError for none."""
-    found = min(candidates, key=lambda one: (one.seconds, max(one.plan.degrees), one.plan), default=None)
-    if found is None:
+    """The one that `best_plan` takes by predicted seconds. Raises ConfigError for none."""
+    found = {one.plan: one for one in candidates}
+    return found[best_plan({plan: one.seconds for plan, one in found.items()})]
+
+
+def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
+    """The plainest of those that are as fast as the fastest: in one piece within `MIN_GAIN`, else within `TIE`.
+
+    What is more complicated has to win clearly, since neither predictions nor measurements are exact.
+    Raises ConfigError for no plan.
+    """
+    if not seconds:
         raise ConfigError("candidates are empty, but one is needed to choose; allow at least one path and codec")
-    return found
+    fastest = min(seconds, key=lambda plan: (seconds[plan], plan.plainness))
+
+    def allowed(plan: LayerPlan) -> float:
+        return MIN_GAIN if max(plan.degrees) == 1 < max(fastest.degrees) else TIE
+
+    near = (plan for plan in seconds if seconds[plan] <= (1 + allowed(plan)) * seconds[fastest])
+    return min(near, key=lambda plan: plan.plainness)
 
 
 def overhead_size(
@@ -177,63 +210,90 @@ class Pricing:
         return [(BASELINE, ""), (S1, ""), (S2, ""), *mixed, (SHARDED, "")]
 
     def candidates(self, codes: Sequence[str] = (RAW,), degrees: Sequence[int] = _DEGREES) -> list[Candidate]:
-        """Every path in every code that was measured, with its best degrees, fastest first."""
-        found = [
-            self.candidate(LayerPlan(path, back, code), degrees) for (path, back), code in product(self.paths, codes)
-        ]
-        return sorted(found, key=lambda one: (one.seconds, one.plan))
+        """Every path in every code that was measured, in levels also raw inside nodes, with its best degrees, fastest
+        first."""
+        plans = [LayerPlan(path, back, code) for (path, back), code in product(self.paths, codes)]
+        plans += [replace(plan, inner_code=RAW) for plan in plans if (plan.depth or 1) > 1 and plan.code != RAW]
+        return sorted((self.candidate(plan, degrees) for plan in plans), key=lambda one: (one.seconds, one.plan))
 
     def candidate(self, plan: LayerPlan, degrees: Sequence[int] | None = None) -> Candidate:
-        """A plan with the best of `degrees`, forward and backward apart; None: with its own. The first of them, unless
-        another gains `MIN_GAIN`."""
-        routes = []
-        for number, path in enumerate((plan.path, plan.back)):
-            tried = [plan.degrees[number]] if degrees is None or not self.can_be_cut(path) else degrees
-            found = [self._route(path, plan.code, degree, number == 1) for degree in tried]
-            best, plain = min(found, key=lambda route: (route.seconds, route.degree)), found[0]
-            # As for codes: what is cut must not lose because predictions are a few per cent off.
-            routes.append(best if best.seconds < (1 - MIN_GAIN) * plain.seconds else plain)
-        forward, backward = routes
-        return Candidate(replace(plan, degrees=(forward.degree, backward.degree)), forward, backward)
+        """A plan with the best of `degrees`, forward and backward apart; None: with its own. The first of them both
+        ways, unless others gain `MIN_GAIN`."""
+        there, back = ([degree] for degree in plan.degrees)
+        if degrees is not None:
+            there, back = ([*degrees] if self.can_be_cut(path) else [1] for path in (plan.path, plan.back))
+        found = [self._candidate(replace(plan, degrees=pair)) for pair in product(there, back)]
+        best, plain = min(found, key=lambda one: (one.seconds, one.plan.degrees)), found[0]
+        # As for codes: what is cut must not lose because predictions are a few per cent off.
+        return best if best.seconds < (1 - MIN_GAIN) * plain.seconds else plain
 
     def can_be_cut(self, path: str) -> bool:
-        """Whether a path runs in chunks, and what a chunk costs is known."""
-        return path not in (BASELINE, S2) and self.rates.overhead_of(path, per_chunk=True) is not None
+        """Whether what a chunk of the path costs is known."""
+        return self.rates.overhead_of(path, per_chunk=True) is not None
 
-    def _route(self, path: str, code: str, degree: int, backward: bool) -> Route:
+    def _candidate(self, plan: LayerPlan) -> Candidate:
+        num_slices = lcm(*plan.degrees)
+        routes = [
+            self._route(path, plan, degree, num_slices, backward)
+            for path, degree, backward in zip((plan.path, plan.back), plan.degrees, (False, True), strict=True)
+        ]
+        return Candidate(plan, *routes)
+
+    def _route(self, path: str, plan: LayerPlan, degree: int, num_slices: int, backward: bool) -> Route:
+        """One direction, in `degree` chunks; experts run in `num_slices`, those of both directions."""
         rates, direction = self.rates, "backward" if backward else "forward"
-        overheads = rates.overhead_of(path, code)
+        overheads = rates.overhead_of(path, plan.rows)
         size = overhead_size(path, self.shape, self.grid, self.counts, self.load)
         if overheads is not None:
             around = overheads[direction].seconds(*size)
             rates = replace(rates, copy=Line(0.0, 0.0))
         else:
             around = 2 * rates.copy.seconds(size[1] / 2) if self.counts is not None else 0.0
-        chunk = self.rates.overhead_of(path, code, per_chunk=True)
-        if degree > 1 and chunk is not None:
-            around += (degree - 1) * chunk[direction].seconds(*size)
-        coding = None if code == RAW else Coding(code, self.dtype)
+        chunk = self.rates.overhead_of(path, plan.rows, per_chunk=True)
+        if num_slices > 1 and chunk is not None:
+            around += (num_slices - 1) * chunk[direction].seconds(*size)
+        coding = self._coding(plan.code)
         shape, grid, load, work = self.shape, self.grid, self.load, self.work
         if self.counts is not None:
-            route = self._counted(path, coding, degree, backward, self.counts)
+            route = self._counted(path, plan, backward, self.counts)
         elif path == SHARDED:
-            route = fsmoe_route(
-                shape, grid, rates, degree=degree, backward=backward, coding=coding, load=load, work=work
-            )
+            route = fsmoe_route(shape, grid, rates, degree=1, backward=backward, coding=coding, load=load, work=work)
             route = replace(route, name=SHARDED)
-            if degree > 1:
-                route = replace(route, hidden_seconds=self._really(route.hidden_seconds, "ep"))
         else:
             found = parm_routes(shape, grid, rates, backward=backward, coding=coding, load=load, work=work)
             (route,) = (one for one in found if one.name == path)
-            route = self._cut(route, degree, "joint", backward) if degree > 1 else route
-        kept = tuple(step for step in route.steps if step.seconds or step.operation)
+        if num_slices > 1:
+            hiding = self.rates.hiding_of(path, plan.rows)
+            group = "joint" if path in (S1, S2) else "ep"
+            share = rates.link(group, grid.world(group)).overlap if hiding is None else hiding[direction]
+            route = in_chunks(route, degree, num_slices, share, one_wire=self._on_one_wire(path))
+        kept = tuple(step for step in route.steps if step.seconds or step.operation or step.name == "experts")
         wires = sum(step.seconds for step in kept if step.operation) - route.hidden_seconds
         around = max(around, -wires)  # a line that is followed far from where it was measured
         return replace(route, steps=(*kept, Step(AROUND, around)), degree=degree)
 
-    def _counted(self, path: str, coding: Coding | None, degree: int, backward: bool, counts: RowCounts) -> Route:
+    def hidden_seconds(self, plan: LayerPlan, experts_seconds: tuple[float, float]) -> tuple[float, float]:
+        """What the simulator hides of a plan in chunks, forward and backward, if experts take so long in all."""
+        forward, backward = (
+            hidden_in_chunks(
+                self._route(path, plan.uncut(), 1, 1, way == 1).with_experts(experts_seconds[way]),
+                plan.degrees[way],
+                lcm(*plan.degrees),
+                one_wire=self._on_one_wire(path),
+            )
+            for way, path in enumerate((plan.path, plan.back))
+        )
+        return forward, backward
+
+    def _on_one_wire(self, path: str) -> bool:
+        return path == SHARDED and shares_a_wire(self.grid)
+
+    def _coding(self, code: str) -> Coding | None:
+        return None if code == RAW else Coding(code, self.dtype)
+
+    def _counted(self, path: str, plan: LayerPlan, backward: bool, counts: RowCounts) -> Route:
         hierarchy, row_nbytes = counts.hierarchy, float(self.shape.row_nbytes)
+        coding, inner = self._coding(plan.code), self._coding(plan.inner_code or plan.code)
         there = float(counts.assignments.sum(axis=0).max())
         if path == FLAT:
             (level,) = hierarchy.levels(1)
@@ -241,18 +301,21 @@ class Pricing:
         else:
             entries = float(counts.assignments.sum()) / max(1.0, float(counts.rows[hierarchy.num_ranks].sum()))
             row_nbytes += 0 if backward else _ENTRY_NBYTES * entries / 2  # they go there, not back
+            levels = hierarchy.levels(int(path.removeprefix("depth ")))
             wires = [
-                self._wire(hierarchy, level, rows_between(counts, level), row_nbytes, coding, level.name)
-                for level in hierarchy.levels(int(path.removeprefix("depth ")))
+                self._wire(hierarchy, level, rows_between(counts, level), row_nbytes, code, level.name)
+                for level, code in zip(levels, (coding, *[inner] * (len(levels) - 1)), strict=True)
             ]
-        steps = [
-            Step("gate", self.work.gate_seconds(self.shape.num_tokens, backward)),
-            *(replace(wire, name=f"dispatch {wire.name}".strip()) for wire in wires),
-            Step("experts", self.work.experts_line(backward).seconds(there)),
-            *(replace(wire, name=f"combine {wire.name}".strip()) for wire in reversed(wires)),
-        ]
-        route = Route(path, tuple(steps))
-        return self._cut(route, degree, "ep", backward) if degree > 1 else route
+        line = self.work.experts_line(backward)
+        return Route(
+            path,
+            (
+                Step("gate", self.work.gate_seconds(self.shape.num_tokens, backward)),
+                *(replace(wire, name=f"dispatch {wire.name}".strip()) for wire in wires),
+                Step("experts", line.seconds(there), start_seconds=line.alpha_seconds),
+                *(replace(wire, name=f"combine {wire.name}".strip()) for wire in reversed(wires)),
+            ),
+        )
 
     def _wire(
         self,
@@ -267,35 +330,7 @@ class Pricing:
             return Step(level.name, 0.0)
         rows = slowest_rows(between, hierarchy, level, self.rates.sharing)
         nbytes = rows * row_nbytes * level.num_peers / (level.num_peers - 1)
-        price = self.rates.price("all_to_all", group, hierarchy.world(level), nbytes, coding)
+        world = hierarchy.world(level)
+        price, start = (self.rates.price("all_to_all", group, world, size, coding) for size in (nbytes, 0.0))
         name = "" if group == "ep" else level.name
-        return Step(name, price.seconds, group, "all_to_all", price.sent_nbytes, price.code)
-
-    def _cut(self, route: Route, degree: int, group: str, backward: bool) -> Route:
-        """A route whose all-to-alls and experts overlap in `degree` chunks."""
-        world = self.grid.world(group)
-        alpha = self.rates.link(group, world).line("all_to_all").alpha_seconds
-        times: dict[str, list[ChunkTime]] = {"dispatch": [], "experts": [], "combine": []}
-        steps = []
-        for step in route.steps:
-            kind = step.name.split()[0]
-            if kind in times and (step.operation or kind == "experts"):
-                start = alpha if step.operation else self.work.experts_line(backward).alpha_seconds
-                start = min(start, step.seconds)
-                times[kind].append(ChunkTime(start, step.seconds - start))
-                step = replace(step, seconds=times[kind][-1].seconds(degree) * degree)
-            steps.append(step)
-        first, inner = times["dispatch"][0], times["dispatch"][1:]  # levels: between nodes, then inside
-        (experts,), last, outer = times["experts"], times["combine"][-1], times["combine"][:-1]
-        layer = LayerTimes(first, experts, last, *((_sum(inner), _sum(outer)) if inner else ()))
-        serial = sum(one.seconds(degree) for kind in times.values() for one in kind) * degree
-        hidden = serial - pipeline_seconds(layer, degree)
-        return replace(route, steps=tuple(steps), hidden_seconds=route.hidden_seconds + self._really(hidden, group))
-
-    def _really(self, hidden: float, group: str) -> float:
-        """What of it is hidden where wires take the processor's time."""
-        return hidden * self.rates.link(group, self.grid.world(group)).overlap
-
-
-def _sum(times: Sequence[ChunkTime]) -> ChunkTime:
-    return ChunkTime(sum(one.alpha_seconds for one in times), sum(one.work_seconds for one in times))
+        return Step(name, price.seconds, group, "all_to_all", price.sent_nbytes, price.code, start.seconds)

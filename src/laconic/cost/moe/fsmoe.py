@@ -9,13 +9,11 @@ c*n/N_MP rows; the gather brings N_ESP times as many to each shard, the reduce-s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.cost.moe.work import LayerWork
-from laconic.schedule.moe import ChunkTime, LayerTimes, best_degree, pipeline_seconds
+from laconic.schedule.moe import LayerTimes, best_degree, pipeline_seconds
 
 __all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]
 
@@ -94,19 +92,7 @@ def _inner(build: RouteBuilder) -> tuple[Step, Step, Step, Step, Step]:
 
 
 def _times(build: RouteBuilder) -> LayerTimes:
-    none = RouteBuilder(
-        replace(build.shape, num_tokens=0),
-        build.grid,
-        build.rates,
-        build.coding,
-        build.load,
-        build.backward,
-        build.work,
-    )
-    dispatch, gather, experts, scatter, combine = (
-        ChunkTime(start.seconds, whole.seconds - start.seconds)
-        for start, whole in zip(_inner(none), _inner(build), strict=True)
-    )
+    dispatch, gather, experts, scatter, combine = (step.chunk_time for step in _inner(build))
     # Backward gathers and scatters in the same places, each being the other's transpose; all-to-alls change theirs.
     if build.backward:
         dispatch, combine = combine, dispatch

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.shape import GROUPS
@@ -42,6 +42,7 @@ __all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
 _FORMAT, _VERSION = "laconic moe rates", 1
 _LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
 _NOTHING = Line(0.0, 0.0)
+T = TypeVar("T")
 _LONGEST_SECONDS = 3600.0
 
 
@@ -95,6 +96,9 @@ class MoERates:
     overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
     """What routes cost around their wires, by name (see `overhead_of`) and by direction, forward and backward. Where a
     route has none, sorting and summing rows are priced by `copy`."""
+    hiding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Share of what chunks hide in the simulator that they really hide, by route and code as in `overheads`, and by
+    direction. Where it was not measured, that is `LinkRates.overlap`."""
     sharing: float = 0.0
     """1: the processes of a node share its wire to other nodes; 0: each has one of its own, or none was measured."""
 
@@ -137,8 +141,11 @@ class MoERates:
 
         per_chunk: what each further chunk of the route costs. A code that was not measured counts as raw.
         """
-        suffix = " per chunk" if per_chunk else ""
-        return self.overheads.get(f"{route} {code}{suffix}") or self.overheads.get(f"{route} {RAW}{suffix}")
+        return _of_route(self.overheads, route, code, " per chunk" if per_chunk else "")
+
+    def hiding_of(self, route: str, code: str = RAW) -> Mapping[str, float] | None:
+        """By direction, the share of `hiding` of a route in a code; None if it was not measured."""
+        return _of_route(self.hiding, route, code)
 
     def products_seconds(self, multiply_adds: float, num_products: int, num_experts: int = 1) -> float:
         """Of `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""
@@ -187,9 +194,13 @@ class MoERates:
             }
             for route, found in read_table({"overheads": {}} | data, "overheads", "").items()
         }
+        hiding = {
+            route: {way: read_number(found, way, f"hiding.{route}", most=1.0) for way in ("forward", "backward")}
+            for route, found in read_table({"hiding": {}} | data, "hiding", "").items()
+        }
         sharing = read_number({"sharing": 0.0} | data, "sharing", "moe rates", most=1.0)
         source = str(data.get("source", ""))
-        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, source, overheads, sharing)
+        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, source, overheads, hiding, sharing)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -199,6 +210,12 @@ class MoERates:
     def load(cls, path: str | Path) -> MoERates:
         """Read what `save` wrote. Raises ConfigError when it cannot be read."""
         return load_json(path, "moe rates", cls.from_dict)
+
+
+def _of_route(table: Mapping[str, T], route: str, rows: str, suffix: str = "") -> T | None:
+    """Of the rows' codes; else of the one between nodes; else of raw rows."""
+    names = (f"{route} {code}{suffix}" for code in (rows, rows.split(",")[0], RAW))
+    return next((table[name] for name in names if name in table), None)
 
 
 def _read_overhead(data: Any, where: str) -> Overhead:

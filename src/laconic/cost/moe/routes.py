@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import GridShape, LayerShape
 from laconic.cost.moe.work import LayerWork
 from laconic.errors import ConfigError
+from laconic.schedule.moe_pipeline import ChunkTime
 
 __all__ = ["Route", "RouteBuilder", "Step", "fastest"]
 
@@ -25,6 +26,14 @@ class Step:
     sent_nbytes: float = 0.0
     """By one process, before coding."""
     code: str = "raw"
+    start_seconds: float = 0.0
+    """Of `seconds`, what each of several chunks would pay."""
+
+    @property
+    def chunk_time(self) -> ChunkTime:
+        """Cut into chunks."""
+        start = min(self.start_seconds, self.seconds)
+        return ChunkTime(start, self.seconds - start)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,11 @@ class Route:
     def sent_nbytes(self) -> float:
         """By one process, before coding."""
         return sum(step.sent_nbytes for step in self.steps)
+
+    def with_experts(self, seconds: float) -> Route:
+        """The same where experts take so long in all, however they are cut."""
+        steps = tuple(Step("experts", seconds) if step.name == "experts" else step for step in self.steps)
+        return replace(self, steps=steps)
 
 
 def fastest(routes: Iterable[Route]) -> Route:
@@ -82,8 +96,9 @@ class RouteBuilder:
     def between(self, name: str, operation: str, group: str, nbytes: float) -> Step:
         """An operation of a group; nbytes: of one rank's input. Only all_to_all is coded."""
         coding = self.coding if operation == "all_to_all" else None
-        price = self.rates.price(operation, group, self.grid.world(group), nbytes, coding)
-        return Step(name, price.seconds, group, operation, price.sent_nbytes, price.code)
+        world = self.grid.world(group)
+        price, start = (self.rates.price(operation, group, world, size, coding) for size in (nbytes, 0.0))
+        return Step(name, price.seconds, group, operation, price.sent_nbytes, price.code, start.seconds)
 
     def gate(self, share: float) -> Step:
         """Scores of all experts for `share` times the rank's tokens."""
@@ -102,11 +117,13 @@ class RouteBuilder:
         shape = self.shape
         rows = share * self.load * shape.rows_per_token * shape.num_tokens
         if self.work is not None:
-            return Step("experts", self.work.experts_line(self.backward).seconds(rows * self.grid.esp))
+            line = self.work.experts_line(self.backward)
+            return Step("experts", line.seconds(rows * self.grid.esp), start_seconds=line.alpha_seconds)
         products = self._directions * shape.num_gemms
         multiply_adds = products * rows * shape.model_dim * shape.hidden_dim
         local = shape.num_experts // self.grid.ep
-        return Step("experts", self.rates.products_seconds(multiply_adds, products, local))
+        whole, start = (self.rates.products_seconds(size, products, local) for size in (multiply_adds, 0.0))
+        return Step("experts", whole, start_seconds=start)
 
     @property
     def _directions(self) -> int:

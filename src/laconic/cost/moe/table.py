@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from laconic.cost.moe.candidates import UNEXPLAINED, Candidate, LayerPlan
+from laconic.cost.moe.candidates import UNEXPLAINED, Candidate, LayerPlan, best_plan
 from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.wire.seconds import RAW
@@ -53,9 +53,9 @@ def routes_text(routes: Sequence[Route], title: str = "") -> str:
 def candidates_text(
     candidates: Sequence[Candidate], title: str = "", measured: Mapping[LayerPlan, float] | None = None
 ) -> str:
-    """A table of candidates, forward and backward together, fastest first, and why the fastest one is.
+    """A table of candidates, forward and backward together, fastest first, and why which one is the choice.
 
-    measured: seconds of those that were run; the fastest of them is the choice.
+    measured: seconds of those that were run; the choice is one of them.
     Raises ConfigError for no candidates.
     """
     ordered = sorted(candidates, key=lambda one: one.seconds)
@@ -66,7 +66,7 @@ def candidates_text(
         rows.append(
             [
                 str(one.plan),
-                one.plan.code,
+                one.plan.rows,
                 one.plan.chunks,
                 *(_signed(of_route[name]) for name in shown),
                 format_seconds(one.forward.seconds),
@@ -78,14 +78,18 @@ def candidates_text(
         )
     header = ["path", "rows", "chunks", *shown, "forward", "backward", "predicted", "over best"]
     header += ["measured"] if measured else []
-    reason = _reason(routes)
-    if measured:
-        chosen = min(measured, key=lambda plan: (measured[plan], plan))
-        (name,) = (route.name for one, route in zip(ordered, routes, strict=True) if one.plan == chosen)
-        if chosen != ordered[0].plan:
-            reason = f"{name}: {len(measured)} were run, and it was the fastest"
-        else:
-            reason += f"; of {len(measured)} that were run it was the fastest, too"
+    seconds = measured or {one.plan: one.seconds for one in ordered}
+    chosen, reason = best_plan(seconds), _reason(routes)
+    names = {one.plan: route.name for one, route in zip(ordered, routes, strict=True)}
+    fast = min(seconds, key=lambda plan: seconds[plan])
+    if chosen != fast:
+        less = f"{1 - seconds[fast] / seconds[chosen]:.1%} less" if seconds[chosen] else "as long"
+        reason = f"{names[chosen]}: plainer than {names[fast]}, which takes {less}"
+        reason += f", of {len(measured)} that were run" if measured else ""
+    elif measured and chosen != ordered[0].plan:
+        reason = f"{names[chosen]}: {len(measured)} were run, and it was the fastest"
+    elif measured:
+        reason += f"; of {len(measured)} that were run it was the fastest, too"
     heading = f"{title}\n\n" if title else ""
     return f"{heading}{columns(header, rows, left=(0, 1))}\n\nchoice: {reason}"
 
@@ -98,7 +102,7 @@ def _columns(parts: Sequence[Mapping[str, float]]) -> list[str]:
 def _whole(candidate: Candidate) -> Route:
     """Both directions as one route with a name that says everything."""
     plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
-    code = "" if plan.code == RAW else f", {plan.code}"
+    code = "" if plan.rows == RAW else f", {plan.rows}"
     cut = "" if max(plan.degrees) == 1 else f", {plan.chunks} chunks"
     hidden = forward.hidden_seconds + backward.hidden_seconds
     return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), hidden, max(plan.degrees))
