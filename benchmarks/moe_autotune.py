@@ -43,12 +43,12 @@ _RATES = (1e8, 1e9)
 _NUM_EXPERTS = 16
 _REFERENCE = LayerShape(num_tokens=96, model_dim=256, hidden_dim=256, num_experts=16, top_k=4, item_nbytes=4)
 """What routes are measured with; none of the layers below is like it."""
-_SCALES = {1e9: 4}
+_SCALES = {1e9: 3}
 """Times as many tokens, by bits per second."""
-_NEAR = 0.25
+_NEAR = 0.2
 """What takes at most this much longer than the fastest is timed again."""
 _MORE = 2
-"""Times as many rounds then."""
+"""Times as many rounds then as were asked for, and first half as many."""
 _GRIDS = {"ep": {"ep": 4}, "mp": {"mp": 2, "ep": 2, "esp": 2}}
 
 
@@ -160,11 +160,11 @@ def _summary(found: Sequence[dict[str, Any]]) -> Table:
         "Error: the median, of the predicted seconds of forward and backward together. After the race: autotune ran"
         " those of the five candidates that it predicted to be fastest within 30 % of the first, repeated those that"
         " were close, took the fastest, and added what it had missed in them to all; errors are those of the others."
-        f" The best is the fastest measured of all candidates, so a choice can only lose. All candidates take turns;"
-        f" then those within {_NEAR:.0%} of the fastest and the choices take turns again, {_MORE} times as many"
-        " rounds, and only these count for them. Of these rounds, halves are the odd and the even ones: the noise"
-        " is what the best of one half loses in the other (the whole is less noisy). Plain: one all-to-all with"
-        " its duplicates (in MP groups: the baseline), raw, in one piece.",
+        f" The best is the fastest measured of all candidates, so a choice can only lose. All candidates take turns,"
+        f" half of `--rounds`; then those within {_NEAR:.0%} of the fastest and the choices take turns again, {_MORE}"
+        " times `--rounds`, and only these count for them. Of these rounds, halves are the odd and the even ones:"
+        " the noise is what the best of one half loses in the other (the whole is less noisy). Plain: one all-to-all"
+        " with its duplicates (in MP groups: the baseline), raw, in one piece.",
     )
 
 
@@ -258,7 +258,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     timed = [Timed(partial(there, one.plan), back) for one in candidates]
     alone_chosen = candidates.index(best_candidate(one for one in candidates if one.plan in anchored))
     chosen = [one.plan for one in candidates].index(choice.plan)
-    taken = [medians(samples) for samples in samples_in_turn(ranks, timed, rounds)]
+    taken = [medians(samples) for samples in samples_in_turn(ranks, timed, (rounds + 1) // 2)]
     limit = (1 + _NEAR) * min(map(sum, taken))
     near = [i for i, one in enumerate(taken) if sum(one) <= limit or i in (chosen, alone_chosen)]
     again = samples_in_turn(ranks, [timed[i] for i in near], 2 * max(1, _MORE * rounds // 2), warm_ups=0)
