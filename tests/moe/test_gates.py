@@ -210,6 +210,12 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         SoftmaxGate(EXPERTS, DIM, **{"top_k": 2, **options})
 
 
+@pytest.mark.parametrize("make", [SoftmaxGate, SigmoidGate, GShardGate])
+def test_tokens_of_another_width_are_refused(make: type[TokenChoiceGate]) -> None:
+    with pytest.raises(RoutingError, match=rf"tokens \[3, {DIM + 1}\] are {DIM + 1} wide, but model_dim .* is {DIM};"):
+        make(EXPERTS, DIM, 2)(torch.randn(3, DIM + 1))
+
+
 def test_drop_policies_have_only_two_names() -> None:
     gate = SoftmaxGate(EXPERTS, DIM, 2, capacity_factor=1.0, drop_policy="random")  # type: ignore[arg-type]
     with pytest.raises(RoutingError, match='must be "position" or "probability"'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -84,13 +85,15 @@ def test_levels_are_of_one_expert_shard() -> None:
         ({"ep": 3}, "ep is 3"),
         ({"ep": 4, "esp": 4}, "esp is 4"),
         ({"esp": 0}, "esp is 0"),
+        ({"ep": "2"}, "ep is '2', but it must be a whole number of ranks"),
+        ({"mp": 2.0}, r"mp is 2\.0"),
         ({"ep": 4, "levels": (3,)}, "levels are"),
         ({"ep": 4, "levels": (2, 2)}, "levels are"),
         ({"ep": 8, "levels": (4, 2)}, "levels are"),
         ({"ep": 8, "levels": (1, 2)}, "levels are"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], named: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         GridLayout(8, **sizes)
 

@@ -71,6 +71,11 @@ def test_key_value_heads_default_to_query_heads() -> None:
         ({"family": "llama", "extra": {"rms_norm_epz": 1}}, "'rms_norm_epz'.*did you mean rms_norm_eps"),
         ({"family": "gpt2", "num_key_value_heads": 1}, "model.num_key_value_heads cannot be set for family 'gpt2'"),
         ({"family": "bloom"}, "cannot be set for family 'bloom'.*model.path"),
+        (
+            {"family": "mixtral", "extra": {"num_local_experts": 4, "num_experts_per_tok": 5}},
+            "num_experts_per_tok of model.extra is 5, but it must be from 1 to the number of experts, which is 4",
+        ),
+        ({"family": "deepseek_v3", "extra": {"n_routed_experts": 4, "num_experts_per_tok": 0}}, "per_tok .* is 0"),
         ({"path": "/nowhere/at/all"}, "model.path is '/nowhere/at/all', but it must be a directory.*allow_download"),
     ],
 )

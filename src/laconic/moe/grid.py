@@ -44,8 +44,9 @@ class GridLayout:
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "mp", "ep", "esp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but a number of ranks is at least 1; raise it")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}, but it must be a whole number of ranks, at least 1; change it")
         if self.num_ranks % self.mp:
             raise ConfigError(
                 f"mp is {self.mp}, but it must divide the world of {self.num_ranks} processes; change one of them"
@@ -139,6 +140,8 @@ class Grid:
         if not dist.is_initialized():
             raise ConfigError("no process group exists, but a grid needs one; call init_process_group first")
         num_ranks = dist.get_world_size()
+        if isinstance(levels, int):
+            raise ConfigError(f"levels is {levels}, but it must be one number for each level; pass ({levels},)")
         self.layout = GridLayout(num_ranks, mp, max(1, num_ranks // max(1, esp)) if ep is None else ep, esp, (*levels,))
         layout, device = self.layout, device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         self.dense_mesh = init_device_mesh(device, (layout.dp, mp), mesh_dim_names=("dp", "mp"))

@@ -117,6 +117,9 @@ def _check(rows: Tensor, weights: Tensor, counts: Tensor) -> None:
 
 def _check_counts(rows: Tensor, weights: Tensor, counts: Tensor) -> None:
     if counts.shape != weights.shape[:1]:
-        raise RoutingError(f"counts {list(counts.shape)} must have one entry for each of {weights.shape[0]} experts")
+        raise RoutingError(
+            f"counts {list(counts.shape)} must have one entry for each of {weights.shape[0]} experts; give a rank as"
+            " many experts as rows are routed to, as laconic.moe.expert_shard does"
+        )
     if counts.device.type == "cpu" and int(counts.sum()) != rows.shape[0]:
         raise RoutingError(f"counts sum to {int(counts.sum())}, but there are {rows.shape[0]} rows")

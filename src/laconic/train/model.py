@@ -123,9 +123,23 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
     # The families' own special tokens belong to their own tokenizers and may lie beyond this vocabulary.
     fields |= {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
     try:
-        return AutoConfig.for_model(family, **(fields | config.extra))
+        hf_config = AutoConfig.for_model(family, **(fields | config.extra))
     except Exception as error:
         raise ConfigError(f"family {family!r} does not take these model fields: {error}") from error
+    _check_experts(hf_config, "model.extra")
+    return hf_config
+
+
+def _check_experts(hf_config: Any, origin: str) -> None:
+    """Raise ConfigError if a token is to take more experts than there are: transformers finds out in the forward."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((number for name in names if (number := getattr(hf_config, name, None)) is not None), None)
+    top_k = getattr(hf_config, "num_experts_per_tok", None)
+    if num_experts is not None and top_k is not None and not 1 <= top_k <= num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok of {origin} is {top_k}, but it must be from 1 to the number of experts, which is "
+            f"{num_experts}; change one of them"
+        )
 
 
 def _from_config(hf_config: Any, seed: int) -> PreTrainedModel:
@@ -160,6 +174,7 @@ def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreT
         hf_config = AutoConfig.from_pretrained(path, **options)
     except Exception as error:
         raise ModelError(f"model.path {path!r} has no config that transformers can read: {error}") from error
+    _check_experts(hf_config, f"model.path {path!r}")
     longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and max_sequence_length > longest:
         raise ConfigError(

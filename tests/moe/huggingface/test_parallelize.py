@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations import compress_activations
-from laconic.errors import ModelError, RoutingError
+from laconic.errors import ConfigError, ModelError, RoutingError
 from laconic.moe.grouped import expert_by_expert
 from laconic.moe.huggingface import BlockLayer, FusedExperts, experts, find_blocks, parallelize
 from laconic.moe.huggingface.experts import check
@@ -190,6 +190,18 @@ def test_a_model_on_the_meta_device_is_recognized() -> None:
 def test_a_model_without_experts_is_refused(family: str) -> None:
     with pytest.raises(ModelError, match="has no mixture-of-experts block"):
         parallelize(make_model(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_that_take_more_experts_than_there_are_are_refused(family: str) -> None:
+    match = r"layers\.\d\.mlp\.gate has top_k = 5, but a token takes at most all 4 experts; lower num_experts_per_tok"
+    with pytest.raises(ModelError, match=match):
+        parallelize(make_model(family, num_experts_per_tok=5))
+
+
+def test_a_mesh_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mesh is 2, but it must be a Grid, a DeviceMesh or None.*Grid\(ep=8\)"):
+        parallelize(make_model("mixtral"), 2)  # type: ignore[arg-type]
 
 
 def test_a_second_call_is_refused() -> None:

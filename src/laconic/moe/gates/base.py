@@ -72,19 +72,20 @@ class TokenChoiceGate(Gate):
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
-            raise RoutingError(f"top_k = {top_k} must be from 1 to num_experts = {num_experts}")
+            raise RoutingError(f"top_k = {top_k} must be from 1 to num_experts = {num_experts}; change one of them")
         if num_groups < 1 or num_experts % num_groups:
-            raise RoutingError(f"num_groups = {num_groups} must divide num_experts = {num_experts}")
+            raise RoutingError(f"num_groups = {num_groups} must divide num_experts = {num_experts}; change one of them")
         if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
             raise RoutingError(
                 f"top_groups = {top_groups} must be from 1 to num_groups = {num_groups} and leave at least "
-                f"top_k = {top_k} experts; a group has {num_experts // num_groups}"
+                f"top_k = {top_k} experts; a group has {num_experts // num_groups}, so change one of them"
             )
         if capacity_factor is not None and not capacity_factor > 0:
             raise RoutingError(f"capacity_factor = {capacity_factor} must be positive; None drops nothing")
         if sequence_coef and sequence_length is None:
             raise RoutingError(
-                f"sequence_coef = {sequence_coef} needs sequence_length, because a gate sees tokens and no sequences"
+                f"sequence_coef = {sequence_coef} needs sequence_length, because a gate sees tokens and no sequences;"
+                " pass it"
             )
         self.num_experts, self.model_dim, self.top_k = num_experts, model_dim, top_k
         self.normalize, self.scale = normalize, scale
@@ -163,7 +164,15 @@ class TokenChoiceGate(Gate):
 
 
 def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, M] times weight [E, M] transposed, in fp32 (fp64 for fp64), also under autocast."""
+    """x [n, M] times weight [E, M] transposed, in fp32 (fp64 for fp64), also under autocast.
+
+    Raises RoutingError for tokens of another width.
+    """
+    if x.shape[-1] != weight.shape[1]:
+        raise RoutingError(
+            f"tokens {list(x.shape)} are {x.shape[-1]} wide, but model_dim of the gate is {weight.shape[1]}; make the"
+            " gate as wide as its tokens"
+        )
     dtype = accumulation_dtype(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(dtype), weight.to(dtype))

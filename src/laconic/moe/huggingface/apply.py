@@ -134,6 +134,8 @@ def parallelize(
             + (" left, since it is parallelized already" if again else "; blocks with fused experts are looked for")
         )
     grid = Grid.from_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if not (grid is None or isinstance(grid, Grid)):
+        raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
 
     ep = 1 if grid is None else grid.layout.ep

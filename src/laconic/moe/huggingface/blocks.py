@@ -42,13 +42,15 @@ class Block:
 def find_blocks(model: nn.Module) -> dict[str, Block]:
     """All mixture-of-experts blocks of `model` by module name, in the order of its modules.
 
-    Raises ModelError for a block with fused experts that does something else with them than this module knows.
+    Raises ModelError for a block with fused experts that does something else with them than this module knows, or
+    whose tokens take more experts than there are.
     """
     found: dict[str, Block] = {}
     for name, module in model.named_modules():
         experts = [child for child, part in module.named_children() if is_fused_experts(part)]
         if not experts:
             continue
+        _check_top_k(name, module, int(module.get_submodule(experts[0]).num_experts))
         block, reason = _block_of(module, experts)
         if block is None:
             raise ModelError(
@@ -70,6 +72,17 @@ def is_fused_experts(module: nn.Module) -> bool:
         and isinstance(num_experts, int)
         and all(isinstance(getattr(module, flag, None), bool) for flag in flags)
     )
+
+
+def _check_top_k(name: str, module: nn.Module, num_experts: int) -> None:
+    """A router that cannot choose cannot be tried either, so this comes first."""
+    for child, part in module.named_children():
+        top_k = getattr(part, "top_k", None)
+        if isinstance(top_k, int) and top_k > num_experts:
+            raise ModelError(
+                f"{name}.{child} has top_k = {top_k}, but a token takes at most all {num_experts} experts; lower"
+                " num_experts_per_tok in the model's configuration"
+            )
 
 
 def _block_of(module: nn.Module, experts: list[str]) -> tuple[Block | None, str]:
