@@ -41,6 +41,7 @@ BROKEN_RUNS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"2-1f1b-nf4": TWO | DROPOUT, "2-interleaved-agoq": INTERLEAVED | DROPOUT | AGOQ},
     4: {
         "4-ddp-agoq": TWO | LAYERS | AGOQ,
+        "4-ddp-q8": TWO | LAYERS | {"gradients.reduce": "q8"},
         "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
         "4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"},
     },
