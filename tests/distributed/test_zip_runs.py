@@ -77,6 +77,18 @@ def test_auto_trains(folder: Path) -> None:
     assert list(losses(folder / "auto")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(("name", "coded"), [("torch", False), ("codec", True)])
+def test_auto_leaves_ddp_alone_where_torch_is_faster_and_goes_on_so(folder: Path, name: str, coded: bool) -> None:
+    """A run that is continued keeps to it, whatever is measured then."""
+    for run in (f"auto-{name}", f"auto-{name}-broken"):
+        collectives = json.loads((folder / run / "summary.json").read_text())["collectives"]
+        entries = [] if collectives is None else Snapshot.from_dict(collectives).entries
+        assert any(entry.operation == "all_reduce" for entry in entries) == coded
+        state = json.loads((folder / run / "checkpoints" / "step-00000006" / "collectives.json").read_text())
+        assert (state["num_replicas"], state["coded"]) == (2, coded)
+    assert exact_metrics(folder / f"auto-{name}-broken") == exact_metrics(folder / f"auto-{name}")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_with_different_settings_are_refused(folder: Path, rank: int) -> None:
     error = (folder / f"different.{rank}.txt").read_text()

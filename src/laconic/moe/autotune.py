@@ -167,12 +167,11 @@ class Autotuned:
         self._num_steps += 1
         if self._num_steps % self.drift.check_every:
             return {}
-        reasons = {}
+        found = {}
         for name, choice in self.choices.items():
             now = self._watches[name].statistics(self.grid.layout.ep, self._world)
-            reason = first_answer(choice.statistics.has_left(now, self.drift), self._world)
-            if reason:
-                reasons[name] = reason
+            found[name] = choice.statistics.has_left(now, self.drift)
+        reasons = {name: reason for name, reason in first_answer(found, self._world).items() if reason}
         self.tune([*reasons])
         return reasons
 

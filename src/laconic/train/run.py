@@ -22,6 +22,7 @@ import laconic
 from laconic.activations import Report, saved_nbytes_per_token
 from laconic.activations.loss import TILES
 from laconic.errors import ConfigError, TrainingError
+from laconic.train import swaps, zipped
 from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
@@ -42,9 +43,7 @@ from laconic.train.routers import Routers, watch_routers
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
 from laconic.train.stages import mean_loss
 from laconic.train.stop import StopRequest
-from laconic.train.swaps import STATE_FILE
 from laconic.train.world import World
-from laconic.train.zipped import zip_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,10 +97,20 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         experts.tune(partial(_first_loss, plain, config, world, layout, train, chunked_loss))
 
     # 2. The trainer, and where it starts.
+    identity, checkpoint = _identity(config, corpus), None
+    if config.resume:
+        name = None if config.checkpoint.load is None else str(config.checkpoint.load)
+        checkpoint = find_checkpoint(run_dir, world, name)
+        _check_identity(identity, checkpoint.identity, checkpoint.path)
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
     model = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
     bare = config.moe.windows and config.parallel == "ddp"  # its gradients find their codec by themselves
-    zipped = [] if bare else zip_model([model] if pipeline is None else pipeline.wrapped, config, world, layout)
+    of_collectives: list[str] = []
+    sums = None
+    if not bare:
+        told = None if checkpoint is None else checkpoint.text(zipped.STATE_FILE)
+        modules = [model] if pipeline is None else pipeline.wrapped
+        of_collectives, sums = zipped.zip_model(modules, config, world, layout, told)
     del plain
     gradients = make_gradients(config, layout, model, spread)
     optimizer = make_optimizer(model, config.optimizer)
@@ -110,17 +119,13 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     )
     split = () if pipeline is None else pipeline.split
     forecast = Forecast(config, layout, model_config, trainer, plan, split, chunked_loss)
-    identity = _identity(config, corpus)
-    first_step, saved_experts = 0, None
-    if config.resume:
-        name = None if config.checkpoint.load is None else str(config.checkpoint.load)
-        checkpoint = find_checkpoint(run_dir, world, name)
-        _check_identity(identity, checkpoint.identity, checkpoint.path)
+    first_step = 0
+    if checkpoint is not None:
         load_checkpoint(checkpoint, world, model, optimizer)
-        first_step, saved_experts = checkpoint.step, checkpoint.text(STATE_FILE)
+        first_step = checkpoint.step
 
     if experts is not None:
-        experts.prepare(optimizer, saved_experts)
+        experts.prepare(optimizer, None if checkpoint is None else checkpoint.text(swaps.STATE_FILE))
 
     if first_step >= config.steps:
         if world.is_main:
@@ -141,7 +146,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
     # 4. The steps.
     def save(done: int) -> None:
-        state = None if experts is None else experts.state()
+        states = {swaps.STATE_FILE: None if experts is None else experts.state(), zipped.STATE_FILE: sums}
         with nullcontext() if experts is None else experts.at_home():
             save_checkpoint(
                 run_dir,
@@ -150,7 +155,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
                 optimizer,
                 step=done,
                 identity=identity,
-                texts=texts if state is None else {**texts, STATE_FILE: state},
+                texts=texts | {name: state for name, state in states.items() if state is not None},
                 keep=config.checkpoint.keep,
                 zipped=config.checkpoint.zip,
             )
@@ -162,7 +167,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         if experts is not None:
             experts.begin()
         words = [of_routers] if experts is None else [*experts.messages(), str(experts), of_routers]
-        for line in [*words, *zipped, None if pipeline is None else pipeline.sends]:
+        for line in [*words, *of_collectives, None if pipeline is None else pipeline.sends]:
             if line is not None:
                 journal.message(line)
         if first_step:
