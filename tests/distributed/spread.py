@@ -55,7 +55,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ep2-deep": WINDOWS | {"accumulation": 2},
     "ep2-zip": EP | FSDP | {"zip": "on", "moe.chunks": (2,), "moe.windows": True},
     "ep2-auto": EP | {"moe.dispatcher": "auto"},
-    "ep2-swapped": SWAPPED,
+    "ep2-swapped": SWAPPED | {"moe.swap_when": "shorter"},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
@@ -85,10 +85,10 @@ class Spread(Pair):
         assert self.train(resumed(broken)) == 0
 
     def rates(self) -> str:
-        """A file with rates of links on which every swap pays."""
+        """A file with rates of links on which every swap pays, and looking for one costs nothing."""
         rates = self.folder / "rates.json"
         if self.world.is_main:
-            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12)}
+            link = {"all_to_all": Line(0.0, 1e-6), "send": Line(0.0, 1e-12), "all_reduce": Line(0.0, 0.0)}
             groups = {"inter1": LinkRates(2, link, 0.0, 0.0)}
             lines = dict.fromkeys(("all", "node", "across"), link)
             MoERates.of_lines(lines, Line(0.0, 0.0), groups=groups).save(rates)

@@ -13,6 +13,7 @@ from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, 
 from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 from laconic.moe.agreement import agree_on_depth, first_answer, hierarchy_of
+from laconic.moe.dispatch import row_nbytes
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
@@ -55,7 +56,7 @@ class _Watch(Hook):
         if layer.training and isinstance(routing, Routing):
             self.routing = replace(routing, weights=routing.weights.detach(), losses={})
             entries_per_token = len(routing) / max(1, routing.num_tokens)
-            self.row_nbytes = float(x.shape[1] * x.itemsize + _ID_NBYTES * entries_per_token)
+            self.row_nbytes = row_nbytes(layer.dispatcher, x) + _ID_NBYTES * entries_per_token
 
 
 class ExpertBalancer:
@@ -159,7 +160,8 @@ class ExpertBalancer:
         routing = replace(watch.routing, experts=self.mover.placement(number)(watch.routing.experts))
         if self.choose_depth:
             agree_on_depth(dispatcher, routing, watch.row_nbytes, self.rates, self.coding)
-        return Look(dispatcher, routing, watch.row_nbytes, self.periods[number].pairs)
+        pairs = self.periods[number].pairs if self.criterion == "pays" else ()
+        return Look(dispatcher, routing, watch.row_nbytes, pairs)
 
     def _distance(self, asked: Look, plan: SwapPlan) -> int:
         """Steps to the next look, at least, for looks to take next to nothing."""

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from laconic.collectives.codec import Blockwise
 from laconic.moe.order import Order
 from laconic.moe.routing import Routing, SoftRouting
 
 if TYPE_CHECKING:
     from laconic.moe.gates.base import Gate
 
-__all__ = ["Dispatched", "Dispatcher", "LocalDispatcher", "SharesTokens"]
+__all__ = ["Dispatched", "Dispatcher", "LocalDispatcher", "SharesTokens", "row_nbytes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,3 +72,11 @@ class LocalDispatcher:
         routing, order = dispatched.state
         result: Tensor = order.combine(rows, routing)
         return result
+
+
+def row_nbytes(dispatcher: Dispatcher, x: Tensor) -> int:
+    """Of a row of x [n, M] on the wire, before lossless coding."""
+    codec = getattr(dispatcher, "codec", None)
+    if isinstance(codec, Blockwise):
+        return codec.format.nbytes((x.shape[1],))
+    return x.shape[1] * x.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless
 from laconic.moe.capacity import capacity_of, dropped
-from laconic.moe.dispatch import Dispatcher, LocalDispatcher
+from laconic.moe.dispatch import Dispatcher, LocalDispatcher, row_nbytes
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
@@ -103,10 +103,10 @@ class ExpertMeter(Hook):
             group = ranks // (self.num_processes // num_groups)
             entries[level] += len(ranks)
             rows[level] += len(_distinct(routing.tokens * num_groups + group))
-        dispatcher, row_nbytes = layer.dispatcher, _row_nbytes(layer.dispatcher, batch["x"])
+        dispatcher, nbytes_of_row = layer.dispatcher, row_nbytes(layer.dispatcher, batch["x"])
         depth = dispatcher.depth if isinstance(dispatcher, HierarchicalDispatcher) else None
         for level, num_rows in enumerate(moved_rows(routing.tokens, ranks, self._place, self._groups, depth)):
-            nbytes[level] += num_rows * row_nbytes
+            nbytes[level] += num_rows * nbytes_of_row
 
     def take(self) -> ExpertUse | None:
         """What was counted since the last call, over all processes, which call it together; None: no layer ran."""
@@ -216,11 +216,3 @@ def _distinct(keys: Tensor) -> Tensor:
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
     return places[first]
-
-
-def _row_nbytes(dispatcher: Dispatcher, x: Tensor) -> int:
-    """Of a row of x [n, M] on the wire, before lossless coding."""
-    codec = getattr(dispatcher, "codec", None)
-    if isinstance(codec, Blockwise):
-        return codec.format.nbytes((x.shape[1],))
-    return x.shape[1] * x.itemsize
