@@ -87,9 +87,10 @@ def measure_moe(
     for name, group in groups_of(grid).items():
         members = tuple(dist.get_process_group_ranks(group))
         if members not in found:
-            found[members] = measure_link(
-                ranks, group, _QUICK_SIZES if quick else _SIZES, _OPERATIONS, longest_seconds=_LONGEST_SECONDS
-            )
+            # Levels come last, and exchange rows only.
+            operations = _OPERATIONS if name in GROUPS else ("all_to_all", "send")
+            sizes = _QUICK_SIZES if quick else _SIZES
+            found[members] = measure_link(ranks, group, sizes, operations, longest_seconds=_LONGEST_SECONDS)
         links[name] = found[members]
     wire = wire or _wire(ranks, grid, links, dtype, quick)
     repeats = _QUICK_REPEATS if quick else _REPEATS

@@ -155,13 +155,13 @@ def samples_in_turn(
     """The slowest rank's seconds of each case and repeat, forward and backward; `warm_ups` rounds do not count.
 
     Cases take turns, so that each finds the caches as others leave them, which is what a layer among layers finds too.
-    All ranks call it together, begin each half together, and get the same numbers. After `longest_seconds`, and two
+    All ranks call it together, begin each half together, and get the same numbers. After `longest_seconds`, and three
     repeats, there are no more.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in cases]
     spent = 0.0
     for round_number in range(-warm_ups, repeats):
-        if round_number >= 2 and spent > longest_seconds:
+        if round_number >= 3 and spent > longest_seconds:
             break
         for case, taken in zip(cases, found, strict=True):
             there, out = _clock(ranks, case.forward)

@@ -130,11 +130,7 @@ def measure_routes(
             if not experts_are:
                 size = overhead_size(plan.path, pricing.shape, grid_shape, pricing.counts)
                 _add(samples, pricing.candidate(plan), both, size)
-    # What a further chunk costs is used many times over, so it may not be less than nothing.
-    overheads = {
-        name: {way: fit_overhead(some, signed=not name.endswith("per chunk")) for way, some in ways.items()}
-        for name, ways in samples.items()
-    }
+    overheads = {name: {way: fit_overhead(some) for way, some in ways.items()} for name, ways in samples.items()}
     return replace(rates, overheads=overheads)
 
 

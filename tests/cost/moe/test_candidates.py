@@ -123,6 +123,9 @@ def test_what_is_more_complicated_has_to_win_clearly() -> None:
     assert best_plan({coded: 1.0, depth: 1.01, flat: 1.015}) == flat
     assert best_plan({cut: 1.0, flat: 1.049, depth: 1.049}) == flat
     assert best_plan({cut: 1.0, flat: 1.051}) == cut
+    both = LayerPlan("depth 2", code="tiered")
+    between = replace(both, inner_code="raw")
+    assert best_plan({both: 1.0, between: 1.01}) == between
     assert best_plan({replace(flat, degrees=(4, 4)): 1.0, replace(flat, degrees=(2, 2)): 1.01}).degrees == (2, 2)
     text = candidates_text(Pricing(SHAPE, ALONE, rates(), WORK, COUNTS).candidates(), "", {depth: 1.0, flat: 1.01})
     assert "choice: flat: plainer than depth 1, which takes 1.0% less, of 2 that were run" in text

@@ -89,9 +89,11 @@ class LayerPlan:
         return int(self.path.removeprefix("depth ")) if self.path.startswith("depth ") else None
 
     @property
-    def plainness(self) -> tuple[int, bool, bool, bool, LayerPlan]:
+    def plainness(self) -> tuple[int, int, bool, bool, LayerPlan]:
         """Sorts plans: less machinery first."""
-        return max(self.degrees), self.code != RAW, bool(self.backward_path), self.path != FLAT, self
+        stages = [self.code] + [self.inner_code or self.code] * ((self.depth or 1) > 1)
+        num_coded = sum(code != RAW for code in stages)
+        return max(self.degrees), num_coded, bool(self.backward_path), self.path != FLAT, self
 
     def uncut(self) -> LayerPlan:
         """The same in one piece."""
@@ -249,9 +251,6 @@ class Pricing:
             rates = replace(rates, copy=Line(0.0, 0.0))
         else:
             around = 2 * rates.copy.seconds(size[1] / 2) if self.counts is not None else 0.0
-        chunk = self.rates.overhead_of(path, plan.rows, per_chunk=True)
-        if num_slices > 1 and chunk is not None:
-            around += (num_slices - 1) * chunk[direction].seconds(*size)
         coding = self._coding(plan.code)
         shape, grid, load, work = self.shape, self.grid, self.load, self.work
         if self.counts is not None:
@@ -266,7 +265,12 @@ class Pricing:
             hiding = self.rates.hiding_of(path, plan.rows)
             group = "joint" if path in (S1, S2) else "ep"
             share = rates.link(group, grid.world(group)).overlap if hiding is None else hiding[direction]
-            route = in_chunks(route, degree, num_slices, share, one_wire=self._on_one_wire(path))
+            cut = in_chunks(route, degree, num_slices, share, one_wire=self._on_one_wire(path))
+            chunk = self.rates.overhead_of(path, plan.rows, per_chunk=True)
+            # Starts of lines may say too much, but beside what it hides no chunk comes for less than nothing.
+            starts = sum(step.seconds for step in cut.steps) - sum(step.seconds for step in route.steps)
+            further = 0.0 if chunk is None else (num_slices - 1) * chunk[direction].seconds(*size)
+            route, around = cut, around + max(further, -starts)
         kept = tuple(step for step in route.steps if step.seconds or step.operation or step.name == "experts")
         wires = sum(step.seconds for step in kept if step.operation) - route.hidden_seconds
         around = max(around, -wires)  # a line that is followed far from where it was measured
