@@ -8,13 +8,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line, LinkRates
+from laconic.moe.balancer import ExpertBalancer
+from laconic.moe.huggingface import RouterGate
+from laconic.train.loop import Trainer
 from laconic.train.worker import leave
 from laconic.train.world import join_world, read_environment
 from tests.distributed.pair import FSDP, SMOOTH, Pair
@@ -113,6 +120,12 @@ class Spread(Pair):
         extra = QWEN["model.extra"] | {"num_experts": 5}
         self.expect_error("five", tiny_config(self.folder, "five", QWEN | EP | {"model.extra": extra}))
         self.expect_error("deep", tiny_config(self.folder, "deep", QWEN | EP | DEEP | {"moe.depth": 2}))
+        extra = QWEN["model.extra"] | {"num_experts_per_tok": 5}
+        self.expect_error("greedy", tiny_config(self.folder, "greedy", QWEN | EP | {"model.extra": extra}))
+        extra = SMOOTH_QWEN["model.extra"] | {"num_experts": 8}
+        self.expect_error("eight", resumed(tiny_config(self.folder, "ep2", SMOOTH_QWEN | EP | {"model.extra": extra})))
+        with spoilt_router(self.world.rank == 1, {1, 3}):
+            self.train(tiny_config(self.folder, "nan", QWEN | EP | DEEP | {"moe.chunks": (2,)}))
 
     def four(self) -> None:
         self.train(tiny_config(self.folder, "plain", SMOOTH_QWEN))
@@ -134,6 +147,64 @@ class Spread(Pair):
         self.train(resumed(tiny_config(self.folder, "continued", changes)))
         for more in (EP | FSDP, {"moe.expert_parallel": 4}):
             self.train(resumed(tiny_config(self.folder, "resharded", SMOOTH_QWEN | more)), stop_after=1)
+
+    def killed(self) -> None:
+        """Process 1 vanishes amid a swap, when it has sent what it has to and a checkpoint is there."""
+        changes = QWEN | SWAPPED | {"moe.rates": self.rates(), "checkpoint.every": 1, "steps": 8}
+        self.train(tiny_config(self.folder, "whole", changes))
+        with vanishing(self.world.rank == 1, self.folder / "killed"):
+            self.expect_error("killed", tiny_config(self.folder, "killed", changes))
+        leave(0)
+
+    def revived(self) -> None:
+        """Go on with "killed"."""
+        changes = QWEN | SWAPPED | {"moe.rates": self.rates(), "checkpoint.every": 1, "steps": 8}
+        assert self.train(resumed(tiny_config(self.folder, "killed", changes))) == 0
+
+
+@contextmanager
+def spoilt_router(here: bool, steps: set[int]) -> Iterator[None]:
+    """Make all router logits NaN in training in these steps (0-based), if `here`."""
+    step, forward = Trainer.step, RouterGate.forward
+    current = {"step": 0}
+
+    def counted_step(self: Any, number: int, stop: Any) -> Any:
+        current["step"] = number
+        return step(self, number, stop)
+
+    def spoilt_forward(self: Any, x: torch.Tensor) -> Any:
+        return forward(self, x * float("nan") if here and self.training and current["step"] in steps else x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", counted_step)
+        patch.setattr(RouterGate, "forward", spoilt_forward)
+        yield
+
+
+@contextmanager
+def vanishing(here: bool, run_dir: Path) -> Iterator[None]:
+    """End this process, if `here`, in the middle of the first swap after a checkpoint of `run_dir`."""
+    step, exchange = ExpertBalancer.step, dist.batch_isend_irecv
+    swapping = []
+
+    def noted_step(self: Any, number: int) -> Any:
+        swapping.append(number)
+        try:
+            return step(self, number)
+        finally:
+            swapping.clear()
+
+    def exchange_or_vanish(operations: list[dist.P2POp]) -> Any:
+        if not (here and swapping and (run_dir / "checkpoints" / "latest").exists()):
+            return exchange(operations)
+        for work in exchange([one for one in operations if one.op is dist.isend]):
+            work.wait()
+        os._exit(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertBalancer, "step", noted_step)
+        patch.setattr(dist, "batch_isend_irecv", exchange_or_vanish)
+        yield
 
 
 def run_processes(folder: Path, scenario: str, num_processes: int) -> None:

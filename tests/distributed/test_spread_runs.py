@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -164,11 +165,38 @@ def test_experts_keep_codes_only(folder: Path) -> None:
         ("dense", "ModelError: moe.expert_parallel is 2, but LlamaForCausalLM has no mixture-of-experts block"),
         ("five", "ConfigError: model.layers.0.mlp.experts has 5 experts, which ep = 2 processes cannot share evenly"),
         ("deep", "ConfigError: moe.depth is 2, but it must be at most 1"),
+        ("greedy", "ConfigError: num_experts_per_tok of model.extra is 5, but it must be from 1 to the number of exp"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_all(folder: Path, name: str, error: str, rank: int) -> None:
     assert (folder / f"{name}.{rank}.txt").read_text().startswith(error)
     assert not (folder / name).exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_with_other_experts_is_not_continued(folder: Path, rank: int) -> None:
+    assert (
+        (folder / f"eight.{rank}.txt")
+        .read_text()
+        .startswith("ConfigError: model.extra.num_experts is 8, but the run that wrote")
+    )
+
+
+def test_steps_in_which_one_process_has_router_logits_that_are_no_numbers_are_left_out(folder: Path) -> None:
+    found = losses(folder / "nan")
+    assert [step for step, loss in found.items() if math.isnan(loss)] == [2, 4]
+    assert [row["skipped_steps"] for row in read_metrics(folder / "nan") if "loss" in row] == [0, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_process_killed_amid_a_swap_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    run_processes(tmp_path, "killed", 2)
+    assert (tmp_path / "killed.0.txt").read_text().startswith("CollectiveError: one of ranks [0, 1] ended or stopped")
+    assert not (tmp_path / "killed.1.txt").exists()
+    run_processes(tmp_path, "revived", 2)
+    assert exact_metrics(tmp_path / "killed") == exact_metrics(tmp_path / "whole")
+    places = [json.loads((newest(tmp_path / name) / "experts.json").read_text()) for name in ("killed", "whole")]
+    assert places[0] == places[1]
 
 
 @pytest.mark.slow

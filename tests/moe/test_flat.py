@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.collectives import Blockwise, Lossless, Raw
-from laconic.errors import ConfigError, RoutingError
+from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
-from laconic.moe import Gate, GatedExperts, MoELayer, Routing, SoftmaxGate
+from laconic.moe import Gate, GatedExperts, HierarchicalDispatcher, MoELayer, Routing, SoftmaxGate
 from laconic.moe.flat import FlatDispatcher, added_up, copied
 from laconic.moe.grid import Grid
 from laconic.moe.sharding import expert_shard
+from laconic.train.worker import leave
+from tests.distributed.processes import run_ranks
 from tests.moe.parallel import DIM, assert_same_as_whole, make_whole, spread_over
 from tests.moe.worlds import run_world
 
@@ -122,6 +125,25 @@ def experts_that_do_not_fit_are_refused() -> None:
         expert_shard(GatedExperts(2, 4, 5), Grid(1, 1, 2))
     with pytest.raises(ConfigError, match="num_shards is 3"):
         FlatDispatcher(grid.joint, num_shards=3)
+
+
+def _one_rank_has_no_numbers(rank: int, folder: str, levels: bool) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    grid = Grid(device_type="cpu")
+    dispatcher = HierarchicalDispatcher(grid.levels) if levels else FlatDispatcher(grid.ep)
+    layer = MoELayer(SoftmaxGate(4, DIM, 2), expert_shard(GatedExperts(4, DIM, 8), grid), dispatcher=dispatcher)
+    if rank == 1:
+        with pytest.raises(RoutingError, match=r"router logits of 3 of 3 tokens are not finite.*look for the layer"):
+            layer(torch.full((3, DIM), math.nan))
+    else:
+        with pytest.raises(CollectiveError, match=r"one of ranks \[0, 1\] ended or stopped while they exchanged rows"):
+            layer(torch.randn(3, DIM))
+    leave(0)
+
+
+@pytest.mark.parametrize("levels", [False, True], ids=["flat", "levels"])
+def test_logits_that_are_no_numbers_on_one_rank_end_the_others_too(levels: bool, tmp_path: Path) -> None:
+    run_ranks(_one_rank_has_no_numbers, (str(tmp_path), levels), 2)
 
 
 def test_copies_and_sums_are_each_others_transpose() -> None:

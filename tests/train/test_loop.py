@@ -322,7 +322,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
         ({"seed": 1}, "seed is 1, but the run that wrote .* had 0"),
         ({"batch_size": 8}, "batch_size is 8"),
         ({"sequence_length": 16}, "sequence_length is 16"),
-        ({"model.hidden_size": 64}, "model is"),
+        ({"model.hidden_size": 64}, "model.hidden_size is 64, but the run that wrote .* had 32"),
         ({"data.validation_fraction": 0.2}, "data is"),
     ],
 )

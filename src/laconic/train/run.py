@@ -294,11 +294,21 @@ def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
     }
 
 
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
 def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
-    for name, value in now.items():
-        before = then.get(name, _FORMERLY.get(name))
-        # Through JSON, as the manifest has been: tuples are lists there.
-        if json.loads(json.dumps(value)) != before:
+    # Through JSON, as the manifest has been: tuples are lists there.
+    here = _flat(json.loads(json.dumps(now)))
+    there = _flat({name: then.get(name, _FORMERLY.get(name)) for name in now})
+    for name in {**here, **there}:
+        value, before = here.get(name), there.get(name)
+        if value != before:
             raise ConfigError(
                 f"{name} is {value!r}, but the run that wrote {path} had {before!r}; resume it unchanged, or export "
                 "the model and start a new run from it with model.path"
