@@ -46,7 +46,7 @@ __all__ = ["dispatcher_of", "hierarchy_of_grid", "measure_routes", "measure_shar
 _CHUNKS = 4
 _LONGEST_SECONDS = 2.0
 """Of the repeats at one size, as far as two of them take less."""
-_MOST_TIMES = 8
+_MOST_TIMES, _BUSY_SHARE = 8, 0.2
 _LONGEST_EXCHANGE_SECONDS = 0.05
 _BUSY, _ALONE = "busy", "alone"
 _Way = tuple[LayerPlan, str]
@@ -241,8 +241,8 @@ def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch
 def _rows_and_experts(
     shape: LayerShape, grid: Grid, grid_shape: GridShape, rates: MoERates, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, _Repeated]:
-    """Those of a rank: rows evenly over its experts, which take about as long as one exchange of raw rows, since of
-    less it could not be seen how much is hidden."""
+    """Those of a rank: rows evenly over its experts. They work for a good part of one exchange of raw rows: of less it
+    could not be seen how much is hidden, and processors that are always busy hide nothing."""
     layout = grid.layout
     num_local = max(1, shape.num_experts // layout.ep)
     each = max(1, round(shape.rows_per_token * shape.num_tokens * layout.esp / layout.mp / num_local))
@@ -252,7 +252,7 @@ def _rows_and_experts(
         experts = GatedExperts(num_local, shape.model_dim, hidden_dim)
     work = LayerWork.of_rates(shape, grid_shape, rates).experts.seconds(len(rows))
     wire = rates.price("all_to_all", "joint", grid_shape.world("joint"), rows.nbytes).seconds
-    times = max(1, min(_MOST_TIMES, round(wire / work))) if work > 0 else 1
+    times = max(1, min(_MOST_TIMES, round(_BUSY_SHARE * wire / work))) if work > 0 else 1
     return rows, _Repeated(experts.to(device=device, dtype=dtype), times)
 
 
