@@ -49,6 +49,7 @@ _NEAR = 0.2
 """What takes at most this much longer than the fastest is timed again."""
 _MORE = 2
 """Times as many rounds then as were asked for, and first half as many."""
+_CHUNKS = 2
 _GRIDS = {"ep": {"ep": 4}, "mp": {"mp": 2, "ep": 2, "esp": 2}}
 
 
@@ -242,8 +243,10 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, report=None)
     (choice,) = tuned.choices.values()
     anchored = {one.plan: one.seconds for one in choice.candidates}
-    # By the model alone; and every path uncut too, to see how well cutting is predicted.
+    # By the model alone; and every path in one piece and, with raw rows, in chunks too, whether it was chosen or not.
     plans = dict.fromkeys([*anchored, *(plan.uncut() for plan in anchored)])
+    cut = [replace(plan, degrees=(_CHUNKS, _CHUNKS)) for plan in plans if plan.rows == "raw"]
+    plans |= dict.fromkeys(plan for plan in cut if choice.pricing.can_be_cut(plan.path))
     candidates = [choice.pricing.candidate(plan) for plan in plans]
     grad = torch.randn_like(x)
     wanted = [x, *layer.parameters()]
