@@ -77,7 +77,7 @@ def measure_moe(
         ("hidden_dim", shape.hidden_dim, "esp", layout.esp),
     ):
         if value % number:
-            raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}")
+            raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}; change one")
     if shape.num_tokens == 0:
         raise ConfigError("num_tokens is 0, but a layer is measured with the rows it will have; give a usual number")
     assert dist.group.WORLD is not None

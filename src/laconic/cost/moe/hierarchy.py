@@ -210,7 +210,9 @@ def count_vector(
 
     token, expert = np.asarray(tokens, dtype=np.int64), np.asarray(experts, dtype=np.int64)
     if num_experts % hierarchy.num_ranks:
-        raise ConfigError(f"num_experts is {num_experts}, but it must be a multiple of {hierarchy.num_ranks} ranks")
+        raise ConfigError(
+            f"num_experts is {num_experts}, but it must be a multiple of {hierarchy.num_ranks} ranks; change one"
+        )
     if expert.size and not (expert.min() >= 0 and expert.max() < num_experts):
         raise ConfigError(f"experts go from {expert.min()} to {expert.max()}, but must be from 0 to {num_experts - 1}")
     parts = []

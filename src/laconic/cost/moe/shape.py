@@ -125,7 +125,7 @@ class GridShape:
         )
         for name, value, divisor, number in rules:
             if value % number:
-                raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}")
+                raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}; change one")
 
     def _stride_and_size(self, group: str) -> tuple[int, int]:
         joint = self.ep * self.esp
