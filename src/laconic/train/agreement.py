@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -13,6 +11,7 @@ from laconic.collectives.agreement import first_difference
 from laconic.errors import ConfigError
 from laconic.train.config import TrainConfig
 from laconic.train.planned import load_plan
+from laconic.train.settings import flat_settings
 from laconic.train.world import World
 
 __all__ = ["check_agreement"]
@@ -36,7 +35,7 @@ def check_agreement(config: TrainConfig, world: World) -> None:
 
     All processes call it together. Paths may differ; what they hold is compared where it is read.
     """
-    settings = dict(_flattened(dataclasses.asdict(config)))
+    settings = flat_settings(dataclasses.asdict(config))
     settings = {name: value for name, value in settings.items() if name not in _LOCAL}
     settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
     if config.plan is not None:
@@ -49,11 +48,3 @@ def check_agreement(config: TrainConfig, world: World) -> None:
             f"{name} is {gathered[0].get(name)!r} on rank 0, but {gathered[rank].get(name)!r} on rank {rank}; start "
             "all processes of a run with the same settings and versions"
         )
-
-
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flattened(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

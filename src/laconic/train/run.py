@@ -41,6 +41,7 @@ from laconic.train.pipeline import Pipeline
 from laconic.train.planned import activation_plan, check_plan, load_plan
 from laconic.train.routers import Routers, watch_routers
 from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
+from laconic.train.settings import flat_settings
 from laconic.train.stages import mean_loss
 from laconic.train.stop import StopRequest
 from laconic.train.world import World
@@ -294,18 +295,10 @@ def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
     }
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
-
-
 def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
     # Through JSON, as the manifest has been: tuples are lists there.
-    here = _flat(json.loads(json.dumps(now)))
-    there = _flat({name: then.get(name, _FORMERLY.get(name)) for name in now})
+    here = flat_settings(json.loads(json.dumps(now)))
+    there = flat_settings({name: then.get(name, _FORMERLY.get(name)) for name in now})
     for name in {**here, **there}:
         value, before = here.get(name), there.get(name)
         if value != before:

@@ -18,6 +18,7 @@ from typing import Any
 
 from laconic.errors import DataError
 from laconic.train.metrics import METRICS_FILE, read_metrics
+from laconic.train.settings import flat_settings
 
 __all__ = ["Run", "load_run", "load_runs"]
 
@@ -190,7 +191,7 @@ def load_run(path: Path, name: str) -> Run:
     return Run(
         name=name,
         path=path,
-        config=_flat(_read(path / "config.toml", lambda content: tomllib.loads(content.decode()), notes)),
+        config=flat_settings(_read(path / "config.toml", lambda content: tomllib.loads(content.decode()), notes)),
         rows=_read_rows(path, notes),
         activations=_read(path / "activations.json", json.loads, notes),
         summary=_read(path / "summary.json", json.loads, notes),
@@ -217,13 +218,6 @@ def _read(path: Path, parse: Callable[[bytes], Any], notes: list[str]) -> dict[s
     except ValueError as error:
         notes.append(f"{path} is damaged: {error}")
     return {}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _is_number(value: Any) -> bool:
