@@ -100,7 +100,8 @@ class ExpertBalancer:
                     f"layer {number} has a {type(layer.dispatcher).__name__}, but balancing counts rows by level; build"
                     " the layer with a HierarchicalDispatcher"
                 )
-            self.periods.append(SwapPeriod(self._move_seconds(number), min_period=min_period))
+            across = [(0, mover.placement(number).num_experts - 1)] * num_pairs
+            self.periods.append(SwapPeriod(self._move_seconds(number, across), min_period=min_period))
             watch = _Watch()
             self._watches.append(watch)
             layer.hooks = (*layer.hooks, watch)
@@ -174,17 +175,17 @@ class ExpertBalancer:
         )
         return look_distance(seconds, DIRECTIONS * plan.before_seconds)
 
-    def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]] | None = None) -> float:
-        """Of these pairs of slots; None: of as many as may be found, between nodes."""
+    def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]]) -> float:
+        """Of exchanging the experts in these pairs of slots."""
         dispatcher = self.mover.layers[number].dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
         nbytes, world = self.mover.expert_nbytes(number), self._world(dispatcher)
         if world.num_nodes == 1:
-            return move_seconds((self.num_pairs if pairs is None else len(pairs)) * nbytes, world, self.rates)
+            return move_seconds(len(pairs) * nbytes, world, self.rates)
         each = self.mover.placement(number).num_experts // world.num_nodes
-        crossing = self.num_pairs if pairs is None else sum(a // each != b // each for a, b in pairs)
+        crossing = sum(a // each != b // each for a, b in pairs)
         seconds = move_seconds(crossing * nbytes, world, self.rates) if crossing else 0.0
-        if pairs is not None and len(pairs) > crossing:
+        if len(pairs) > crossing:
             node = World(world.ranks_per_node, world.ranks_per_node)
             seconds += move_seconds((len(pairs) - crossing) * nbytes, node, self.rates, "intra1")
         return seconds
