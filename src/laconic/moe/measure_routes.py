@@ -45,12 +45,12 @@ __all__ = ["dispatcher_of", "hierarchy_of_grid", "measure_routes", "measure_shar
 
 _CHUNKS = 4
 _LONGEST_SECONDS = 2.0
-"""Of the repeats at one size, as far as two of them take less."""
+"""Of the repeats at one size, three at least."""
 _MOST_TIMES, _BUSY_SHARE = 8, 0.2
 _LONGEST_EXCHANGE_SECONDS = 0.05
 _BUSY, _ALONE = "busy", "alone"
 _Way = tuple[LayerPlan, str]
-"""What is run, and whether experts compute in it: "" if they do nothing, `_ALONE` if nothing but they run."""
+"""What is run, and what experts do in it: "" nothing, `_BUSY` compute, `_ALONE` compute without anything else."""
 _SHARING_NBYTES = 1 << 20
 _NOTHING = LayerWork(*[Line(0.0, 0.0)] * 4)
 
@@ -106,20 +106,20 @@ def measure_routes(
     for case in _cases(shape, grid):
         gate = _FixedGate(case, grid)
         pricing = _pricing(case, grid, grid_shape, hierarchy, rates, dtype, gate)
-        cut = case in (shape, _few(shape)) and case.num_tokens >= _CHUNKS
-        rows, experts = _rows_and_experts(case, grid, grid_shape, rates, dtype, ranks.device)
+        cut: dict[str, nn.Module] = {}  # experts that layers in chunks run with
         timed: dict[_Way, Timed[Any]] = {}
+        if case in (shape, _few(shape)) and case.num_tokens >= _CHUNKS:
+            cut[""] = _Identity()
+        if cut and case == shape:
+            rows, experts = _rows_and_experts(case, grid, grid_shape, rates, dtype, ranks.device)
+            cut[_BUSY], timed[plans[0], _ALONE] = experts, _sliced(rows, experts)
         for plan in plans:
             dispatcher = dispatcher_of(grid, plan, by_name)
             timed[plan, ""] = _timed(MoELayer(gate, _Identity(), dispatcher=dispatcher), case, dtype, ranks.device)
-            for busy in (False, True) if case == shape else (False,):
-                if cut:
-                    inside = experts if busy else _Identity()
-                    layer = MoELayer(gate, inside, dispatcher=dispatcher, schedule=PipelineSchedule(_CHUNKS))
-                    way = replace(plan, degrees=(_CHUNKS, _CHUNKS)), _BUSY if busy else ""
-                    timed[way] = _timed(layer, case, dtype, ranks.device)
-        if cut and case == shape:
-            timed[plans[0], _ALONE] = _sliced(rows, experts)
+            for experts_are, inside in cut.items():
+                layer = MoELayer(gate, inside, dispatcher=dispatcher, schedule=PipelineSchedule(_CHUNKS))
+                way = replace(plan, degrees=(_CHUNKS, _CHUNKS)), experts_are
+                timed[way] = _timed(layer, case, dtype, ranks.device)
         seconds = seconds_in_turn(ranks, [*timed.values()], repeats, _LONGEST_SECONDS)
         found.append((pricing, dict(zip(timed, seconds, strict=True))))
     rates = replace(rates, hiding={name: part for pricing, taken in found for name, part in _hiding(pricing, taken)})
