@@ -169,7 +169,7 @@ void adamw8bit(size_t isa, int64_t num_threads, int64_t rows, int64_t length, ui
 uint64_t lossless_encode(size_t isa, int64_t num_threads, uintptr_t words, int type, int code,
                          uint64_t numel, const std::vector<uint64_t>& shape, uintptr_t message,
                          uint64_t message_nbytes, bool has_capacity) {
-  const laconic::LosslessEncode task{static_cast<laconic::LosslessType>(type),
+  const laconic::LosslessEncode task{static_cast<uint8_t>(type),
                                      static_cast<laconic::LosslessCode>(code),
                                      pointer<const uint8_t>(words),
                                      numel,
@@ -189,7 +189,7 @@ int lossless_decode(size_t isa, int64_t num_threads, uintptr_t message, uint64_t
                                      numel,
                                      adds,
                                      pointer<float>(out),
-                                     static_cast<laconic::LosslessType>(type),
+                                     static_cast<uint8_t>(type),
                                      pointer<uint8_t>(out)};
   return static_cast<int>(
       laconic::decode_message(*laconic::supported_isas().at(isa).lossless, num_threads, task));

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "lossless.h"
+#include "lossless_ranked.h"
 #include "scalar-inl.h"
 
 namespace laconic {
@@ -229,14 +230,32 @@ class NextBlock {
 
 // --- encode ---
 
+inline LosslessBlock encode_raw(const uint8_t* words, int nbytes, uint8_t* payload) {
+  std::memcpy(payload, words, nbytes);
+  return {static_cast<uint16_t>(nbytes), 0, 0, 0};
+}
+
+// Of length `limit`, and not written, if it would not be shorter.
+inline LosslessBlock encode_ranked_block(LosslessType type, const uint8_t* words, int n,
+                                         bool zeros_out, int limit, uint8_t* payload) {
+  const int nbytes = encode_ranked(type, words, n, zeros_out, limit, payload);
+  const int kind = kRanked | (zeros_out ? kZerosLeftOut : 0);
+  return {static_cast<uint16_t>(nbytes), static_cast<uint8_t>(kind), 0, 0};
+}
+
+// Of words without an exponent.
+inline LosslessBlock encode_plain_words(LosslessType type, const uint8_t* words, int n,
+                                        uint8_t* payload) {
+  const int original_nbytes = n * lossless_itemsize(type);
+  const LosslessBlock block = encode_ranked_block(
+      type, words, n, ranked_zeros_out(type, words, n), original_nbytes, payload);
+  return block.length < original_nbytes ? block : encode_raw(words, original_nbytes, payload);
+}
+
 template <class S, class W>
-LosslessBlock encode_words(LosslessCode code, const uint8_t* words, int n, uint8_t* payload,
+LosslessBlock encode_words(LosslessType type, LosslessCode code, const uint8_t* words, int n, uint8_t* payload,
                            WordSums& sums) {
   const int original_nbytes = n * W::kSize;
-  const auto raw = [&] {
-    std::memcpy(payload, words, original_nbytes);
-    return LosslessBlock{static_cast<uint16_t>(original_nbytes), 0, 0, 0};
-  };
   // 1. One pass from memory; everything after reads the cache.
   uint32_t bits_set = 0;
   sums =
@@ -264,6 +283,7 @@ LosslessBlock encode_words(LosslessCode code, const uint8_t* words, int n, uint8
   }
 
   // 4. Signs and mantissas.
+  const int num_kept = m;
   uint8_t* bytes[3] = {};
   for (int b = 0; b < W::kNumBytes; ++b) {
     if (W::kSize == 4 && b < 2 && !(bits_set >> 8 * b & 0xFF)) {
@@ -290,7 +310,17 @@ LosslessBlock encode_words(LosslessCode code, const uint8_t* words, int n, uint8
   }
   std::memcpy(out, from, m);
   out += m;
-  if (out - payload >= original_nbytes) return raw();
+
+  // 6. By rank if that is shorter, or raw.
+  const int nbytes = static_cast<int>(out - payload), limit = std::min(nbytes, original_nbytes);
+  const bool is_bad = 16 * nbytes >= 15 * original_nbytes || 8 * m > num_kept;
+  const int low_plane = bytes[0] ? 0 : bytes[1] ? 1 : -1;
+  leave_zeros_out &= W::kSize > 1;
+  if (may_be_ranked(type, words, n, leave_zeros_out, low_plane, is_bad)) {
+    const LosslessBlock block = encode_ranked_block(type, words, n, leave_zeros_out, limit, payload);
+    if (block.length < limit) return block;
+  }
+  if (nbytes >= original_nbytes) return encode_raw(words, original_nbytes, payload);
   return {static_cast<uint16_t>(out - payload), static_cast<uint8_t>(kind), tiers.base, tiers.nest};
 }
 
@@ -426,8 +456,12 @@ template <class S>
 struct Lossless {
   static LosslessBlock encode(LosslessType type, LosslessCode code, const uint8_t* words, int n,
                               uint8_t* payload, WordSums& sums) {
+    if (type >= LosslessType::kWord2) {
+      sums = S::sums(words, n * lossless_itemsize(type));
+      return encode_plain_words(type, words, n, payload);
+    }
     return with_word(type, [&](auto word) {
-      return encode_words<S, decltype(word)>(code, words, n, payload, sums);
+      return encode_words<S, decltype(word)>(type, code, words, n, payload, sums);
     });
   }
 
@@ -450,6 +484,19 @@ struct Lossless {
 
   static bool decode(LosslessType type, const LosslessBlock& block, const uint8_t* payload, int n,
                      uint8_t* words, WordSums& sums, NextBlock& next) {
+    const bool is_ranked = (block.kind & kCodeMask) == kRanked;
+    if (is_ranked || type >= LosslessType::kWord2) {
+      const int nbytes = n * lossless_itemsize(type);
+      if (is_ranked) {
+        const bool zeros_out = block.kind & kZerosLeftOut;
+        if (!decode_ranked(type, payload, block.length, n, zeros_out, words)) return false;
+      } else {
+        if (block.kind || block.length != nbytes) return false;
+        std::memcpy(words, payload, nbytes);
+      }
+      sums = S::sums(words, nbytes);
+      return true;
+    }
     return with_word(type, [&](auto word) {
       using W = decltype(word);
       if (!decode_words<S, W>(block, payload, n, words, next)) return false;

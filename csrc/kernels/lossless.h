@@ -8,7 +8,8 @@ namespace laconic {
 
 constexpr int kLosslessBlock = 4096;  // elements
 
-// Element types; the numbers are those of the header.
+// Kinds of words. The first seven numbers are also those of the header's dtypes; the others have no
+// exponent that windows code.
 enum class LosslessType : int {
   kUInt8 = 0,
   kBFloat16 = 1,
@@ -16,16 +17,28 @@ enum class LosslessType : int {
   kFloat32 = 3,
   kFloat8E4M3 = 4,
   kFloat8E5M2 = 5,
-  kInt8 = 6
+  kInt8 = 6,
+  kWord2 = 7,
+  kWord4 = 8,
+  kWord8 = 9
 };
-constexpr int kLosslessTypes = 7;
 
 enum class LosslessCode : int { kRaw = 0, kWindow = 1, kTiered = 2 };
 
 constexpr int lossless_itemsize(LosslessType type) {
-  return type == LosslessType::kFloat32                                      ? 4
-         : type == LosslessType::kBFloat16 || type == LosslessType::kFloat16 ? 2
-                                                                             : 1;
+  switch (type) {
+    case LosslessType::kWord8:
+      return 8;
+    case LosslessType::kFloat32:
+    case LosslessType::kWord4:
+      return 4;
+    case LosslessType::kBFloat16:
+    case LosslessType::kFloat16:
+    case LosslessType::kWord2:
+      return 2;
+    default:
+      return 1;
+  }
 }
 
 // Of bytes read as little-endian u32 words: the sum of w_j and the sum of (j + 1) w_j, modulo 2^64.
@@ -44,9 +57,10 @@ struct LosslessBlock {
   uint8_t kind, base, nest;
 };
 
-// The longest payload of a block, before one that is too long is replaced by the raw bytes: 3 byte
-// planes, 7 planes of a tier's bits, as many escapes as elements, and the mask of zeros.
-constexpr int kLosslessPayloadBound = kLosslessBlock * 3 + kLosslessBlock + kLosslessBlock + 512;
+// The longest payload of a block: the raw bytes of its words. Before one that is too long is replaced
+// by them it has 3 byte planes, 7 planes of a tier's bits, as many escapes as elements, and the mask
+// of zeros.
+constexpr int kLosslessPayloadBound = kLosslessBlock * 8;
 
 // Each works on one block of n <= kLosslessBlock elements; no pointer needs to be aligned.
 struct LosslessKernels {

@@ -13,8 +13,10 @@ namespace {
 
 constexpr uint64_t kHeaderNbytes = 64, kEntryNbytes = 5;
 constexpr char kMagic[4] = {'L', 'C', 'N', 'Z'};
-constexpr uint8_t kVersion = 1, kTooLong = 255;
+constexpr uint8_t kVersion = 1, kRankedVersion = 2, kTooLong = 255;
 constexpr int kMaxDims = 8;
+
+constexpr bool is_complex(int number) { return 15 <= number && number <= 17; }
 constexpr int kChunk = 16;                        // blocks that a thread takes at a time
 constexpr uint64_t kElementsPerThread = 1 << 16;  // waking a thread takes about as long
 
@@ -88,7 +90,7 @@ uint64_t encode_blocks(const LosslessKernels& kernels, int64_t num_threads,
     const uint8_t* const words = task.words + blocks.offset_nbytes(b);
     WordSums own;
     const LosslessBlock block =
-        kernels.encode(task.type, task.code, words, blocks.size(b), payload, own);
+        kernels.encode(kLosslessTypes[task.type], task.code, words, blocks.size(b), payload, own);
     sums.add(own, blocks.first_word(b));
     directory.set(b, block);
     return block.length;
@@ -171,9 +173,11 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
   if (task.message_nbytes < kHeaderNbytes) return LosslessStatus::kTruncated;
   std::memcpy(&header, task.message, kHeaderNbytes);
   if (std::memcmp(header.magic, kMagic, sizeof(kMagic))) return LosslessStatus::kNotAMessage;
-  if (header.version != kVersion) return LosslessStatus::kVersion;
+  if (header.version != kVersion && header.version != kRankedVersion) {
+    return LosslessStatus::kVersion;
+  }
   const bool is_coded = header.code == 1 || header.code == 2, is_raw = header.code == 0;
-  if (header.type >= kLosslessTypes || (!is_coded && !is_raw && header.code != kTooLong) ||
+  if (header.type >= (header.version == kVersion ? kLosslessFirstTypes : kLosslessNumTypes) || (!is_coded && !is_raw && header.code != kTooLong) ||
       header.num_dims > kMaxDims || header.reserved) {
     return LosslessStatus::kField;
   }
@@ -181,7 +185,7 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
   if (header.nbytes > header.capacity || header.capacity > task.message_nbytes) {
     return LosslessStatus::kLength;
   }
-  const uint64_t itemsize = lossless_itemsize(static_cast<LosslessType>(header.type));
+  const uint64_t itemsize = lossless_itemsize(kLosslessTypes[header.type]);
   uint64_t front = kHeaderNbytes + 8 * uint64_t{header.num_dims};
   if (is_raw) {
     const uint64_t left = header.nbytes - front;
@@ -198,40 +202,47 @@ LosslessStatus read_header(const LosslessKernels& kernels, const LosslessDecode&
   } else if (header.nbytes != front) {
     return LosslessStatus::kLength;
   }
-  uint64_t product = 1;
+  uint64_t product = 1, last_size = 0;
   bool is_empty = false;
   for (int d = 0; d < header.num_dims; ++d) {
     uint64_t size;
     std::memcpy(&size, task.message + kHeaderNbytes + 8 * d, 8);
     is_empty |= size == 0;
+    last_size = size;
     size = std::max<uint64_t>(size, 1);
     if (size > (~uint64_t{0} >> 1) / product) return LosslessStatus::kField;
     product *= size;
   }
   if (header.numel != (is_empty ? 0 : product)) return LosslessStatus::kField;
+  if (is_complex(header.type) && last_size != 2) return LosslessStatus::kField;
   if (is_coded) front += num_blocks_of(header.numel) * kEntryNbytes;
   if (front_sum(kernels, task.message, front) != header.header_sum)
     return LosslessStatus::kHeaderSum;
   if (header.code == kTooLong) return LosslessStatus::kTooLong;
   if (header.numel != task.numel) return LosslessStatus::kMismatch;
-  if (!task.adds && header.type != static_cast<uint8_t>(task.type)) {
+  if (task.adds ? header.type >= kLosslessFirstTypes : header.type != task.type) {
     return LosslessStatus::kMismatch;
   }
   return LosslessStatus::kSound;
 }
 
 // Checks every entry and the sum of the lengths; sets where each chunk of blocks begins.
-bool read_directory(LosslessType type, const Blocks& blocks,
+bool read_directory(const Header& header, const Blocks& blocks,
                     const Directory<const uint8_t>& directory, uint64_t payload_nbytes,
                     std::vector<uint64_t>& starts) {
   const int kinds = kCodeMask | kZerosLeftOut | (blocks.itemsize == 4 ? 3 * kByteLeftOut : 0);
-  (void)type;
+  const bool has_windows = kLosslessTypes[header.type] < LosslessType::kWord2;
   uint64_t start = 0;
   for (uint64_t b = 0; b < blocks.count(); ++b) {
     if (b % kChunk == 0) starts.push_back(start);
     const LosslessBlock block = directory.get(b);
     start += block.length;
     Tiers tiers;
+    if ((block.kind & ~kZerosLeftOut) == kRanked && header.version == kRankedVersion) {
+      if (block.base || block.nest) return false;
+      continue;
+    }
+    if (block.kind && !has_windows) return false;
     if (block.kind == 0
             ? block.base || block.nest || block.length != blocks.size(b) * blocks.itemsize
             : block.kind & ~kinds || !read_tiers(block, tiers)) {
@@ -245,12 +256,13 @@ bool read_directory(LosslessType type, const Blocks& blocks,
 
 uint64_t encode_message(const LosslessKernels& kernels, int64_t num_threads,
                         const LosslessEncode& task) {
-  const Blocks blocks{task.numel, static_cast<uint64_t>(lossless_itemsize(task.type))};
+  const LosslessType type = kLosslessTypes[task.type];
+  const Blocks blocks{task.numel, static_cast<uint64_t>(lossless_itemsize(type))};
   const uint64_t original_nbytes = task.numel * blocks.itemsize;
   const uint64_t shape_end = kHeaderNbytes + 8 * task.num_dims;
   num_threads = useful_threads(task.numel, num_threads);
   Header header = {{kMagic[0], kMagic[1], kMagic[2], kMagic[3]},
-                   kVersion,
+                   task.type < kLosslessFirstTypes ? kVersion : kRankedVersion,
                    static_cast<uint8_t>(task.type),
                    static_cast<uint8_t>(task.code),
                    static_cast<uint8_t>(task.num_dims),
@@ -274,6 +286,9 @@ uint64_t encode_message(const LosslessKernels& kernels, int64_t num_threads,
         encode_blocks(kernels, num_threads, task, blocks, directory, front, limit, shared);
     sums = shared.get();
     is_coded = header.nbytes <= limit;
+    for (uint64_t b = 0; is_coded && b < blocks.count(); ++b) {
+      if ((directory.get(b).kind & kCodeMask) == kRanked) header.version = kRankedVersion;
+    }
   } else {
     sums = sums_of(kernels, num_threads, task.words, blocks);
   }
@@ -307,7 +322,7 @@ LosslessStatus decode_message(const LosslessKernels& kernels, int64_t num_thread
   Header header;
   const LosslessStatus status = read_header(kernels, task, header);
   if (status != LosslessStatus::kSound) return status;
-  const auto type = static_cast<LosslessType>(header.type);
+  const LosslessType type = kLosslessTypes[header.type];
   const Blocks blocks{header.numel, static_cast<uint64_t>(lossless_itemsize(type))};
   const uint8_t* const lists = task.message + kHeaderNbytes + 8 * header.num_dims;
   const bool is_raw = header.code == 0;
@@ -315,7 +330,7 @@ LosslessStatus decode_message(const LosslessKernels& kernels, int64_t num_thread
   const Directory<const uint8_t> directory{lists, blocks.count()};
   std::vector<uint64_t> starts;
   if (!is_raw &&
-      !read_directory(type, blocks, directory, task.message + header.nbytes - payload, starts)) {
+      !read_directory(header, blocks, directory, task.message + header.nbytes - payload, starts)) {
     return LosslessStatus::kDirectory;
   }
 

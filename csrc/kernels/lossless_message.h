@@ -25,11 +25,26 @@ enum class LosslessStatus : int {
   kTrailing = 12
 };
 
+// What the words of each of the header's dtypes are; the first seven are those of version 1.
+constexpr int kLosslessFirstTypes = 7, kLosslessNumTypes = 21;
+constexpr LosslessType kLosslessTypes[kLosslessNumTypes] = {
+    LosslessType::kUInt8,    LosslessType::kBFloat16,   LosslessType::kFloat16,
+    LosslessType::kFloat32,  LosslessType::kFloat8E4M3, LosslessType::kFloat8E5M2,
+    LosslessType::kInt8,     LosslessType::kUInt8,      // bool
+    LosslessType::kWord2,    LosslessType::kWord2,      // int16, uint16
+    LosslessType::kWord4,    LosslessType::kWord4,      // int32, uint32
+    LosslessType::kWord8,    LosslessType::kWord8,      // int64, uint64
+    LosslessType::kWord8,                               // float64
+    LosslessType::kFloat16,  LosslessType::kFloat32,    // parts of complex32, complex64
+    LosslessType::kWord8,                               // parts of complex128
+    LosslessType::kFloat8E4M3, LosslessType::kFloat8E5M2,  // their variants fnuz
+    LosslessType::kUInt8};                                 // float8_e8m0fnu
+
 struct LosslessEncode {
-  LosslessType type;
+  uint8_t type;  // the header's dtype
   LosslessCode code;
   const uint8_t* words;  // contiguous
-  uint64_t numel;
+  uint64_t numel;        // of words: parts of complex numbers
   int num_dims;  // at most 8
   const uint64_t* shape;
   uint8_t* message;
@@ -47,7 +62,7 @@ struct LosslessDecode {
   uint64_t numel;  // what the result has room for; any other number is a mismatch
   bool adds;       // the values to `total`, whatever their type
   float* total;
-  LosslessType type;  // of `words`, where they are written otherwise; any other is a mismatch
+  uint8_t type;    // the header's dtype where `words` are written; any other is a mismatch
   uint8_t* words;
 };
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor
 
-from laconic.ops.lossless import LAYOUTS
+from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES
 
-DTYPES = tuple(LAYOUTS)
+DTYPES = EXPONENT_DTYPES
+"""Those that windows code; `structured.py` has the others too."""
+
+
+EVERY_DTYPE = [
+    dtype
+    if dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64)
+    else pytest.param(dtype, marks=pytest.mark.slow)
+    for dtype in DTYPE_NUMBERS
+]
+"""One of each kind, and the others that repeat them, which are slow in plain torch."""
 
 
 def bits(x: Tensor) -> Tensor:

@@ -16,13 +16,19 @@ LAYOUTS = {
     5: (1, 2, 5, 0, [], [0, 1, 7]),
     6: (1, 4, 4, 8, [], [0, 1, 2, 3]),
 }
+LAYOUTS |= {7: LAYOUTS[0], 15: LAYOUTS[2], 16: LAYOUTS[3], 18: LAYOUTS[4], 19: LAYOUTS[5], 20: LAYOUTS[0]}
+LAYOUTS |= {n: (k, 0, 0, 0, [], []) for n, k in ((8, 2), (9, 2), (10, 4), (11, 4), (12, 8), (13, 8), (14, 8), (17, 8))}
+RANKS = [(), (1,), (2,), (3,), (4,), (5,), (6,), (7,)]
+RANKS += [(1, 1), (1, 2, 2), (1, 2, 4), (2, 1, 1), (2, 2, 3), (3, 2, 3), (4, 3, 4), (5, 4, 4)]
 
 
 def decode(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
     """The dtype's number, the shape, and the original's bytes."""
     magic, version, dtype, code, num_dims = struct.unpack_from("<4s4B", message)
     numel, nbytes, capacity, total, weighted, header_sum, reserved = struct.unpack_from("<7Q", message, 8)
-    assert (magic, version, reserved) == (b"LCNZ", 1, 0)
+    assert (magic, reserved) == (b"LCNZ", 0)
+    assert version in (1, 2)
+    assert version == 2 or dtype < 7
     assert len(message) == capacity
     assert not any(message[nbytes:])
     shape = struct.unpack_from(f"<{num_dims}Q", message, 64)
@@ -42,7 +48,11 @@ def decode(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
         for b in range(num_blocks):
             payload = _Payload(message[at : at + lengths[b]])
             n = min(4096, numel - 4096 * b)
-            original += _block(payload, n, LAYOUTS[dtype], kinds[b], bases[b], nests[b])
+            if kinds[b] & 7 == 4:
+                assert (version, kinds[b] & ~8, bases[b], nests[b]) == (2, 4, 0, 0)
+                original += _ranked_block(payload, n, LAYOUTS[dtype], kinds[b])
+            else:
+                original += _block(payload, n, LAYOUTS[dtype], kinds[b], bases[b], nests[b])
             assert payload.at == len(payload.data)
             at += lengths[b]
         assert at == nbytes
@@ -92,6 +102,39 @@ def _block(payload: _Payload, n: int, layout: tuple, kind: int, base: int, nest:
     assert all(e < 1 << exponent_bits for e in exponents.values())
     coded = iter([word | (exponents[i] ^ flip) << exponent_bit for i, word in enumerate(words)])
     return b"".join((next(coded) if keep else 0).to_bytes(nbytes, "little") for keep in kept)
+
+
+def _ranked_block(payload: _Payload, n: int, layout: tuple, kind: int) -> bytes:
+    nbytes, exponent_bit, exponent_bits = layout[:3]
+    kept = payload.bits(n) if kind & 8 else [1] * n
+    m = sum(kept)
+    words = [0] * m
+    for p in range(nbytes):
+        places = list(range(8 * p, 8 * p + 8))
+        if exponent_bits == 8 and p == nbytes - 2:
+            places[7] = 8 * nbytes - 1
+        if exponent_bits == 8 and p == nbytes - 1:
+            places = list(range(exponent_bit, exponent_bit + 8))
+        for i, byte in enumerate(_ranked_plane(payload, m)):
+            words[i] |= sum(((byte >> k) & 1) << place for k, place in enumerate(places))
+    coded = iter(words)
+    return b"".join((next(coded) if keep else 0).to_bytes(nbytes, "little") for keep in kept)
+
+
+def _ranked_plane(payload: _Payload, m: int) -> list[int]:
+    number, listed = payload.bytes(2)
+    size = sum((1 << width) - 1 for width in RANKS[number])
+    assert listed <= size + 1
+    values = payload.bytes(listed)
+    ranks, left = [0] * m, list(range(m))
+    for width in RANKS[number]:
+        planes = [payload.bits(len(left)) for _ in range(width)]
+        codes = [sum(plane[i] << k for k, plane in enumerate(planes)) for i in range(len(left))]
+        for i, code in zip(left, codes, strict=True):
+            ranks[i] += code
+        left = [i for i, code in zip(left, codes, strict=True) if code == (1 << width) - 1]
+    escaped = dict(zip(left, payload.bytes(len(left)), strict=True)) if listed <= size else {}
+    return [escaped[i] if i in escaped else values[rank] for i, rank in enumerate(ranks)]
 
 
 def _checksum(data: bytes) -> tuple[int, int]:

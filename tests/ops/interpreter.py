@@ -33,6 +33,10 @@ numpy_may_warn = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """The interpreter computes with numpy, which warns where NaN, infinity and 64-bit wrap-around are meant to happen."""
 
 
+MOST_SECONDS = 1500
+"""For all of them in one process; a test that starts it needs a limit above that."""
+
+
 def run_interpreted(markers: str) -> None:
     """Run the tests of Triton kernels that are marked so in a process with the interpreter; they must pass."""
     files = sorted(Path(__file__).parent.glob("test_*triton.py"))
@@ -42,7 +46,7 @@ def run_interpreted(markers: str) -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=MOST_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.ops.interpreter import INTERPRETED, run_interpreted
+from tests.ops.interpreter import INTERPRETED, MOST_SECONDS, run_interpreted
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    INTERPRETED or torch.cuda.is_available(), reason="the kernels run where their tests are"
-)
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the kernels run where their tests are"),
+    pytest.mark.timeout(MOST_SECONDS + 60),
+]
 
 
 def test_interpreted_kernels_pass_their_tests() -> None:

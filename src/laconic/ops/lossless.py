@@ -19,10 +19,13 @@ __all__ = [
     "BLOCK_NUMEL",
     "CODES",
     "DTYPE_NUMBERS",
+    "EXPONENT_DTYPES",
     "HEADER_NBYTES",
     "LAYOUTS",
     "MAX_DIMS",
     "MAX_FRONT_NBYTES",
+    "RANKED",
+    "RANKED_WIDTHS",
     "WIDTHS",
     "DamagedMessage",
     "Header",
@@ -32,10 +35,13 @@ __all__ = [
     "front_checksum",
     "max_nbytes",
     "parse_header",
+    "words_of",
 ]
 
 MAGIC = b"LCNZ"
 VERSION = 1
+RANKED_VERSION = 2
+"""Of messages with a ranked block or a dtype without windows, which version 1 does not have."""
 BLOCK_NUMEL = 4096
 HEADER_NBYTES = 64
 MAX_DIMS = 8
@@ -48,6 +54,13 @@ TOO_LONG = 255
 
 WIDTHS = ((), (3,), (2, 2, 3), (3, 2, 2))
 """Bits per tier for bits 0-2 of a block's kind; kind 0 is raw."""
+RANKED = 4
+"""Bits 0-2 of the kind of a block whose bytes are coded by rank."""
+RANKED_WIDTHS = (
+    *((), (1,), (2,), (3,), (4,), (5,), (6,), (7,)),
+    *((1, 1), (1, 2, 2), (1, 2, 4), (2, 1, 1), (2, 2, 3), (3, 2, 3), (4, 3, 4), (5, 4, 4)),
+)
+"""Bits per tier of a byte plane's ranks, by the number that the plane begins with."""
 ZEROS_LEFT_OUT = 8
 PLANE_LEFT_OUT = 16
 """Bits 3 and 4 of a block's kind; bit 5 is byte plane 1."""
@@ -60,7 +73,23 @@ DTYPE_NUMBERS = {
     torch.float8_e4m3fn: 4,
     torch.float8_e5m2: 5,
     torch.int8: 6,
+    torch.bool: 7,
+    torch.int16: 8,
+    torch.uint16: 9,
+    torch.int32: 10,
+    torch.uint32: 11,
+    torch.int64: 12,
+    torch.uint64: 13,
+    torch.float64: 14,
+    torch.complex32: 15,
+    torch.complex64: 16,
+    torch.complex128: 17,
+    torch.float8_e4m3fnuz: 18,
+    torch.float8_e5m2fnuz: 19,
+    torch.float8_e8m0fnu: 20,
 }
+EXPONENT_DTYPES = tuple(dtype for dtype, number in DTYPE_NUMBERS.items() if number < 7)
+"""Those of version 1. Sums take them, and coding them is fast."""
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _CODE_NAMES = {number: name for name, number in CODES.items()}
 
@@ -80,6 +109,11 @@ class WordLayout:
     exponent_flip: int = 0
     """The exponent is taken exclusive or this, so that small integers of both signs are neighbours."""
 
+    @property
+    def has_exponent(self) -> bool:
+        """Whether windows code it; blocks of other words are ranked or raw."""
+        return self.exponent_bits > 0
+
 
 LAYOUTS = {
     torch.bfloat16: WordLayout(2, 7, 8, byte_shifts=(0,), sign_in_last_byte=True),
@@ -90,6 +124,23 @@ LAYOUTS = {
     torch.uint8: WordLayout(1, 4, 4, bit_shifts=(0, 1, 2, 3)),
     torch.int8: WordLayout(1, 4, 4, bit_shifts=(0, 1, 2, 3), exponent_flip=8),
 }
+LAYOUTS |= {
+    torch.bool: LAYOUTS[torch.uint8],
+    torch.float8_e8m0fnu: LAYOUTS[torch.uint8],
+    torch.float8_e4m3fnuz: LAYOUTS[torch.float8_e4m3fn],
+    torch.float8_e5m2fnuz: LAYOUTS[torch.float8_e5m2],
+    torch.int16: WordLayout(2, 0, 0),
+    torch.uint16: WordLayout(2, 0, 0),
+    torch.int32: WordLayout(4, 0, 0),
+    torch.uint32: WordLayout(4, 0, 0),
+    torch.int64: WordLayout(8, 0, 0),
+    torch.uint64: WordLayout(8, 0, 0),
+    torch.float64: WordLayout(8, 0, 0),
+    torch.complex32: LAYOUTS[torch.float16],
+    torch.complex64: LAYOUTS[torch.float32],
+    torch.complex128: WordLayout(8, 0, 0),
+}
+"""Of complex numbers: of their parts, which are the words."""
 
 
 class Status(IntEnum):
@@ -113,7 +164,8 @@ class Status(IntEnum):
 _SENTENCES = {
     Status.TRUNCATED: "the message is shorter than its header",
     Status.NOT_A_MESSAGE: "the message does not begin with LCNZ; it was not written by lossless_encode",
-    Status.VERSION: f"the message has another version than {VERSION}; decode it with the release that wrote it",
+    Status.VERSION: f"the message has another version than {VERSION} or {RANKED_VERSION}; decode it with the release"
+    " that wrote it",
     Status.FIELD: "a field of the header has a value that does not exist",
     Status.LENGTH: "the lengths in the header and the message's own do not agree",
     Status.HEADER_SUM: "header_sum does not fit the header and the block lists; they were damaged",
@@ -150,6 +202,8 @@ class Header:
     weighted_sum: int
     header_sum: int
     numel: int
+    """Words: elements, or the parts of complex ones."""
+    version: int = VERSION
 
     @property
     def num_blocks(self) -> int:
@@ -159,7 +213,7 @@ class Header:
     @property
     def directory_offset(self) -> int:
         """Where the lists of lengths, kinds, bases and nests begin."""
-        return HEADER_NBYTES + 8 * len(self.shape)
+        return HEADER_NBYTES + 8 * (len(self.shape) + self.dtype.is_complex)
 
     @property
     def payload_offset(self) -> int:
@@ -173,9 +227,15 @@ def max_nbytes(numel: int, dtype: torch.dtype) -> int:
     64 for the header, 64 for a shape of 8 dimensions, the original, and 5 per block so that an encoder can write blocks
     before it knows whether all of them together pay. Raises FormatError for a dtype without a layout.
     """
+    numel *= 1 + dtype.is_complex
     if dtype not in LAYOUTS:
         raise FormatError(f"dtype is {dtype}, but it must be one of {dtype_names()}; view other types as uint8")
     return MAX_FRONT_NBYTES + numel * LAYOUTS[dtype].nbytes + 5 * ((numel + BLOCK_NUMEL - 1) // BLOCK_NUMEL)
+
+
+def words_of(x: Tensor) -> Tensor:
+    """The tensor that a message really holds: `x`, or the parts [..., 2] of complex numbers. Shares the memory."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def dtype_names() -> str:
@@ -203,13 +263,15 @@ def parse_header(front: bytes, available_nbytes: int) -> Header:
     numel, nbytes, capacity_nbytes, total, weighted, header_sum, reserved = counts
     if magic != MAGIC:
         raise DamagedMessage(Status.NOT_A_MESSAGE, f"magic is {magic!r}, but a lossless message begins with {MAGIC!r}")
-    if version != VERSION:
+    if version not in (VERSION, RANKED_VERSION):
         raise DamagedMessage(
             Status.VERSION,
-            f"version is {version}, but this release reads version {VERSION}; decode with the release that wrote it",
+            f"version is {version}, but this release reads versions {VERSION} and {RANKED_VERSION}; decode with the "
+            "release that wrote it",
         )
-    if dtype not in _DTYPES:
-        raise DamagedMessage(Status.FIELD, f"dtype is {dtype}, but it must be at most {max(_DTYPES)}")
+    most = (len(EXPONENT_DTYPES) if version == VERSION else len(_DTYPES)) - 1
+    if dtype > most:
+        raise DamagedMessage(Status.FIELD, f"dtype is {dtype}, but it must be at most {most} in version {version}")
     if code != TOO_LONG and code not in _CODE_NAMES:
         raise DamagedMessage(Status.FIELD, f"code is {code}, but it must be 0, 1, 2 or {TOO_LONG}")
     if num_dims > MAX_DIMS:
@@ -244,7 +306,11 @@ def parse_header(front: bytes, available_nbytes: int) -> Header:
         raise DamagedMessage(
             Status.FIELD, f"shape is {shape}, but its product must be numel, {numel}, and without zeros below 2**63"
         )
-    return Header(_DTYPES[dtype], name, shape, nbytes, capacity_nbytes, total, weighted, header_sum, numel)
+    if _DTYPES[dtype].is_complex:
+        if shape[-1:] != (2,):
+            raise DamagedMessage(Status.FIELD, f"shape is {shape}, but that of complex numbers ends with 2 parts")
+        shape = shape[:-1]
+    return Header(_DTYPES[dtype], name, shape, nbytes, capacity_nbytes, total, weighted, header_sum, numel, version)
 
 
 def checksum(data: Tensor) -> tuple[Tensor, Tensor]:

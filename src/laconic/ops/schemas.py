@@ -429,14 +429,16 @@ def check_lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> 
         raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {dtype_names()}; view other types as uint8")
     if code not in CODES:
         raise FormatError(f"code is {code!r}, but it must be one of {', '.join(CODES)}")
-    if x.dim() > MAX_DIMS:
-        raise FormatError(f"x has {x.dim()} dimensions, but a message holds at most {MAX_DIMS}; flatten x first")
+    num_dims = x.dim() + x.is_complex()
+    if num_dims > MAX_DIMS:
+        most = f"{MAX_DIMS - 1} of complex numbers" if x.is_complex() else str(MAX_DIMS)
+        raise FormatError(f"x has {x.dim()} dimensions, but a message holds at most {most}; flatten x first")
     if capacity_nbytes is None:
         return max_nbytes(x.numel(), x.dtype)
-    if capacity_nbytes < HEADER_NBYTES + 8 * x.dim():
+    if capacity_nbytes < HEADER_NBYTES + 8 * num_dims:
         raise FormatError(
             f"capacity_nbytes is {capacity_nbytes}, but the header of a tensor of {x.dim()} dimensions takes"
-            f" {HEADER_NBYTES + 8 * x.dim()}; laconic.formats.lossless.max_nbytes is always enough"
+            f" {HEADER_NBYTES + 8 * num_dims}; laconic.formats.lossless.max_nbytes is always enough"
         )
     return capacity_nbytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic.ops.lossless import CODES, DTYPE_NUMBERS
+from laconic.ops.lossless import CODES, DTYPE_NUMBERS, words_of
 from laconic.ops.native.library import isa_number, kernels
 from laconic.ops.schemas import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 
@@ -15,15 +15,15 @@ __all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
 def lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None, *, isa: str | None = None) -> Tensor:
     """`reference.lossless_encode` in C++, the same message; `isa` overrides the instruction set."""
     message = torch.empty(check_lossless_encode(x, code, capacity_nbytes), dtype=torch.uint8)
-    words = x.contiguous()
+    words = words_of(x).contiguous()
     kernels().lossless_encode(
         isa_number(isa),
         torch.get_num_threads(),
         words.data_ptr(),
         DTYPE_NUMBERS[x.dtype],
         CODES[code],
-        x.numel(),
-        list(x.shape),
+        words.numel(),
+        list(words.shape),
         message.data_ptr(),
         message.numel(),
         capacity_nbytes is not None,
@@ -53,7 +53,7 @@ def _decode(out: Tensor, message: Tensor, adds: bool, isa: str | None) -> Tensor
         torch.get_num_threads(),
         message.data_ptr(),
         message.numel(),
-        out.numel(),
+        words_of(out).numel(),
         adds,
         DTYPE_NUMBERS[out.dtype],
         out.data_ptr(),

@@ -18,27 +18,33 @@ from laconic.ops.lossless import (
     BLOCK_NUMEL,
     CODES,
     DTYPE_NUMBERS,
+    EXPONENT_DTYPES,
     HEADER_NBYTES,
     LAYOUTS,
     MAGIC,
     MAX_FRONT_NBYTES,
     PLANE_LEFT_OUT,
+    RANKED,
+    RANKED_VERSION,
     TOO_LONG,
     VERSION,
     WIDTHS,
     ZEROS_LEFT_OUT,
     DamagedMessage,
+    Header,
     Status,
     WordLayout,
     checksum,
     front_checksum,
     parse_header,
+    words_of,
 )
+from laconic.ops.reference.lossless_ranked import decode_ranked, encode_ranked, split_planes
 from laconic.ops.schemas import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
 
 __all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPAN = 32  # exponents that the encoder considers, from the largest one down
 _GROUP = 256 * BLOCK_NUMEL  # elements that are worked on at a time, to bound memory
 
@@ -50,30 +56,36 @@ _GROUP = 256 * BLOCK_NUMEL  # elements that are worked on at a time, to bound me
 def lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> Tensor:
     """The message of `x` at the front of uint8 [capacity or max_nbytes]; see `laconic.ops.lossless_encode`."""
     size = check_lossless_encode(x, code, capacity_nbytes)
-    layout = LAYOUTS[x.dtype]
+    layout, dtype = LAYOUTS[x.dtype], DTYPE_NUMBERS[x.dtype]
+    x = words_of(x)
     original = x.reshape(-1).contiguous().view(torch.uint8)
     raw_nbytes = HEADER_NBYTES + 8 * x.dim() + original.numel()
 
     # 1. The body: coded if that is shorter.
     number, body, directory_nbytes = CODES["raw"], original, 0
+    version = VERSION if dtype < len(EXPONENT_DTYPES) else RANKED_VERSION
     if code != "raw":
-        groups = [_encode_blocks(group, layout, code) for group in _words(original, layout).split(_GROUP)]
+        encode_group = _encode_blocks if layout.has_exponent else _encode_ranked_blocks
+        groups = [encode_group(group, layout, code) for group in _words(original, layout).split(_GROUP)]
         payload, lengths, kinds, bases, nests = (torch.cat(parts) for parts in zip(*groups, strict=True))
         directory = torch.cat((lengths.to(torch.int16).view(torch.uint8), kinds, bases, nests))
         if HEADER_NBYTES + 8 * x.dim() + directory.numel() + payload.numel() < raw_nbytes:
             number, body, directory_nbytes = CODES[code], torch.cat((directory, payload)), directory.numel()
+            if ((kinds & 7) == RANKED).any():
+                version = RANKED_VERSION
 
     # 2. Without the body if it does not fit.
     nbytes = HEADER_NBYTES + 8 * x.dim() + body.numel()
     if capacity_nbytes is not None and nbytes > capacity_nbytes:
         number, body, directory_nbytes = TOO_LONG, body[:0], 0
+        version = VERSION if dtype < len(EXPONENT_DTYPES) else RANKED_VERSION
         nbytes = HEADER_NBYTES + 8 * x.dim()
 
     # 3. The header, whose own checksum goes in last.
     sums = [int(value) & 0xFFFFFFFFFFFFFFFF for value in checksum(original)]
-    dims = (DTYPE_NUMBERS[x.dtype], number, x.dim())
+    dims = (dtype, number, x.dim())
     capacity = nbytes if capacity_nbytes is None else capacity_nbytes
-    header = MAGIC + struct.pack(f"<4B7Q{x.dim()}Q", VERSION, *dims, x.numel(), nbytes, capacity, *sums, 0, 0, *x.shape)
+    header = MAGIC + struct.pack(f"<4B7Q{x.dim()}Q", version, *dims, x.numel(), nbytes, capacity, *sums, 0, 0, *x.shape)
     message = torch.zeros(size, dtype=torch.uint8, device=x.device)
     message[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     message[len(header) : nbytes] = body
@@ -87,7 +99,8 @@ def lossless_decode_(out: Tensor, message: Tensor) -> Tensor:
     """Write the values of `message` to `out`; see `laconic.ops.lossless_decode_`."""
     check_lossless_decode_(out, message)
     try:
-        out.copy_(_decode(message, out.numel(), out.dtype).view(out.shape))
+        words = words_of(out)
+        words.copy_(_decode(message, words.numel(), out.dtype).view(words.dtype).view(words.shape))
         return torch.zeros((), dtype=torch.int32, device=out.device)
     except DamagedMessage as damage:
         return torch.tensor(int(damage.status), dtype=torch.int32, device=out.device)
@@ -152,24 +165,35 @@ def _encode_blocks(words: Tensor, layout: WordLayout, code: str) -> tuple[Tensor
             kind += torch.where(needed, 0, PLANE_LEFT_OUT << index)
         sections.append(_Section(kept_block[needed[kept_block]], value[needed[kept_block]], False))
     sections += [_Section(kept_block, (kept_words >> shift) & 1, True) for shift in layout.bit_shifts]
-    sections += _exponent_sections(_exponent(kept_words, layout), kept_block, choice)
+    exponent_sections = list(_exponent_sections(_exponent(kept_words, layout), kept_block, choice))
+    sections += exponent_sections
 
-    # 2. Blocks that do not get shorter are raw.
+    # 2. Blocks that look as if ranks were shorter are ranked if they are; those that do not get shorter are raw.
     lengths = torch.stack([section.nbytes(num_blocks) for section in sections]).sum(0)
     raw_lengths = torch.bincount(block, minlength=num_blocks) * layout.nbytes
-    raw = lengths >= raw_lengths
-    lengths = torch.where(raw, raw_lengths, lengths)
+    num_escapes = sum(section.nbytes(num_blocks) for section in exponent_sections if not section.is_bits)
+    is_bad = (16 * lengths >= 15 * raw_lengths) | (8 * num_escapes > torch.bincount(kept_block, minlength=num_blocks))
+    data = _bytes(words, layout)
+    payloads = {}
+    for b in _candidates(data, words, block, kind, is_bad, layout).nonzero()[:, 0].tolist():
+        payload = encode_ranked(data[block == b], layout, layout.nbytes > 1 and bool(zeros_out[b]))
+        if len(payload) < min(int(lengths[b]), int(raw_lengths[b])):
+            payloads[b] = payload
+            lengths[b], kind[b] = len(payload), RANKED + (ZEROS_LEFT_OUT if layout.nbytes > 1 else 0) * zeros_out[b]
+    for b in (lengths >= raw_lengths).nonzero()[:, 0].tolist():
+        payloads[b] = data[block == b].flatten()
+        lengths[b], kind[b] = raw_lengths[b], 0
     nest = choice.o2 | (choice.o3 << 3)
-    kind, base, nest = (torch.where(raw, 0, value).to(torch.uint8) for value in (kind, choice.base, nest))
-    byte_shifts = 8 * torch.arange(layout.nbytes, device=words.device)
-    original = (words[:, None] >> byte_shifts).flatten() & 255
-    original_block = block.repeat_interleave(layout.nbytes)
-    keep_raw = raw[original_block]
+    plain = (kind & 7 == 0) | (kind & 7 == RANKED)
+    kind, base, nest = (value.to(torch.uint8) for value in (kind, choice.base * ~plain, nest * ~plain))
     sections = [
-        _Section(section.block[~raw[section.block]], section.value[~raw[section.block]], section.is_bits)
+        _Section(section.block[~plain[section.block]], section.value[~plain[section.block]], section.is_bits)
         for section in sections
     ]
-    sections.append(_Section(original_block[keep_raw], original[keep_raw], False))
+    if payloads:
+        of_blocks = torch.tensor(sorted(payloads), device=words.device)
+        values = torch.cat([payloads[b] for b in sorted(payloads)]).long()
+        sections.append(_Section(of_blocks.repeat_interleave(lengths[of_blocks]), values, False))
 
     # 3. The payloads: each value added in where its section and its rank in the block say.
     payload = torch.zeros(int(lengths.sum()), dtype=torch.uint8, device=words.device)
@@ -183,6 +207,58 @@ def _encode_blocks(words: Tensor, layout: WordLayout, code: str) -> tuple[Tensor
         payload.scatter_add_(0, place, part.to(torch.uint8))
         cursor = cursor + section.nbytes(num_blocks)
     return payload, lengths, kind, base, nest
+
+
+def _encode_ranked_blocks(
+    words: Tensor, layout: WordLayout, code: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `_encode_blocks`, of words without an exponent: their blocks are ranked or raw."""
+    payloads, kinds = [], []
+    for block in words.split(BLOCK_NUMEL):
+        data = _bytes(block, layout)
+        sample = block[torch.arange(len(block), device=words.device) % 512 < 32]
+        zeros_out = 8 * int((sample == 0).sum()) > len(sample)
+        payload = encode_ranked(data, layout, zeros_out)
+        is_shorter = len(payload) < data.numel()
+        payloads.append(payload if is_shorter else data.flatten())
+        kinds.append(RANKED + ZEROS_LEFT_OUT * zeros_out if is_shorter else 0)
+    kind = torch.tensor(kinds, dtype=torch.uint8, device=words.device)
+    none = torch.zeros_like(kind)
+    lengths = torch.tensor([len(payload) for payload in payloads], device=words.device)
+    return torch.cat(payloads), lengths, kind, none, none
+
+
+def _candidates(data: Tensor, words: Tensor, block: Tensor, kind: Tensor, is_bad: Tensor, layout: WordLayout) -> Tensor:
+    """Where ranks may be shorter (docs/formats.md, step 4), from a sixty-fourth of the words: bool [num_blocks].
+
+    `data` are the bytes of the words, uint8 [n, k]; `is_bad` says where windows did not fit.
+    """
+    # 1. The probe.
+    num_blocks = len(kind)
+    zeros_out = (kind & ZEROS_LEFT_OUT).bool() & (layout.nbytes > 1)
+    probed = (torch.arange(len(words), device=words.device) % 512 < 8) & (~zeros_out[block] | (words != 0))
+    at = block[probed]
+    num_probed = torch.bincount(at, minlength=num_blocks)
+    planes = [plane[probed] for plane in split_planes(data, layout)]
+
+    def has_few(plane: Tensor, most: float) -> Tensor:
+        """Where the probe of a plane has at most so many values per word."""
+        seen = torch.zeros(num_blocks, 256, dtype=torch.bool, device=words.device)
+        seen[at, plane.long()] = True
+        return (seen.sum(1) <= most * num_probed) & (num_probed > 0)
+
+    # 2. Bytes besides the exponent that take few values.
+    found = is_bad & has_few(planes[-1], 3 / 4)
+    if layout.nbytes == 1:
+        found |= has_few(planes[0], 3 / 8)
+    if layout.nbytes == 2:
+        found |= has_few(planes[0], 3 / 4)
+    if layout.nbytes == 4:
+        found |= has_few(planes[2], 3 / 4)
+        left_out = [(kind & PLANE_LEFT_OUT << index).bool() for index in (0, 1)]
+        found |= ~left_out[0] & has_few(planes[0], 3 / 4)
+        found |= left_out[0] & ~left_out[1] & has_few(planes[1], 3 / 4)
+    return found
 
 
 def _exponent_sections(exponent: Tensor, block: Tensor, choice: _Choice) -> Iterator[_Section]:
@@ -291,6 +367,11 @@ class _Payloads:
         self.cursor += torch.bincount(block, minlength=self.cursor.numel())
         return value
 
+    def rest(self, block: int) -> Tensor:
+        """All that is left of one block, uint8 [k]; somebody else reads it."""
+        start, self.cursor[block] = int(self.cursor[block]), self.end[block]
+        return self.data[start : int(self.end[block])]
+
     def finished(self) -> Tensor:
         """Whether every section was there and nothing is left: a cursor only moves forward."""
         return self.sound & (self.cursor == self.end).all()
@@ -303,11 +384,12 @@ def _decode(message: Tensor, numel: int, dtype: torch.dtype | None) -> Tensor:
     """The values [numel] of a message, after every check. Raises DamagedMessage."""
     # 1. Header and lists.
     header = parse_header(bytes(message[:MAX_FRONT_NBYTES].tolist()), message.numel())
+    expected = EXPONENT_DTYPES if dtype is None else (dtype,)
     if front_checksum(message[: header.payload_offset]) != header.header_sum:
         raise DamagedMessage(Status.HEADER_SUM)
     if header.code == "too long":
         raise DamagedMessage(Status.TOO_LONG)
-    if header.numel != numel or dtype not in (None, header.dtype):
+    if header.numel != numel or header.dtype not in expected:
         raise DamagedMessage(Status.MISMATCH)
 
     # 2. The bytes of the original.
@@ -320,7 +402,7 @@ def _decode(message: Tensor, numel: int, dtype: torch.dtype | None) -> Tensor:
         lengths, *rest = lists.split([2 * header.num_blocks] + [header.num_blocks] * 3)
         length = lengths.clone().view(torch.int16).long() & 0xFFFF
         kind, base, nest = (part.long() for part in rest)
-        _check_directory(length, kind, base, nest, payload.numel(), header.numel, layout)
+        _check_directory(header, length, kind, base, nest, payload.numel(), layout)
         start = length.cumsum(0) - length
         words = []
         for first in range(0, header.num_blocks, _GROUP // BLOCK_NUMEL):
@@ -340,13 +422,17 @@ def _decode(message: Tensor, numel: int, dtype: torch.dtype | None) -> Tensor:
 
 
 def _check_directory(
-    length: Tensor, kind: Tensor, base: Tensor, nest: Tensor, payload_nbytes: int, numel: int, layout: WordLayout
+    header: Header, length: Tensor, kind: Tensor, base: Tensor, nest: Tensor, payload_nbytes: int, layout: WordLayout
 ) -> None:
     """Every entry is one that an encoder can write, and the lengths add up. Raises DamagedMessage."""
     shape, o2, o3 = kind & 7, nest & 7, nest >> 3
-    sound = (shape < len(WIDTHS)) & (kind < (64 if layout.nbytes == 4 else 16)) & (o3 < 8)
+    ranked = (shape == RANKED) & (header.version == RANKED_VERSION)
+    coded = (shape < len(WIDTHS)) & (kind < (64 if layout.nbytes == 4 else 16)) & (o3 < 8)
+    if not layout.has_exponent:
+        coded &= shape == 0
+    sound = torch.where(ranked, (kind < 16) & ((base | nest) == 0), coded)
     block_numel = torch.full_like(length, BLOCK_NUMEL)
-    block_numel[-1] = numel - BLOCK_NUMEL * (len(length) - 1)
+    block_numel[-1] = header.numel - BLOCK_NUMEL * (len(length) - 1)
     sound &= (shape != 0) | ((kind | base | nest) == 0) & (length == block_numel * layout.nbytes)
     sound &= (shape != 1) | (nest == 0)
     sound &= (shape != 2) | (o2 < 4)
@@ -359,9 +445,14 @@ def _decode_blocks(payloads: _Payloads, choice: _Choice, numel: int, layout: Wor
     """The words [numel] of consecutive blocks, int64. Raises DamagedMessage."""
     block = torch.arange(numel, device=choice.kind.device) // BLOCK_NUMEL
     words = torch.zeros_like(block)
+    ranked = (choice.kind & 7) == RANKED
+    for b in ranked.nonzero()[:, 0].tolist():
+        own = slice(b * BLOCK_NUMEL, min((b + 1) * BLOCK_NUMEL, numel))
+        data = decode_ranked(payloads.rest(b), own.stop - own.start, layout, bool(choice.kind[b] & ZEROS_LEFT_OUT))
+        words[own] = _words(data.flatten(), layout)
     raw = ((choice.kind & 7) == 0)[block]
-    masked = (choice.kind & ZEROS_LEFT_OUT).bool()[block]
-    kept = ~raw
+    kept = ~raw & ~ranked[block]
+    masked = kept & (choice.kind & ZEROS_LEFT_OUT).bool()[block]
     kept[masked] = payloads.bits(block[masked]).bool()
     kept_block = block[kept]
 
@@ -394,8 +485,8 @@ def _decode_blocks(payloads: _Payloads, choice: _Choice, numel: int, layout: Wor
     words[kept] = value | ((exponent ^ layout.exponent_flip) << layout.exponent_shift)
 
     # 3. Raw blocks.
-    raw_bytes = payloads.bytes(block[raw].repeat_interleave(layout.nbytes)).view(-1, layout.nbytes)
-    words[raw] = (raw_bytes << (8 * torch.arange(layout.nbytes, device=words.device))).sum(1)
+    raw_bytes = payloads.bytes(block[raw].repeat_interleave(layout.nbytes))
+    words[raw] = _words(raw_bytes.byte(), layout)
     if not (payloads.finished() and not (exponent >> layout.exponent_bits).any()):
         raise DamagedMessage(Status.PAYLOAD)
     return words
@@ -420,8 +511,14 @@ def _rank(block: Tensor, num_blocks: int) -> Tensor:
 
 
 def _words(original: Tensor, layout: WordLayout) -> Tensor:
-    """Bytes of the original -> words without sign, int64."""
-    return original.view(_WORDS[layout.nbytes]).long() & ((1 << (8 * layout.nbytes)) - 1)
+    """Bytes of the original -> words, int64, without sign unless they fill it."""
+    words = original.view(_WORDS[layout.nbytes]).long()
+    return words if layout.nbytes == 8 else words & ((1 << (8 * layout.nbytes)) - 1)
+
+
+def _bytes(words: Tensor, layout: WordLayout) -> Tensor:
+    """The reverse: uint8 [n, k]."""
+    return words.to(_WORDS[layout.nbytes]).view(torch.uint8).view(-1, layout.nbytes)
 
 
 def _exponent(words: Tensor, layout: WordLayout) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.lossless import DTYPE_NUMBERS, Status
+from laconic.ops.lossless import DTYPE_NUMBERS, LAYOUTS, Status, words_of
 from laconic.ops.triton import lossless_words as shared
 from laconic.ops.triton.blockwise import _on_device
 
@@ -26,6 +26,9 @@ _TOO_LONG = shared.TOO_LONG
 _LISTED = tl.constexpr(1024)
 _NUM_DTYPES = tl.constexpr(len(DTYPE_NUMBERS))
 _ANY = -1
+_FIRST_COMPLEX = tl.constexpr(DTYPE_NUMBERS[torch.complex32])
+_LAST_COMPLEX = tl.constexpr(DTYPE_NUMBERS[torch.complex128])
+_FIRST_DTYPES = shared.FIRST_DTYPES
 _COUNTS = ("numel", "num_blocks", "expected_dtype")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
 
@@ -65,7 +68,7 @@ def _packed_layout(dtype, LAYOUTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["available"])
-def _read_header_kernel(message_ptr, available, info_ptr, LAYOUTS: tl.constexpr):
+def _read_header_kernel(message_ptr, available, info_ptr, LAYOUTS: tl.constexpr, ITEMS: tl.constexpr):
     # 1. The fixed part. What is not there reads as 0.
     size = tl.zeros([], tl.int64) + available
     front = shared.load_u64(message_ptr, 0, size)
@@ -77,8 +80,13 @@ def _read_header_kernel(message_ptr, available, info_ptr, LAYOUTS: tl.constexpr)
     num_dims = (front >> 56) & 255
     status = tl.where(size < shared.HEADER_NBYTES, _TRUNCATED, 0).to(tl.int64)
     status = _first(status, (front & 0xFFFFFFFF) != shared.MAGIC, _NOT_A_MESSAGE)
-    status = _first(status, ((front >> 32) & 255) != shared.VERSION, _VERSION)
-    is_field = (dtype < _NUM_DTYPES) & ((code <= 2) | (code == _TOO_LONG)) & (num_dims <= 8)
+    version = (front >> 32) & 255
+    status = _first(status, (version != shared.VERSION) & (version != shared.RANKED_VERSION), _VERSION)
+    is_field = (
+        (dtype < tl.where(version == shared.VERSION, _FIRST_DTYPES, _NUM_DTYPES))
+        & ((code <= 2) | (code == _TOO_LONG))
+        & (num_dims <= 8)
+    )
     status = _first(status, (is_field == 0) | (shared.load_u64(message_ptr, 56, size) != 0), _FIELD)
 
     # 2. Lengths. As unsigned numbers, the negative ones are larger than any tensor.
@@ -89,7 +97,7 @@ def _read_header_kernel(message_ptr, available, info_ptr, LAYOUTS: tl.constexpr)
     is_coded = (code != _RAW) & (code != _TOO_LONG)
     payload = tl.where(is_coded & (numel > 0), directory + shared.ENTRY_NBYTES * num_blocks, directory)
     rest = nbytes - payload
-    item = tl.maximum(layout & 7, 1)
+    item = tl.maximum(_packed_layout(dtype, ITEMS), 1)
     is_coded_length = (numel > 0) & (rest > 0) & ((numel - 1) // 8 < rest)
     is_raw_length = (rest >= 0) & (rest % item == 0) & (rest // item == numel)
     fits = tl.where(code == _TOO_LONG, rest == 0, tl.where(code == _RAW, is_raw_length, is_coded_length))
@@ -99,13 +107,16 @@ def _read_header_kernel(message_ptr, available, info_ptr, LAYOUTS: tl.constexpr)
     product = tl.zeros([], tl.int64) + 1
     is_empty = product == 0
     is_shape = product == 1
+    last = tl.zeros([], tl.int64)
     for d in tl.static_range(8):
         if d < num_dims:
             length = shared.load_u64(message_ptr, 64 + 8 * d, size)
             is_shape = is_shape & (length >= 0) & (length <= 0x7FFFFFFFFFFFFFFF // product)
             is_empty = is_empty | (length == 0)
+            last = length
             product = tl.where(is_shape, product * tl.maximum(length, 1), 1)
     status = _first(status, (is_shape == 0) | (numel != tl.where(is_empty, 0, product)), _FIELD)
+    status = _first(status, (dtype >= _FIRST_COMPLEX) & (dtype <= _LAST_COMPLEX) & (last != 2), _FIELD)
 
     is_sound = status == 0
     tl.store(info_ptr + shared.STATUS, status)
@@ -113,6 +124,7 @@ def _read_header_kernel(message_ptr, available, info_ptr, LAYOUTS: tl.constexpr)
     tl.store(info_ptr + shared.DTYPE, dtype)
     tl.store(info_ptr + shared.LAYOUT, layout)
     tl.store(info_ptr + shared.NUMEL, numel)
+    tl.store(info_ptr + shared.MESSAGE_VERSION, version)
     # So that nobody reads by lengths that were found to be wrong.
     tl.store(info_ptr + shared.NBYTES, tl.where(is_sound, nbytes, 0))
     tl.store(info_ptr + shared.CAPACITY, tl.where(is_sound, capacity, 0))
@@ -149,6 +161,9 @@ def _read_lists_kernel(message_ptr, info_ptr, numel, num_blocks, lists_ptr):
     is_sound = is_sound & ((shape != 0) | (((kind | base | nest) == 0) & (length == raw_nbytes)))
     is_sound = is_sound & ((shape != 1) | (nest == 0)) & ((shape != 2) | (o2 < 4))
     is_sound = is_sound & ((shape != 3) | ((o2 < 4) & (o3 < 4)))
+    is_newer = tl.load(info_ptr + shared.MESSAGE_VERSION) == shared.RANKED_VERSION
+    is_ranked = is_newer & (shape == shared.RANKED) & (kind < 16) & ((base | nest) == 0)
+    is_sound = is_sound | is_ranked
     tl.store(lists_ptr + 2 * block, length, mask=block < num_blocks)
     tl.store(lists_ptr + 2 * block + 1, (exists & (is_sound == 0)).to(tl.int64), mask=block < num_blocks)
 
@@ -161,7 +176,8 @@ def _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, dtype)
     there = shared.load_u64(message_ptr, shared.HEADER_SUM_AT, tl.where(status == 0, 64, 0))
     status = _first(status, header_sum != there, _HEADER_SUM)
     status = _first(status, tl.load(info_ptr + shared.CODE) == _TOO_LONG, _TOO_LONG_STATUS)
-    is_other = (dtype >= 0) & (tl.load(info_ptr + shared.DTYPE) != dtype)
+    found = tl.load(info_ptr + shared.DTYPE)
+    is_other = tl.where(dtype >= 0, found != dtype, found >= _FIRST_DTYPES)
     status = _first(status, (tl.load(info_ptr + shared.NUMEL) != numel) | is_other, _MISMATCH)
     payload_nbytes = tl.load(info_ptr + shared.NBYTES) - tl.load(info_ptr + shared.PAYLOAD)
     is_listed = (tl.load(listed_ptr) == payload_nbytes) & (tl.load(listed_ptr + 1) == 0)
@@ -264,6 +280,53 @@ def _decode_block(ptr, start, end, n, kind, base, nest, layout):
 
 
 @triton.jit
+def _decode_ranked_block(ptr, start, end, n, kind, layout):
+    """As `_decode_block`, of a block whose byte planes are coded by rank."""
+    # 1. Which words there are.
+    i = tl.arange(0, _BLOCK)
+    kept = i < n
+    is_masked = ((kind & shared.ZEROS_LEFT_OUT) != 0).to(tl.int32)
+    mask, is_sound = _bits(ptr, start, end, kept, i, n, is_masked, 1)
+    kept = kept & ((mask | (1 - is_masked)) != 0)
+    cursor = start + is_masked * ((n + 7) // 8)
+    kept_rank, num_kept = _ranks(kept)
+
+    # 2. Plane by plane.
+    words = tl.zeros_like(i)
+    for plane in range(0, shared.word_nbytes(layout)):
+        number = tl.load(ptr + cursor, mask=cursor < end, other=255).to(tl.int32)
+        num_listed = tl.load(ptr + cursor + 1, mask=cursor + 1 < end, other=0).to(tl.int32)
+        is_sound = is_sound & (number < shared.NUM_RANK_CODES)
+        number = tl.minimum(number, shared.NUM_RANK_CODES - 1)
+        values = cursor + 2
+        cursor = values + num_listed
+        left = kept
+        rank = kept_rank
+        count = num_kept
+        place = tl.zeros_like(i)
+        size = tl.zeros_like(number)
+        for tier in tl.static_range(3):
+            width = shared.rank_width(number, tier)
+            passes = (1 << width) - 1
+            codes, is_tidy = _bits(ptr, cursor, end, left, rank, count, width, shared.MAX_RANK_WIDTH)
+            is_sound = is_sound & is_tidy
+            place = tl.where(left, size + codes, place)
+            cursor += width * ((count + 7) // 8)
+            left = left & (codes == passes)
+            rank, count = _ranks(left)
+            size += passes
+        is_sound = is_sound & (num_listed <= size + 1)
+        at = values + place
+        byte = tl.load(ptr + at, mask=kept & (place < num_listed) & (at < end), other=0).to(tl.int32)
+        at = cursor + rank
+        escapes = left & (at < tl.where(num_listed <= size, end, 0))
+        byte = tl.where(escapes, tl.load(ptr + at, mask=escapes, other=0).to(tl.int32), byte)
+        cursor += tl.where(num_listed <= size, count, 0)
+        words |= shared.from_plane(byte, plane, layout)
+    return tl.where(kept, words, 0), is_sound & (cursor == end)
+
+
+@triton.jit
 def _to_float(words, dtype):
     """The fp32 value of words of any dtype."""
     value = words.to(tl.float32, bitcast=True)
@@ -320,6 +383,8 @@ def _decode_kernel(
         for k in tl.static_range(4):
             byte = tl.load(ptr + start + i * item + k, mask=i < tl.where(k < item, n, 0), other=0).to(tl.int32)
             words |= byte << (8 * k)
+    elif (kind & 7) == shared.RANKED:
+        words, is_sound = _decode_ranked_block(ptr, previous_end, end, n, kind, layout)
     else:
         words, is_sound = _decode_block(ptr, previous_end, end, n, kind, base, nest, layout)
 
@@ -349,13 +414,15 @@ def _finish_kernel(message_ptr, info_ptr, front_ptr, listed_ptr, results_ptr, nu
 
 def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
     """Write or add the values of a message; return its status. Arguments are checked by the caller."""
-    flat = out.detach().view(-1)
-    if not adds:
-        flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()])
-    numel = out.numel()
-    num_blocks = triton.cdiv(numel, _BLOCK.value)
     expected_dtype = _ANY if adds else DTYPE_NUMBERS[out.dtype]
+    flat = words_of(out.detach()).view(-1)
+    if not adds:
+        flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[flat.element_size()])
+    numel = flat.numel()
+    num_blocks = triton.cdiv(numel, _BLOCK.value)
     layouts = tuple(shared.packed_layout(dtype) for dtype in DTYPE_NUMBERS)
+
+    items = tuple(LAYOUTS[dtype].nbytes for dtype in DTYPE_NUMBERS)
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=out.device)
@@ -363,7 +430,7 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
     info, lists, results = numbers(shared.INFO), numbers(num_blocks, 2), numbers(num_blocks, 3)
     status = torch.empty((), dtype=torch.int32, device=out.device)
     with _on_device(out):
-        _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts, enable_fp_fusion=False)
+        _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts, ITEMS=items, enable_fp_fusion=False)
         front = shared.front_sums(message, info)
         if num_blocks:
             _read_lists_kernel[(triton.cdiv(num_blocks, _LISTED.value),)](

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.lossless import CODES, DTYPE_NUMBERS
+from laconic.ops.lossless import CODES, DTYPE_NUMBERS, words_of
 from laconic.ops.triton import lossless_words as shared
 from laconic.ops.triton.blockwise import _on_device
 
@@ -22,6 +22,8 @@ __all__ = ["encode"]
 
 _SAMPLE = tl.constexpr(256)
 _SPAN = tl.constexpr(32)
+_PROBE = tl.constexpr(64)
+_NUM_RANK_CODES = shared.NUM_RANK_CODES
 _RAW = shared.RAW
 _TOO_LONG = shared.TOO_LONG
 _BLOCK = shared.BLOCK
@@ -128,18 +130,80 @@ def _choose(words_ptr, block, n, LAYOUT: tl.constexpr, CODE: tl.constexpr):
     return kind, (first + start) & 255, o2, o3
 
 
+@triton.jit
+def _has_few(values, counted, eighths):
+    """Whether the bytes [64] of the probe take at most so many eighths as many values as there are words."""
+    i = tl.arange(0, _PROBE)
+    is_same = (values[:, None] == values[None, :]) & counted[None, :] & (i[None, :] < i[:, None])
+    is_first = counted & (tl.sum(is_same.to(tl.int32), axis=1) == 0)
+    num_counted = tl.sum(counted.to(tl.int32), axis=0)
+    return (8 * tl.sum(is_first.to(tl.int32), axis=0) <= eighths * num_counted) & (num_counted > 0)
+
+
+@triton.jit
+def _may_be_ranked(words_ptr, block, n, drops_zeros, low_plane, is_bad, LAYOUT: tl.constexpr):
+    """Whether ranks may be shorter (docs/formats.md, step 4); `low_plane` of float32, negative for none."""
+    s = tl.arange(0, _PROBE)
+    i = (s // 8) * 512 + s % 8
+    words = _load_words(words_ptr, block, i, n, LAYOUT & 7)
+    counted = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
+    top: tl.constexpr = (LAYOUT & 7) - 1
+    if LAYOUT & 7 == 1:
+        found = _has_few(words, counted, tl.where(is_bad, 6, 3))
+    else:
+        found = is_bad & _has_few(shared.plane_of(words, top, LAYOUT), counted, 6)
+        rest: tl.constexpr = top - 1
+        found = found | _has_few(shared.plane_of(words, rest, LAYOUT), counted, 6)
+        if LAYOUT & 7 == 4:
+            low = (words >> (8 * tl.maximum(low_plane, 0))) & 255
+            found = found | ((low_plane >= 0) & _has_few(low, counted, 6))
+    return found
+
+
+@triton.jit
+def _rank_plane(values, kept, m, is_last):
+    """Rank of every byte value [256] in a plane [4096], and its shortest code: number, values listed, bytes."""
+    # 1. Ranks: by count, equal counts by value.
+    v = tl.arange(0, 256)
+    count = tl.histogram(values, 256, mask=kept)
+    num_values = tl.sum((count > 0).to(tl.int32), axis=0)
+    key = count * 256 + (255 - v)
+    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
+
+    # 2. What each code costs.
+    c = tl.arange(0, _NUM_RANK_CODES)
+    total = c * 0 + 2
+    size = c * 0
+    left = c * 0 + m
+    for tier in tl.static_range(3):
+        width = ((tl.full([], shared.RANK_WIDTHS[tier], tl.int64) >> (4 * c)) & 15).to(tl.int32)
+        total += width * ((left + 7) // 8)
+        size += (1 << width) - 1
+        left = m - tl.sum(tl.where(rank[None, :] < size[:, None], count[None, :], 0), axis=1)
+    is_complete = num_values <= size + 1
+    listed = tl.where(is_complete, num_values, size)
+    total += listed + tl.where(is_complete, 0, left)
+
+    # 3. The shortest; one without any bits is not for the last plane.
+    total = tl.where((c == 0) & (num_values == 1) & is_last, 1 << 20, total)
+    best = tl.min(total * _NUM_RANK_CODES + c, axis=0)
+    number = best % _NUM_RANK_CODES
+    return rank, number, tl.sum(tl.where(c == number, listed, 0), axis=0), best // _NUM_RANK_CODES
+
+
 @triton.jit(do_not_specialize=["numel"])
 def _measure_kernel(words_ptr, numel, measures_ptr, choices_ptr, LAYOUT: tl.constexpr, CODE: tl.constexpr):
-    """Of each block the payload's length and the checksum's parts, int64 [3], and kind, base and nest, int32."""
+    """Of each block length, the checksum's parts and whether it is ranked, int64 [4]; kind, base and nest, int32."""
     block = tl.program_id(0).to(tl.int64)
     n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
     i = tl.arange(0, _BLOCK)
     words = _load_words(words_ptr, block, i, n, LAYOUT & 7)
     total, weighted = shared.block_sums(words, block, LAYOUT & 7)
-    tl.store(measures_ptr + 3 * block + 1, total)
-    tl.store(measures_ptr + 3 * block + 2, weighted)
+    tl.store(measures_ptr + 4 * block + 1, total)
+    tl.store(measures_ptr + 4 * block + 2, weighted)
     if CODE == 0:
-        tl.store(measures_ptr + 3 * block, 0)
+        tl.store(measures_ptr + 4 * block, 0)
+        tl.store(measures_ptr + 4 * block + 3, 0)
     else:
         num_bits: tl.constexpr = ((LAYOUT >> 3) & 31) - ((LAYOUT >> 15) & 31) + ((LAYOUT >> 20) & 1)
         kind, base, o2, o3 = _choose(words_ptr, block, n, LAYOUT, CODE)
@@ -149,9 +213,11 @@ def _measure_kernel(words_ptr, numel, measures_ptr, choices_ptr, LAYOUT: tl.cons
         length = tl.where(is_masked, (n + 7) // 8, 0) + num_bits * ((m + 7) // 8)
 
         # Byte planes; of float32's lower two only those that are not all zeros.
+        low_plane = tl.zeros_like(m) - 1
         for plane in tl.static_range((LAYOUT >> 12) & 3):
             if (LAYOUT & 7 == 4) and (plane < 2):
                 is_left_out = tl.max(tl.where(kept, (words >> (8 * plane)) & 255, 0), axis=0) == 0
+                low_plane = tl.where(is_left_out | (low_plane >= 0), low_plane, plane)
                 kind += tl.where(is_left_out, shared.PLANE_LEFT_OUT << plane, 0)
                 length += tl.where(is_left_out, 0, m)
             else:
@@ -173,11 +239,28 @@ def _measure_kernel(words_ptr, numel, measures_ptr, choices_ptr, LAYOUT: tl.cons
             k = tl.sum((kept & (((e - start) & 255) >= size)).to(tl.int32), axis=0)
         length += k
 
+        # By rank if that is shorter, or raw.
         raw_nbytes = n * (LAYOUT & 7)
-        is_raw = length >= raw_nbytes
-        tl.store(measures_ptr + 3 * block, tl.where(is_raw, raw_nbytes, length).to(tl.int64))
         choice = kind | (base << 8) | (o2 << 16) | (o3 << 19)
-        tl.store(choices_ptr + block, tl.where(is_raw, 0, choice))
+        is_bad = (16 * length >= 15 * raw_nbytes) | (8 * k > m)
+        choice = tl.where(length >= raw_nbytes, 0, choice)
+        length = tl.minimum(length, raw_nbytes)
+        is_ranked = tl.zeros_like(m)
+        drops_zeros = is_masked & (LAYOUT & 7 > 1)
+        if _may_be_ranked(words_ptr, block, n, drops_zeros, low_plane, is_bad, LAYOUT):
+            ranked = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
+            num_ranked = tl.where(drops_zeros, m, n)
+            ranked_nbytes = tl.where(drops_zeros, (n + 7) // 8, 0)
+            for number in range(0, LAYOUT & 7):
+                values = shared.plane_of(words, number, LAYOUT)
+                ranked_nbytes += _rank_plane(values, ranked, num_ranked, number == (LAYOUT & 7) - 1)[3]
+            is_ranked = (ranked_nbytes < length).to(tl.int32)
+            length = tl.minimum(length, ranked_nbytes)
+            ranked_kind = shared.RANKED + tl.where(drops_zeros, shared.ZEROS_LEFT_OUT, 0)
+            choice = tl.where(is_ranked == 1, ranked_kind, choice)
+        tl.store(measures_ptr + 4 * block, length.to(tl.int64))
+        tl.store(measures_ptr + 4 * block + 3, is_ranked.to(tl.int64))
+        tl.store(choices_ptr + block, choice)
 
 
 # --- the message ---
@@ -220,13 +303,16 @@ def _write_header_kernel(
     if not HAS_CAPACITY:
         capacity = nbytes
 
+    is_newer = (is_coded & fits & (tl.load(totals_ptr + 3) > 0)) | (DTYPE >= shared.FIRST_DTYPES)
+    version = tl.where(is_newer, shared.RANKED_VERSION, shared.VERSION).to(tl.int64)
+
     tl.store(info_ptr + shared.CODE, code)
     tl.store(info_ptr + shared.NBYTES, nbytes)
     tl.store(info_ptr + shared.CAPACITY, nbytes)  # the zeros behind are not looked at
     tl.store(info_ptr + shared.DIRECTORY, shape_end)
     tl.store(info_ptr + shared.PAYLOAD, payload)
     front = (tl.zeros_like(total) + num_dims) << 56
-    front = front | (code << 48) | (tl.full([], DTYPE, tl.int64) << 40) | (tl.full([], shared.VERSION, tl.int64) << 32)
+    front = front | (code << 48) | (tl.full([], DTYPE, tl.int64) << 40) | (version << 32)
     shared.store_u64(message_ptr, 0, front | shared.MAGIC)
     shared.store_u64(message_ptr, 8, numel)
     shared.store_u64(message_ptr, 16, nbytes)
@@ -275,6 +361,41 @@ def _move_together(scratch_ptr, values, left, rank, count):
     return tl.load(scratch_ptr + i, mask=i < count, other=0).to(tl.int32)
 
 
+@triton.jit
+def _write_plane(ptr, scratch_ptr, values, is_last, left, place, m):
+    """A byte plane of the words that are kept, by rank; returns its bytes. `place` is where each is among them.
+
+    `scratch_ptr` has 4096 bytes and 256 for ranks.
+    """
+    # 1. Its code and the values by rank.
+    rank_of, number, num_listed, nbytes = _rank_plane(values, left, m, is_last)
+    v = tl.arange(0, 256)
+    tl.store(ptr, number.to(tl.uint8))
+    tl.store(ptr + 1, num_listed.to(tl.uint8))
+    tl.store(ptr + 2 + rank_of, v.to(tl.uint8), mask=rank_of < num_listed)
+    ptr += 2 + num_listed
+
+    # 2. Ranks, tier by tier, and what escapes them.
+    table_ptr = scratch_ptr + _BLOCK
+    tl.debug_barrier()
+    tl.store(table_ptr + v, rank_of.to(tl.uint8))
+    tl.debug_barrier()
+    rank = tl.load(table_ptr + values).to(tl.int32)
+    size = tl.zeros_like(m)
+    for tier in tl.static_range(3):
+        width = shared.rank_width(number, tier)
+        if width > 0:
+            passes = (1 << width) - 1
+            code = _move_together(scratch_ptr, tl.minimum(rank - size, passes), left, place, m)
+            ptr += _store_planes(ptr, code, m, width, shared.MAX_RANK_WIDTH)
+            left = left & (rank >= size + passes)
+            place = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
+            m = tl.sum(left.to(tl.int32), axis=0)
+            size += passes
+    tl.store(ptr + place, values.to(tl.uint8), mask=left & (place < tl.where(num_listed <= size, m, 0)))
+    return nbytes
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _write_kernel(
     words_ptr,
@@ -295,7 +416,7 @@ def _write_kernel(
     code = tl.load(info_ptr + shared.CODE)
     lists_ptr = message_ptr + tl.load(info_ptr + shared.DIRECTORY)
     payload_ptr = message_ptr + tl.load(info_ptr + shared.PAYLOAD)
-    scratch_ptr += tl.program_id(0).to(tl.int64) * _BLOCK
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (_BLOCK + 256)
     i = tl.arange(0, _BLOCK)
     end = tl.where(code == _TOO_LONG, 0, num_blocks)
     for index in range(tl.program_id(0), end, tl.num_programs(0)):
@@ -309,7 +430,7 @@ def _write_kernel(
         if code != _RAW:
             choice = tl.load(choices_ptr + block)
             kind = choice & 255
-            length = tl.load(measures_ptr + 3 * block)
+            length = tl.load(measures_ptr + 4 * block)
             ptr = payload_ptr + tl.load(ends_ptr + block) - length
             tl.store(lists_ptr + 2 * block, (length & 255).to(tl.uint8))
             tl.store(lists_ptr + 2 * block + 1, (length >> 8).to(tl.uint8))
@@ -321,8 +442,19 @@ def _write_kernel(
             # 2. The original bytes.
             for k in tl.static_range(NBYTES):
                 tl.store(ptr + i * NBYTES + k, ((words >> (8 * k)) & 255).to(tl.uint8), mask=i < n)
+        elif (kind & 7) == shared.RANKED:
+            # 3. Zero mask, and byte planes by rank.
+            drops_zeros = (kind & shared.ZEROS_LEFT_OUT) != 0
+            kept = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
+            if drops_zeros:
+                ptr += _store_planes(ptr, kept.to(tl.int32), n, 1, 1)
+            kept_rank = tl.cumsum(kept.to(tl.int32), axis=0) - kept.to(tl.int32)
+            num_kept = tl.sum(kept.to(tl.int32), axis=0)
+            for number in range(0, NBYTES):
+                values = shared.plane_of(words, number, LAYOUT)
+                ptr += _write_plane(ptr, scratch_ptr, values, number == NBYTES - 1, kept, kept_rank, num_kept)
         else:
-            # 3. Zero mask, mantissas and signs.
+            # 4. Zero mask, mantissas and signs.
             left = i < n
             if (kind & shared.ZEROS_LEFT_OUT) != 0:
                 ptr += _store_planes(ptr, (words != 0).to(tl.int32), n, 1, 1)
@@ -343,7 +475,7 @@ def _write_kernel(
                 value = _move_together(scratch_ptr, value, left, rank, m)
                 ptr += _store_planes(ptr, value, m, num_bits, num_bits)
 
-            # 4. Exponents, tier by tier.
+            # 5. Exponents, tier by tier.
             e = _exponent(words, LAYOUT)
             start = (choice >> 8) & 255
             inner = 0
@@ -369,17 +501,18 @@ def _write_kernel(
 
 def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) -> Tensor:
     """The message of `x` at the front of uint8 [size_nbytes]; arguments are checked by the caller."""
-    layout = shared.packed_layout(x.dtype)
+    layout, dtype = shared.packed_layout(x.dtype), DTYPE_NUMBERS[x.dtype]
+    x = words_of(x.detach())
     nbytes = x.element_size()
-    words = x.detach().contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[nbytes])
+    words = x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[nbytes])
     num_blocks = triton.cdiv(words.numel(), _BLOCK.value)
-    measures = torch.empty(num_blocks, 3, dtype=torch.int64, device=x.device)
+    measures = torch.empty(num_blocks, 4, dtype=torch.int64, device=x.device)
     choices = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
     info = torch.zeros(shared.INFO, dtype=torch.int64, device=x.device)
     new = torch.empty if capacity_nbytes is None else torch.zeros
     message = new(size_nbytes, dtype=torch.uint8, device=x.device)
     num_programs = min(num_blocks, _MAX_PROGRAMS)
-    scratch = torch.empty(num_programs, _BLOCK.value, dtype=torch.uint8, device=x.device)
+    scratch = torch.empty(num_programs, _BLOCK.value + 256, dtype=torch.uint8, device=x.device)
     with _on_device(x):
         if num_blocks:
             _measure_kernel[(num_blocks,)](
@@ -403,7 +536,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
             *x.shape,
             *[0] * (8 - x.dim()),
             ITEM_NBYTES=nbytes,
-            DTYPE=DTYPE_NUMBERS[x.dtype],
+            DTYPE=dtype,
             CODE=CODES[code],
             HAS_CAPACITY=capacity_nbytes is not None,
             enable_fp_fusion=False,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.lossless import LAYOUTS
+from laconic.ops.lossless import EXPONENT_DTYPES, LAYOUTS, RANKED_WIDTHS
 from laconic.ops.triton.blockwise import _on_device
 
 __all__ = ["front_sums", "packed_layout"]
@@ -25,12 +25,24 @@ ZEROS_LEFT_OUT = tl.constexpr(8)
 PLANE_LEFT_OUT = tl.constexpr(16)
 MAGIC = tl.constexpr(int.from_bytes(b"LCNZ", "little"))
 VERSION = tl.constexpr(1)
+RANKED_VERSION = tl.constexpr(2)
+RANKED = tl.constexpr(4)
+NUM_RANK_CODES = tl.constexpr(len(RANKED_WIDTHS))
+# Bits per tier of each rank code, four bits each.
+RANK_WIDTHS = tl.constexpr(
+    tuple(
+        sum((*widths, 0, 0, 0)[tier] << (4 * number) for number, widths in enumerate(RANKED_WIDTHS))
+        for tier in range(3)
+    )
+)
+MAX_RANK_WIDTH = tl.constexpr(7)
+FIRST_DTYPES = tl.constexpr(len(EXPONENT_DTYPES))
 HEADER_NBYTES = tl.constexpr(64)
 HEADER_SUM_AT = tl.constexpr(48)
 ENTRY_NBYTES = tl.constexpr(5)
 
 # What the first kernel of either direction finds out, int64 [INFO]: the later ones read it on the device.
-INFO = 11
+INFO = 12
 STATUS = tl.constexpr(0)
 CODE = tl.constexpr(1)
 DTYPE = tl.constexpr(2)
@@ -42,6 +54,7 @@ DIRECTORY = tl.constexpr(7)
 PAYLOAD = tl.constexpr(8)
 SUM = tl.constexpr(9)
 WEIGHTED_SUM = tl.constexpr(10)
+MESSAGE_VERSION = tl.constexpr(11)
 
 _CHUNK = tl.constexpr(1024)
 _MAX_PROGRAMS = 256
@@ -55,6 +68,8 @@ def packed_layout(dtype: torch.dtype) -> int:
     another bit plane, 4 the exponent's flip.
     """
     layout = LAYOUTS[dtype]
+    if not layout.has_exponent:
+        return 0  # such words are not for these kernels
     sign = 8 * layout.nbytes - 1
     has_sign_bit = sign in layout.bit_shifts and sign >= layout.exponent_shift + layout.exponent_bits
     first_bit = layout.bit_shifts[0] if layout.bit_shifts else layout.exponent_shift
@@ -123,6 +138,34 @@ def tier_width(kind, TIER: tl.constexpr):
     else:
         width = tl.where(kind == 1, 0, tl.where(kind == 2, 3, 2))
     return width
+
+
+@triton.jit
+def rank_width(number, TIER: tl.constexpr):
+    """Bits of a tier of a rank code; 0 for tiers that it does not have."""
+    widths = tl.full([], RANK_WIDTHS[TIER], tl.int64)
+    return ((widths >> (4 * number)) & 15).to(tl.int32)
+
+
+@triton.jit
+def plane_of(words, plane, layout):
+    """A byte plane of a ranked block: the word's byte, but an exponent of 8 bits has a plane of its own, the last."""
+    value = (words >> (8 * plane)) & 255
+    rest = (value & 127) | (((words >> (8 * word_nbytes(layout) - 1)) & 1) << 7)
+    exponent = (words >> exponent_shift(layout)) & 255
+    wide = has_sign_byte(layout) == 1
+    value = tl.where(wide & (plane == word_nbytes(layout) - 2), rest, value)
+    return tl.where(wide & (plane == word_nbytes(layout) - 1), exponent, value)
+
+
+@triton.jit
+def from_plane(value, plane, layout):
+    """The reverse: what a plane adds to the words."""
+    word = value << (8 * plane)
+    rest = ((value & 127) << (8 * plane)) | ((value >> 7) << (8 * word_nbytes(layout) - 1))
+    wide = has_sign_byte(layout) == 1
+    word = tl.where(wide & (plane == word_nbytes(layout) - 2), rest, word)
+    return tl.where(wide & (plane == word_nbytes(layout) - 1), value << exponent_shift(layout), word)
 
 
 @triton.jit
