@@ -85,7 +85,7 @@ def sealed(content: bytes, dice: random.Random) -> bytes:
             at = dice.randrange(len(messages))
             messages[at : at + 8] = dice.randbytes(8)
         elif kind == 6:
-            chunk_nbytes = dice.choice((0, 1, 64, 128, 4096, 1 << 31, chunk_nbytes))
+            chunk_nbytes = dice.choice((0, 1, 64, 128, 4096, 1 << 24, (1 << 32) - 64, chunk_nbytes))
         else:
             text = bytearray(index)
             text[dice.randrange(len(text))] = dice.randrange(256)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from laconic.formats.blockwise import BlockFormat, BlockTensor
-from laconic.formats.gradient import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats.coded_gradient import CodedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats.gradient import QuantizedGradient
 from laconic.formats.lossless import Expect, decode, encode
 from laconic.formats.zipped import load_zipped
 
 __all__ = [
     "BlockFormat",
     "BlockTensor",
+    "CodedGradient",
     "Expect",
     "QuantizedGradient",
     "decode",

@@ -323,6 +323,10 @@ def _read_manifest(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[st
 
 def _check_name(name: str, manifest: Path) -> None:
     parts = name.split("/")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        parts = [""]
     if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name or name == MANIFEST:
         raise FormatError(f"{manifest}: lists {name!r}, which is not the name of a file inside of its directory")
 

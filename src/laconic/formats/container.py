@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,8 @@ _VERSION = 1
 _HEAD = struct.Struct("<8sIIQII")  # magic, version, chunk_nbytes, tail_offset, header_nbytes, index_nbytes
 _HEAD_NBYTES = 64  # the rest is the SHA-256 of _HEAD and the tail
 _ALIGNMENT = 64
+_MAX_CHUNK_NBYTES = 1 << 24  # what one message may become in memory; a file cannot ask for more
+_KEPT_CHUNKS = 2
 _MAX_ELEMENTS_PER_BYTE = 8  # no code of the lossless format spends less than a bit on an element
 _PIECE_NBYTES, _NUM_PIECES = 1 << 12, 16  # of a tensor, to see whether its difference to another is shorter
 
@@ -85,11 +88,16 @@ class ContainerFile:
         """SHA-256 of all but the messages, whose checksums are in them."""
         if hashlib.sha256(head + tail).hexdigest() != self.digest:
             raise FormatError(f"{path}: damaged: the SHA-256 of its header and index is not the one written in it")
-        if self.chunk_nbytes < _ALIGNMENT or self.chunk_nbytes % _ALIGNMENT:
-            raise FormatError(f"{path}: chunk_nbytes is {self.chunk_nbytes}, but must be a multiple of {_ALIGNMENT}")
+        if not _ALIGNMENT <= self.chunk_nbytes <= _MAX_CHUNK_NBYTES or self.chunk_nbytes % _ALIGNMENT:
+            raise FormatError(
+                f"{path}: chunk_nbytes is {self.chunk_nbytes:,}, but must be a multiple of {_ALIGNMENT} up to "
+                f"{_MAX_CHUNK_NBYTES:,}"
+            )
         self.header = tail[:header_nbytes]
         """The safetensors header of the original, without its length."""
         self._read_index(tail[header_nbytes:])
+        self._kept: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self._keeping = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -113,16 +121,22 @@ class ContainerFile:
     def checksum(self, name: str) -> str:
         return self.stored[name].checksum
 
+    def require(self, name: str) -> None:
+        """Raise FormatError unless the base is there that a tensor is a difference to, and the base's own."""
+        if self.stored[name].base_checksum is not None:
+            self._base_of(name)
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=torch.uint8)
         for number in range(start // self.chunk_nbytes, -(-stop // self.chunk_nbytes)):
-            begin, chunk = number * self.chunk_nbytes, self.chunk(name, number)[0]
+            begin, chunk = number * self.chunk_nbytes, self._kept_chunk(name, number)
             first, last = max(start, begin), min(stop, begin + len(chunk))
             out[first - start : last - start] = chunk[first - begin : last - begin]
         return out
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """All bytes of a tensor, uint8 [nbytes], decoded on `device`, their checksum compared with the index."""
+        self.require(name)
         out = torch.empty(self.entries[name].nbytes, dtype=torch.uint8, device=device)
         total = Checksum()
         for number in range(len(self.stored[name].messages)):
@@ -135,10 +149,15 @@ class ContainerFile:
         """The bytes of all tensors, chunk by chunk, in the order of the original; every checksum is compared.
 
         With `unknown_base`, for a file that was made with a base which is not there, differences are decoded and
-        checked as such, and an empty tensor stands for their chunks.
+        checked as such, and an empty tensor stands for their chunks; those without a message are passed over.
         """
-        pairs = [(name, number) for name in self.entries for number in range(len(self.stored[name].messages))]
         left_out = {name for name, stored in self.stored.items() if unknown_base and stored.base_checksum is not None}
+        pairs = [
+            (name, number)
+            for name, stored in self.stored.items()
+            for number, (_, nbytes) in enumerate(stored.messages)
+            if nbytes or name not in left_out
+        ]
         calls = (partial(self.chunk, name, number, only_difference=name in left_out) for name, number in pairs)
         total = Checksum()
         for (name, number), (chunk, sums) in zip(pairs, in_order(num_threads, calls), strict=True):
@@ -159,6 +178,8 @@ class ContainerFile:
         where = f"{self.path}: tensor {name!r}"
         offset, nbytes = stored.messages[number]
         start = number * self.chunk_nbytes
+        # Before memory is asked for: where the base has no such tensor, nothing vouches for how long this one is.
+        base = None if stored.base_checksum is None or only_difference else self._base_of(name)
         if out is None:
             out = torch.empty(min(self.chunk_nbytes, entry.nbytes - start), dtype=torch.uint8)
         padding = self.content[offset + nbytes : offset + _padded(nbytes)]
@@ -173,13 +194,26 @@ class ContainerFile:
                 raise FormatError(f"{where}: damaged, in chunk {number}: {error}") from error
         else:
             out.zero_()
-        if stored.base_checksum is not None and not only_difference:
-            base = self._base_of(name, stored)
+        if base is not None:
             difference(out, base.read(name, start, start + len(out)).to(out.device), out)
             sums = None
         return out, checksum_of(out) if sums is None else sums
 
-    def _base_of(self, name: str, stored: Stored) -> TensorSource:
+    def _kept_chunk(self, name: str, number: int) -> Tensor:
+        """`chunk`, read-only. The last ones are kept: what reads pieces of one chunk decodes it once."""
+        with self._keeping:
+            if (name, number) in self._kept:
+                return self._kept[name, number]
+        chunk = self.chunk(name, number)[0]
+        with self._keeping:
+            self._kept[name, number] = chunk
+            while len(self._kept) > _KEPT_CHUNKS:
+                self._kept.popitem(last=False)
+        return chunk
+
+    def _base_of(self, name: str) -> TensorSource:
+        """The base, which has the tensor that `name` is a difference to."""
+        stored = self.stored[name]
         where = f"{self.path}: tensor {name!r} is stored as the difference to {self.base_name!r}"
         if self.base is None:
             raise FormatError(f"{where}, which is needed to read it; give it as the base")
@@ -187,6 +221,7 @@ class ContainerFile:
         theirs = self.base.entries.get(name)
         if theirs is None or (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
             raise FormatError(f"{where}, but the base given, {self.base.name}, has no such tensor")
+        self.base.require(name)
         found = self.base.checksum(name)
         if found != stored.base_checksum:
             raise FormatError(
@@ -196,9 +231,11 @@ class ContainerFile:
         return self.base
 
     def _compare(self, name: str, total: Checksum) -> None:
-        if str(total) != self.stored[name].checksum:
+        stored = self.stored[name]
+        if str(total) != stored.checksum:
+            culprit = f", or its base {self.base_name!r} is" if stored.base_checksum is not None else ""
             raise FormatError(
-                f"{self.path}: tensor {name!r}: damaged: it has checksum {total}, but {self.stored[name].checksum} is "
+                f"{self.path}: tensor {name!r}: damaged{culprit}: it has checksum {total}, but {stored.checksum} is "
                 "written in the index"
             )
 
@@ -282,10 +319,10 @@ def write_container(
     file.write(bytes(_HEAD_NBYTES))
     offset = _HEAD_NBYTES
     records: list[dict[str, Any]] = []
-    total = Checksum()
-    for entry, theirs, number, (message, sum_, weighted_sum) in _encoded(entries, tensors, code, base, num_threads):
+    total, base_total = Checksum(), Checksum()
+    for entry, theirs, number, (message, sums, base_sums) in _encoded(entries, tensors, code, base, num_threads):
         if number == 0:
-            total = Checksum()
+            total, base_total = Checksum(), Checksum()
             record: dict[str, Any] = {"name": entry.name, "checksum": "", "messages": []}
             if theirs is not None:
                 record["base_checksum"] = theirs.checksum(entry.name)
@@ -298,9 +335,16 @@ def write_container(
             file.write(bytes(_padded(nbytes) - nbytes))
             offset += _padded(nbytes)
         if chunk_nbytes:
-            total.add(sum_, weighted_sum, chunk_nbytes)
+            total.add(*sums, chunk_nbytes)
+            base_total.add(*base_sums, chunk_nbytes)
             records[-1]["messages"].append(nbytes)
         records[-1]["checksum"] = str(total)
+        is_last = (number + 1) * CHUNK_NBYTES >= entry.nbytes
+        if theirs is not None and is_last and str(base_total) != records[-1]["base_checksum"]:
+            raise FormatError(
+                f"{theirs.name}: tensor {entry.name!r}: damaged, or changed meanwhile: it has checksum {base_total}, "
+                f"but {records[-1]['base_checksum']} is written for it; a difference to it could not be undone"
+            )
         if progress is not None:
             progress(chunk_nbytes)
     index = json.dumps(
@@ -326,7 +370,8 @@ def _described(header: bytes, where: str) -> list[Entry]:
     return parse_header(header, max(ends, default=0), where)[0]
 
 
-_Encoded = tuple[Tensor | None, int, int]
+_Encoded = tuple[Tensor | None, tuple[int, int], tuple[int, int]]
+"""A message, the checksum of what it holds, and that of the base's bytes."""
 
 
 def _encoded(
@@ -350,13 +395,12 @@ def _encoded(
         yield *places.popleft(), result
 
 
-def _encoded_chunk(
-    entry: Entry, data: Tensor, code: Code, base: TensorSource | None, start: int
-) -> tuple[Tensor | None, int, int]:
+def _encoded_chunk(entry: Entry, data: Tensor, code: Code, base: TensorSource | None, start: int) -> _Encoded:
     if not len(data):
-        return None, 0, 0
+        return None, (0, 0), (0, 0)
     theirs = None if base is None else base.read(entry.name, start, start + len(data))
-    return encode_chunk(data, entry.element, code, theirs)
+    message, *sums = encode_chunk(data, entry.element, code, theirs)
+    return message, (sums[0], sums[1]), (0, 0) if theirs is None else checksum_of(theirs)
 
 
 def _pays(base: TensorSource, entry: Entry, data: Tensor, code: Code) -> bool:

@@ -1,11 +1,10 @@
-"""A parameter's gradient in 8 or 12 bits, and where it is found.
+"""A parameter's gradient in 8 or 12 bits.
 
 The gradient is flat: blocks of 128 run along the elements of the contiguous parameter, the last one may be shorter.
 int8 alone takes 1.03 bytes per element; int8 plus an int4 code of what int8 lost takes 1.56 bytes and is finer than
 bf16, also after many accumulations (relative error after 64 of them: 4.7 % and 0.34 %, bf16 0.8 %).
 
-It hangs on the parameter it belongs to, as `grad` does, so that whoever reduces, clips or steps finds it without
-knowing who made it.
+`parameter.grad` holds it as a tensor (laconic.formats.coded_gradient).
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.formats.blockwise import BlockFormat, BlockTensor
-from laconic.ops import accumulate_blockwise_, square_sum_blockwise
+from laconic.ops import DTYPES, accumulate_blockwise_, square_sum_blockwise
 
-__all__ = ["GRADIENT_FORMAT", "RESIDUAL_FORMAT", "QuantizedGradient", "quantized_gradient", "set_quantized_gradient"]
+__all__ = ["GRADIENT_FORMAT", "RESIDUAL_FORMAT", "QuantizedGradient"]
 
 GRADIENT_FORMAT = BlockFormat("int8", block_size=128, scale_dtype=torch.float32)
 RESIDUAL_FORMAT = BlockFormat("int4", block_size=128, scale_dtype=torch.float32)
-
-_ATTRIBUTE = "_laconic_gradient"
 
 
 @dataclass(eq=False)
@@ -66,8 +63,7 @@ class QuantizedGradient:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        parts = (self.codes, self.scales, self.residual_codes, self.residual_scales)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self._parts())
 
     def accumulate_(self, gradient: Tensor, alpha: float = 1.0) -> None:
         """Add alpha * gradient, of the parameter's shape (float32, bfloat16, float16), in one pass."""
@@ -79,6 +75,27 @@ class QuantizedGradient:
             residual_scales=self.residual_scales,
             alpha=alpha,
         )
+
+    def assign_(self, value: Tensor) -> None:
+        """Become `value`, of the parameter's shape, quantized once."""
+        self.zero_()
+        self.accumulate_(value if value.dtype in DTYPES else value.float())
+
+    def zero_(self) -> None:
+        """Become zero; memory stays allocated."""
+        for part in self._parts():
+            part.zero_()
+
+    def to(self, device: torch.device | str) -> QuantizedGradient:
+        """A copy on a device."""
+        moved = (x if x is None else x.to(device, copy=True) for x in (self.residual_codes, self.residual_scales))
+        return QuantizedGradient(
+            self.shape, self.codes.to(device, copy=True), self.scales.to(device, copy=True), *moved
+        )
+
+    def _parts(self) -> list[Tensor]:
+        parts = (self.codes, self.scales, self.residual_codes, self.residual_scales)
+        return [part for part in parts if part is not None]
 
     def square_sum(self) -> Tensor:
         """The sum of squares, a 0-d fp64 tensor; NaN where a block is broken."""
@@ -98,14 +115,3 @@ class QuantizedGradient:
             rest = BlockTensor(self.residual_codes, self.residual_scales, RESIDUAL_FORMAT, flat, torch.float32)
             value += rest.dequantize()
         return value.view(self.shape)
-
-
-def quantized_gradient(parameter: Tensor) -> QuantizedGradient | None:
-    """The quantized gradient of a parameter, None if it has none."""
-    found = getattr(parameter, _ATTRIBUTE, None)
-    return found if isinstance(found, QuantizedGradient) else None
-
-
-def set_quantized_gradient(parameter: Tensor, gradient: QuantizedGradient | None) -> None:
-    """Hangs a quantized gradient on a parameter, or takes it off with None."""
-    setattr(parameter, _ATTRIBUTE, gradient)

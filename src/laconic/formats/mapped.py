@@ -16,6 +16,7 @@ from torch import Tensor
 
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.checksum import Checksum
+from laconic.formats.lossless import check_has_bytes
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, Entry, element, parse_header
 
 __all__ = ["SafetensorsFile", "TensorSource", "TensorsInMemory", "map_file"]
@@ -33,6 +34,9 @@ class TensorSource(Protocol):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Name -> what is there."""
+
+    def require(self, name: str) -> None:
+        """Raise FormatError unless what a tensor is read from is there."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Bytes `start` to `stop` of a tensor, uint8 [stop - start]; read-only."""
@@ -59,6 +63,8 @@ def map_file(path: Path) -> Tensor:
             os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL, or what no file system can write
+        raise CheckpointError(f"cannot read {str(path)!r}: it is not the name of a file ({error})") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -92,6 +98,9 @@ class SafetensorsFile:
     def name(self) -> str:
         return str(self.path)
 
+    def require(self, name: str) -> None:
+        """Its bytes are there: the header was compared with the length of the file."""
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         begin = self.entries[name].start
         return self.data[begin + start : begin + stop]
@@ -106,22 +115,37 @@ class SafetensorsFile:
 
 
 class TensorsInMemory:
-    """Tensors of a mapping as a source, for instance a state dict."""
+    """Tensors of a mapping as a source, for instance a state dict. They must not change meanwhile.
+
+    Raises FormatError for what is not a tensor whose bytes lie in memory.
+    """
 
     name = "the tensors given"
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            check_has_bytes(tensor, f"tensor {name!r}")
         self._tensors = tensors
+        self._last: tuple[str, Tensor] | None = None
+        self._checksums: dict[str, str] = {}
         self.entries = {
             name: Entry(name, element(tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
             for name, tensor in tensors.items()
         }
 
+    def require(self, name: str) -> None:
+        """Its bytes are there."""
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        tensor = self._tensors[name].detach().cpu().contiguous().view(-1)
-        return tensor.view(torch.uint8)[start:stop]
+        last = self._last
+        if last is None or last[0] != name:  # one that had to be copied is copied once, not for every piece of it
+            tensor = self._tensors[name].detach().resolve_conj().resolve_neg()
+            self._last = last = name, tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        return last[1][start:stop]
 
     def checksum(self, name: str) -> str:
-        total = Checksum()
-        total.add_bytes(self.read(name, 0, self.entries[name].nbytes))
-        return str(total)
+        if name not in self._checksums:
+            total = Checksum()
+            total.add_bytes(self.read(name, 0, self.entries[name].nbytes))
+            self._checksums[name] = str(total)
+        return self._checksums[name]

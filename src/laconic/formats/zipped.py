@@ -103,6 +103,10 @@ class TensorFiles:
         """What the files say in __metadata__."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
+    def require(self, name: str) -> None:
+        """Raise FormatError unless what a tensor is read from is there."""
+        self._home[name].require(name)
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._home[name].read(name, start, stop)
 
@@ -166,7 +170,7 @@ def _by_index(directory: Path, index: Path, base: TensorSource | None) -> dict[s
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
             raise FormatError(f"{index}: names the shard {shard!r}, which is not the name of a file beside it")
         zipped = directory / (shard + SUFFIX)
-        opened[shard] = _open_file(zipped if zipped.exists() else directory / shard, base)
+        opened[shard] = _open_file(zipped if os.path.lexists(zipped) else directory / shard, base)
     home = {}
     for tensor, shard in weight_map.items():
         if tensor not in opened[shard].entries:
