@@ -10,7 +10,7 @@ import torch
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker
 from laconic.cost import Batch, Choice, Job, ModelShape, Plan, Settings
-from laconic.cost.choose import choose, describe
+from laconic.cost.choose import by_bits, choose, describe
 from laconic.cost.units import EXACT, RECOMPUTE, Unit, rotary_nbytes
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 
@@ -40,7 +40,7 @@ def decided(job: Job, case: str) -> Plan:
     return Plan.of(job, describe(job, choices, recomputed, case))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gpt_neox"])
 @pytest.mark.parametrize("case", ["gate and up again", "layers again", "all layers again", "offloaded", "mixed"])
 def test_what_a_plan_keeps_is_what_it_predicts(family: str, case: str) -> None:
     model, exact = (make_model(family, num_hidden_layers=3) for _ in range(2))
@@ -56,7 +56,7 @@ def test_what_a_plan_keeps_is_what_it_predicts(family: str, case: str) -> None:
         assert plan.prediction.ranks[0].host_nbytes > 0
         predicted += plan.prediction.ranks[0].host_nbytes
     if case == "all layers again":  # the regions hold the rotary tables as arguments, which the tracker does not see
-        predicted -= rotary_nbytes(shape, BATCH, job.precision)
+        predicted -= rotary_nbytes(shape, BATCH, job.precision, range(3))
     assert tracker.nbytes == predicted
 
     loss.backward()
@@ -81,6 +81,33 @@ def test_what_the_solver_chooses_can_be_carried_out() -> None:
         loss.backward()
         predicted = plan.prediction.saved_total_nbytes
         if len(plan.recomputed) == shape.num_layers:
-            predicted -= rotary_nbytes(shape, job.batch, job.precision)
+            predicted -= rotary_nbytes(shape, job.batch, job.precision, range(4))
         assert tracker.nbytes == predicted
         laconic.decompress_activations(model)
+
+
+def test_the_solver_tells_layers_with_a_window_from_those_without() -> None:
+    changed = {"use_sliding_window": True, "sliding_window": 16, "no_rope_layer_interval": 2, "num_hidden_layers": 4}
+    model = make_model("smollm3", **changed)
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    assert [shape.window_of(layer) for layer in range(4)] == [None, 16, None, 16]
+    job = Job(shape, Batch(16, 64), settings=Settings(precision="fp32", loss="chunked"))
+    plan = Plan.of(job, choose(job, 16_000_000, allowed=("16", "8", "4", "recompute")), 16_000_000)
+    laconic.compress_activations(
+        model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())), loss="chunked"
+    )
+    with SavedTensorTracker(model) as tracker:
+        loss_of(model, make_ids(16, 64))
+    assert tracker.nbytes == plan.prediction.saved_total_nbytes
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_plan_of_a_mixture_of_experts_is_carried_out(bits: int) -> None:
+    model = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
+    job = Job(shape, BATCH, settings=Settings(precision="fp32"))
+    plan = Plan.of(job, by_bits(job, [bits], Choice("int8")), None)
+    laconic.compress_activations(model, plan=ActivationPlan.from_json(json.dumps(plan.activation_plan())))
+    with SavedTensorTracker(model) as tracker:
+        loss_of(model, make_ids(BATCH.sequences, BATCH.sequence_length))
+    assert tracker.nbytes == plan.prediction.saved_total_nbytes

@@ -12,7 +12,7 @@ from torch import nn
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Settings, predict
-from laconic.cost.model_shape import FAMILIES
+from laconic.cost.families import FAMILIES
 from laconic.cost.units import CODE_BITS, EXACT, PRECISIONS, Unit, head_unit, layer_units
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
@@ -21,6 +21,35 @@ from tests.activations.models import make_ids, make_model
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
 BATCH = Batch(2, 96)
+
+
+_TWO = ["sliding_attention", "full_attention"]
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
+VARIANTS: list[tuple[str, dict[str, object]]] = [
+    *((family, {}) for family in FAMILIES if family not in ("mixtral", "gemma3_text")),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("gemma3_text", _GEMMA),
+    # What configurations can say besides.
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_key_value_heads": 1}),
+    ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4.0, "mlp_bias": True}),
+    ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 32}),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    ("gemma3_text", {**_GEMMA, "sliding_window": 32, "layer_types": _TWO, "final_logit_softcapping": 30.0}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}),
+    ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 32}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
+    ("qwen3", {"head_dim": 32, "attention_bias": True}),
+    ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 40}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("mistral", {"sliding_window": 32}),
+    ("olmo2", {"attention_bias": True}),
+]
+"""Families, and models of them whose configurations change what is kept."""
+
+variants = pytest.mark.parametrize(
+    ("family", "overrides"), VARIANTS, ids=[f"{family}-{'-'.join(over) or 'plain'}" for family, over in VARIANTS]
+)
 
 
 def units_of(shape: ModelShape, precision: str, batch: Batch = BATCH) -> list[Unit]:
@@ -35,7 +64,7 @@ def measured(model: nn.Module, precision: str, units: list[Unit], batch: Batch =
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), SavedTensorTracker(model) as tracker:
         model(input_ids=ids, labels=ids, use_cache=False)
     owner = {site: unit.name for unit in units for site in unit.sites}
-    owner |= {f"{unit.name}.{act}": unit.name for unit in units for act in ("act_fn", "activation_fn")}
+    owner |= {f"{site}.{act}": owner[site] for site in list(owner) for act in ("act_fn", "activation_fn", "act")}
     counted: Counter[str] = Counter()
     for name, nbytes in tracker.by_module.items():
         counted[owner.get(name, name)] += nbytes
@@ -43,32 +72,37 @@ def measured(model: nn.Module, precision: str, units: list[Unit], batch: Batch =
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_are_exact_to_the_byte(family: str, precision: str) -> None:
-    model = make_model(family).to(TORCH_DTYPES[precision])
+@variants
+def test_bytes_are_exact_to_the_byte(family: str, overrides: dict[str, object], precision: str) -> None:
+    model = make_model(family, **overrides).train().to(TORCH_DTYPES[precision])
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
     job = Job(shape, BATCH, settings=Settings(precision=precision))  # type: ignore[arg-type]
     units = units_of(shape, precision)
+    first = f"{shape.layer_name(0)}.{shape.traits.names.attention}"
     for bits in (16, 4):
         if bits < 16:
             laconic.compress_activations(model, bits=bits, attention="exact")
         choices = {u.name: Choice.from_bits(max(bits, u.minimum_bits)) for u in units if u.kind != "attention"}
         counted = measured(model, precision, units)
         prediction = predict(job, choices)
-        rotary = (
-            2 * BATCH.sequence_length * shape.head_dim * (4 if precision != "bf16-pure" or family == "olmo2" else 2)
-        )
-        counted["model.layers.0.self_attn"] -= rotary  # the first attention module is booked with the shared tables
+        # The first attention module of each kind is booked with the tables it shares with others.
+        rotary = prediction.saved_nbytes["(attention of stage 0)"]
+        if shape.traits.layer_rotary and len(set(map(shape.window_of, range(2)))) == 2:
+            counted[first] -= rotary // 2
+            counted[first.replace(".0.", ".1.")] -= rotary // 2
+        else:
+            counted[first] -= rotary
         for unit in units:
             assert counted.pop(unit.name, 0) == prediction.saved_nbytes.get(unit.name, 0), (bits, unit.name)
-        left = {"model.embed_tokens": 8 * BATCH.tokens, "": sum(counted.values()) - 8 * BATCH.tokens}
+        (embedding,) = {"model.embed_tokens", "gpt_neox.embed_in"} & set(counted)
+        left = {embedding: 8 * BATCH.tokens, "": sum(counted.values()) - 8 * BATCH.tokens}
         assert {name: n for name, n in counted.items() if n} == left
         fixed = {name: n for name, n in prediction.saved_nbytes.items() if name.startswith("(")}
         assert sum(fixed.values()) == rotary + sum(left.values())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_neox", "stablelm"])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_chunked_loss_is_predicted_to_the_byte(family: str, precision: str, bits: int) -> None:
     model = make_model(family).to(TORCH_DTYPES[precision])
@@ -78,11 +112,12 @@ def test_a_chunked_loss_is_predicted_to_the_byte(family: str, precision: str, bi
     assert sum(measured(model, precision, []).values()) == predict(job, choices_of(job, bits)).saved_total_nbytes
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("code", ["int8", "nf4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_attention_is_predicted_to_the_byte(family: str, code: str, precision: str) -> None:
-    model = make_model(family).to(TORCH_DTYPES[precision])
+@pytest.mark.parametrize(("code", "precision"), [("int8", "fp32"), ("nf4", "bf16"), ("int8", "bf16-pure")])
+@variants
+def test_packed_attention_is_predicted_to_the_byte(
+    family: str, overrides: dict[str, object], code: str, precision: str
+) -> None:
+    model = make_model(family, **overrides).train().to(TORCH_DTYPES[precision])
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
     laconic.compress_activations(model, bits=4, attention=code)
     job = Job(shape, BATCH, settings=Settings(precision=precision))  # type: ignore[arg-type]
@@ -90,19 +125,10 @@ def test_packed_attention_is_predicted_to_the_byte(family: str, code: str, preci
     assert sum(measured(model, precision, []).values()) == predicted
 
 
-def test_a_sliding_window_costs_repeated_keys_and_a_mask() -> None:
-    for precision in ("fp32", "bf16"):
-        model = make_model("mistral", sliding_window=32)
-        shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
-        counted = measured(model, precision, units_of(shape, precision))
-        prediction = predict(Job(shape, BATCH, settings=Settings(precision=precision)))  # type: ignore[arg-type]
-        assert sum(counted.values()) == prediction.saved_total_nbytes
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_and_sites_are_those_of_the_model(family: str) -> None:
+@variants
+def test_parameters_and_sites_are_those_of_the_model(family: str, overrides: dict[str, object]) -> None:
     for tied in (False, True):
-        model = make_model(family, tie_word_embeddings=tied)
+        model = make_model(family, tie_word_embeddings=tied, **overrides)
         shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
         assert shape.num_parameters == sum(p.numel() for p in model.parameters())
         memory = predict(Job(shape, BATCH)).ranks[0]
@@ -133,6 +159,19 @@ def test_choices_go_through_json() -> None:
     ("change", "message"),
     [
         ({"model_type": "mamba"}, r"model_type is 'mamba', but the planner knows llama, mistral"),
+        ({"model_type": None}, r"model_type is missing in the model's configuration"),
+        ({"hidden_act": "relu2"}, r"hidden_act is 'relu2' in the model's configuration, but it must be one of silu"),
+        ({"attention_dropout": 0.1}, r"attention_dropout is 0.1 .* what dropout keeps is not predicted"),
+        ({"quantization_config": {"bits": 4}}, r"weights must be unquantized"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention", "mamba"]},
+            r"names mamba",
+        ),
+        ({"text_config": {"model_type": "llama"}}, r"to plan that alone, give --family llama"),
+        (
+            {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 1},
+            r"experts_per_token is 2, but the model has 1 experts",
+        ),
         ({"hidden_size": None}, r"hidden_size is None in the model's configuration"),
         ({"num_key_value_heads": 3}, r"num_kv_heads is 3, but it must divide num_heads \(4\)"),
         ({"num_hidden_layers": 0}, r"num_layers is 0, but it must be at least 1"),
@@ -150,6 +189,45 @@ def test_sizes_that_make_no_model_are_refused(change: dict[str, object], message
     assert ModelShape.from_config(config).num_kv_heads == 4
     with pytest.raises(PlanError, match=message):
         ModelShape.from_config({**config, **change})
+
+
+FOREIGN: list[tuple[str, dict[str, object], str]] = [
+    ("mixtral", {}, r"one of 'mixtral', which the planner knows; leave --family out"),
+    ("gpt_neox", {}, r"one of 'gpt_neox', which the planner knows"),
+    ("gemma3_text", {}, r"one of 'gemma3_text', which the planner knows"),
+    ("cohere", {}, r"no rms_norm_eps, .*layer_norm_eps = 1e-05.*, which layers of llama do not have"),
+    ("olmoe", {}, r"num_experts = 64"),
+    ("deepseek_v3", {}, r"kv_lora_rank = 512|q_lora_rank = 1536"),
+    ("nemotron", {}, r"no rms_norm_eps"),
+    ("mamba", {}, r"state_size = 16"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "message"), FOREIGN, ids=[name for name, *_ in FOREIGN])
+def test_a_family_that_a_model_is_not_is_refused_by_name(name: str, overrides: dict[str, object], message: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, **overrides).to_dict()
+    with pytest.raises(PlanError, match=message):
+        ModelShape.from_config(config, "llama")
+
+
+def test_a_model_built_like_a_family_is_planned_as_one() -> None:
+    config = make_model("llama").config.to_dict()  # type: ignore[operator, union-attr]
+    expected = ModelShape.from_config(config)
+    assert ModelShape.from_config({**config, "model_type": "my_llama", "rope_factor": None}, "llama") == expected
+    with pytest.raises(PlanError, match=r"my_depth_scale = 0.5, which layers of llama do not have"):
+        ModelShape.from_config({**config, "model_type": "my_llama", "my_depth_scale": 0.5}, "llama")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_mean_what_transformers_takes_them_for(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 32}
+    config = CONFIG_MAPPING[family](**sizes, vocab_size=50).to_dict()
+    given = {"model_type": family, **sizes, "vocab_size": 50}
+    assert ModelShape.from_config(given) == ModelShape.from_config(config)
 
 
 def test_a_configuration_is_read_from_a_directory(tmp_path: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 from laconic.cost.model_shape import ModelShape
@@ -24,7 +25,7 @@ from laconic.cost.units import (
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule, make_schedule
 
-__all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "layer_tensors", "recomputed_nbytes"]
+__all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "recomputed_nbytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ class Stage:
     def fixed_nbytes(self) -> dict[str, int]:
         """What a waiting micro-batch keeps whatever is decided: by kind."""
         job = self.job
-        kept = {"attention": rotary_nbytes(job.shape, job.batch, job.precision)}
+        kept = {"attention": rotary_nbytes(job.shape, job.batch, job.precision, self.layers)}
         if self.is_first:
             kept["embedding"] = 8 * job.batch.tokens  # the tokens
         if self.is_last:
@@ -169,34 +170,17 @@ class Stage:
         return kept
 
     def tensors(self) -> list[tuple[int, int]]:
-        """Rows and columns of every parameter."""
+        """Rows and columns of every parameter; vectors have one column, stacked matrices the rows of all."""
         shape = self.job.shape
-        tensors = [t for _ in self.layers for t in layer_tensors(shape)]
+        of_layer = [(prod(t[:-1]), t[-1]) if len(t) > 1 else (t[0], 1) for t in shape.layer_tensors]
+        tensors = of_layer * len(self.layers)
         if self.is_first:
             tensors.append((shape.vocab_size, shape.hidden_size))
         if self.is_last:
-            tensors.append((shape.hidden_size, 1))
+            tensors += [(shape.hidden_size, 1)] * shape.tensors_of_a_norm
             if not (shape.tied and self.is_first):
                 tensors.append((shape.vocab_size, shape.hidden_size))
         return tensors
-
-
-def layer_tensors(shape: ModelShape) -> list[tuple[int, int]]:
-    """Rows and columns of the parameters of one layer; vectors have one column."""
-    hidden, ffn, query, key = shape.hidden_size, shape.intermediate_size, shape.query_size, shape.key_size
-    traits = shape.traits
-    if traits.fused:
-        tensors = [(query + 2 * key, hidden), (hidden, query), (2 * ffn, hidden), (hidden, ffn)]
-    else:
-        tensors = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
-        tensors += [(ffn, hidden), (ffn, hidden), (hidden, ffn)]
-    if traits.qkv_bias:
-        tensors += [(query, 1), (key, 1), (key, 1)]
-    if traits.qk_norm == "head":
-        tensors += [(shape.head_dim, 1)] * 2
-    elif traits.qk_norm == "full":
-        tensors += [(query, 1), (key, 1)]
-    return [*tensors, *[(hidden, 1)] * (len(traits.input_norms) + len(traits.output_norms))]
 
 
 def kept_nbytes(
@@ -215,10 +199,10 @@ def kept_nbytes(
         kept[unit.name] = (unit.kind, unit.nbytes_beside(choice, beside), unit.host_nbytes(choice))
     packed = any(u.kind == "attention" and choices.get(u.name, EXACT) != EXACT for u in stage.units())
     if packed:
-        given = arguments_nbytes(job.shape, job.batch, job.precision)
+        given = arguments_nbytes(job.shape, job.batch, job.precision, stage.layers)
         kept[f"(attention's arguments in stage {stage.index})"] = ("attention", given, 0)
     for layer in sorted(set(recomputed) & set(stage.layers)):
-        kept[f"model.layers.{layer}"] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
+        kept[job.shape.layer_name(layer)] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
     return kept
 
 

@@ -163,7 +163,8 @@ def _waiting(
             count = state[stage.index]
             if stage.index == moment.stage:
                 loss_side = kind in ("logits", "head")
-                inside = name.startswith("model.layers.") and not name.startswith(f"model.layers.{stage.layers[0]}.")
+                first = job.shape.layer_name(stage.layers[0])
+                inside = name.startswith(f"{job.shape.traits.names.layers}.") and not name.startswith(f"{first}.")
                 if (loss_side and not moment.loss_is_kept) or (inside and moment.only_first_layer):
                     count -= 1
             activations[kind] += count * nbytes // job.layout.tensor_parallel

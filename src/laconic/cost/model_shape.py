@@ -5,68 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from laconic.cost.families import FAMILIES, Family
 from laconic.errors import PlanError
 
 __all__ = ["FAMILIES", "Family", "ModelShape"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the layers of a model family differ from Llama's.
-
-    norm: "cast" rounds the normalized value to the model's dtype before the weight multiplies it (Llama), "wide"
-    multiplies in fp32 (OLMo2), "offset" multiplies by 1 + weight in fp32 (Gemma).
-    input_norms: whether attention and feed-forward block each read the output of a norm. output_norms: names of norms
-    behind the two blocks. qk_norm: whether queries and keys are normalized, per "head" or over the "full" projection.
-    fused: whether q, k, v are one linear, and gate and up another. qkv_bias: whether the former have biases.
-    attention_copies: whether the attention output is copied before its projection reads it.
-    eager: attention materializes scores [heads, sequence, sequence]. wide_rotary: its tables are fp32.
-    """
-
-    norm: Literal["cast", "wide", "offset"] = "cast"
-    input_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    output_norms: tuple[str, ...] = ()
-    qk_norm: Literal["head", "full"] | None = None
-    fused: bool = False
-    qkv_bias: bool = False
-    attention_copies: bool = False
-    eager: bool = False
-    wide_rotary: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm="head"),
-    "olmo2": Family(
-        norm="wide",
-        input_norms=(),
-        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        qk_norm="full",
-        wide_rotary=True,
-    ),
-    "gemma2": Family(
-        norm="offset",
-        input_norms=("input_layernorm", "pre_feedforward_layernorm"),
-        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        eager=True,
-    ),
-    "phi3": Family(fused=True, attention_copies=True),
-}
-"""The families that the planner knows, by `model_type` of their Hugging Face configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a model.
 
-    hidden_size, intermediate_size: width of the residual stream and of the feed-forward layer. num_heads, num_kv_heads,
-    head_dim: of attention. tied: whether embedding and output projection share their matrix. sliding_window: tokens
-    that attention looks back; None without limit. softcap: whether attention scores and logits pass through tanh.
+    hidden_size, intermediate_size: width of the residual stream and of the feed-forward layer, or of one expert.
+    num_heads, num_kv_heads, head_dim: of attention. rotary_size: features of a head that are rotated, None for the
+    family's share. tied: whether embedding and output projection share their matrix. sliding_window: tokens that
+    attention looks back, None without limit; full_layers: layers without that limit. softcap, logit_softcap: whether
+    attention scores, and logits, pass through tanh. qkv_bias, output_bias, mlp_bias: whether linears have biases;
+    parallel: whether attention and feed-forward block read the same residual stream; None for what the family has.
+    num_experts, experts_per_token: of a mixture of experts, 0 elsewhere.
 
     Raises PlanError if the family is not known or a size is not positive.
     """
@@ -81,23 +40,74 @@ class ModelShape:
     vocab_size: int
     tied: bool = False
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
     softcap: bool = False
+    logit_softcap: bool = False
+    rotary_size: int | None = None
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    parallel: bool | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise PlanError(_unknown_family(self.family))
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
+            raise PlanError(
+                f"model_type is {self.family!r}, but the planner knows {', '.join(FAMILIES)}; bytes of other families "
+                f"would be a guess"
+            )
+        traits = self.traits
+        positive = (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        )
+        for name in (*positive, *(("num_experts", "experts_per_token") if traits.experts else ())):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be at least 1")
-        if self.vocab_size < 1:
-            raise PlanError(f"vocab_size is {self.vocab_size!r}, but it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise PlanError(f"num_kv_heads is {self.num_kv_heads}, but it must divide num_heads ({self.num_heads})")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise PlanError(f"sliding_window is {self.sliding_window}, but it must be at least 1 or left out")
+        if self.num_experts and not traits.experts:
+            raise PlanError(f"num_experts is {self.num_experts}, but layers of {self.family} have no experts")
+        if self.experts_per_token > self.num_experts:
+            raise PlanError(
+                f"experts_per_token is {self.experts_per_token}, but the model has {self.num_experts} experts"
+            )
+        if self.parallel and traits.parallel_norms is None:
+            raise PlanError(f"parallel is True, but the blocks of {self.family} run one after the other")
+        parallel = traits.defaults.get("use_parallel_residual", False) if self.parallel is None else self.parallel
+        rotary_size = int(self.head_dim * traits.rotary_share) if self.rotary_size is None else self.rotary_size
+        resolved = {"full_layers": tuple(self.full_layers), "rotary_size": rotary_size, "parallel": bool(parallel)}
+        for name in ("qkv_bias", "output_bias", "mlp_bias"):
+            own, of_family = getattr(self, name), getattr(traits, name)
+            if own is None:
+                own = bool(traits.defaults.get(of_family, False)) if isinstance(of_family, str) else of_family
+            resolved[name] = own
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
 
     @property
     def traits(self) -> Family:
         """What the family does differently."""
         return FAMILIES[self.family]
+
+    @property
+    def input_norms(self) -> tuple[str, ...]:
+        """Names of the norms in front of the blocks of a layer."""
+        norms = self.traits.input_norms
+        return norms[: self.traits.parallel_norms] if self.parallel else norms
+
+    @property
+    def active_width(self) -> int:
+        """Width of what a token meets in the feed-forward layer, over all its experts."""
+        return self.intermediate_size * max(1, self.experts_per_token)
 
     @property
     def query_size(self) -> int:
@@ -109,23 +119,55 @@ class ModelShape:
         """Width of all keys together, which is that of the values."""
         return self.num_kv_heads * self.head_dim
 
+    def layer_name(self, layer: int) -> str:
+        """Name of a decoder layer's module."""
+        return f"{self.traits.names.layers}.{layer}"
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that attention of a layer looks back; None without limit."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    @property
+    def layer_tensors(self) -> list[tuple[int, ...]]:
+        """Shapes of the parameters of one layer."""
+        traits, hidden, ffn = self.traits, self.hidden_size, self.intermediate_size
+        query, key = self.query_size, self.key_size
+        qkv = [(query + 2 * key, hidden)] if traits.fused_qkv else [(query, hidden), (key, hidden), (key, hidden)]
+        tensors: list[tuple[int, ...]] = [*qkv, (hidden, query)]
+        tensors += [(rows,) for rows, _ in qkv] * bool(self.qkv_bias) + [(hidden,)] * bool(self.output_bias)
+        if traits.experts:
+            count = self.num_experts
+            tensors += [(count, hidden), (count, 2 * ffn, hidden), (count, hidden, ffn)]
+        else:
+            wide = [2 * ffn] if traits.fused_gate else [ffn] * (2 if traits.gated else 1)
+            tensors += [(rows, hidden) for rows in wide] + [(hidden, ffn)]
+            tensors += ([(rows,) for rows in wide] + [(hidden,)]) * bool(self.mlp_bias)
+        if traits.qk_norm == "head":
+            tensors += [(self.head_dim,)] * 2
+        elif traits.qk_norm == "full":
+            tensors += [(query,), (key,)]
+        num_norms = len(self.input_norms) + len(traits.output_norms)
+        return [*tensors, *[(hidden,)] * (num_norms * self.tensors_of_a_norm)]
+
+    @property
+    def tensors_of_a_norm(self) -> int:
+        """Parameters of a norm over the residual stream: the weight, and a layer norm's bias."""
+        return 2 if self.traits.norm == "layer" else 1
+
     @property
     def layer_linear_parameters(self) -> int:
-        """Parameters of the weight matrices of one layer."""
+        """Parameters of the weight matrices of one layer that one token meets."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        matrices = 3 if self.traits.gated else 2
+        feed_forward = matrices * self.hidden_size * self.intermediate_size
+        if self.traits.experts:
+            return attention + self.experts_per_token * feed_forward + self.num_experts * self.hidden_size
+        return attention + feed_forward
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer."""
-        traits = self.traits
-        norms = (len(traits.input_norms) + len(traits.output_norms)) * self.hidden_size
-        if traits.qk_norm == "head":
-            norms += 2 * self.head_dim
-        elif traits.qk_norm == "full":
-            norms += self.query_size + self.key_size
-        biases = self.query_size + 2 * self.key_size if traits.qkv_bias else 0
-        return self.layer_linear_parameters + norms + biases
+        return sum(prod(shape) for shape in self.layer_tensors)
 
     @property
     def embedding_parameters(self) -> int:
@@ -135,7 +177,7 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model; a tied matrix counts once."""
-        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size * self.tensors_of_a_norm
         return self.num_layers * self.layer_parameters + ends
 
     @classmethod
@@ -143,40 +185,17 @@ class ModelShape:
         """Reads a Hugging Face configuration as a dictionary, that is config.json.
 
         Args:
-            config: with the names that Llama-like models use. A missing num_key_value_heads means as many as heads, a
-                missing head_dim hidden_size / num_attention_heads.
-            family: instead of the configuration's model_type.
+            config: with a model_type that the planner knows. Absent fields mean what transformers takes them for.
+            family: what an unknown model_type is built like. Every field of the configuration must then be one that
+                this family has.
 
         Raises:
-            PlanError: a size is missing, or the family is not known.
+            PlanError: a size is missing, the family is not known or not what the configuration says, or the
+                configuration asks for something whose bytes are not predicted.
         """
-        config = config.get("text_config", config)
-        family = family or config.get("model_type") or "llama"
-        if family not in FAMILIES:
-            raise PlanError(_unknown_family(family))
+        from laconic.cost.model_config import sizes_of
 
-        def size(name: str) -> int:
-            if not isinstance(config.get(name), int):
-                raise PlanError(
-                    f"{name} is {config.get(name)!r} in the model's configuration, but it must be an integer"
-                )
-            return int(config[name])
-
-        hidden, heads = size("hidden_size"), size("num_attention_heads")
-        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-        return cls(
-            family=family,
-            hidden_size=hidden,
-            intermediate_size=size("intermediate_size"),
-            num_layers=size("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            vocab_size=size("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", family == "gemma2")),
-            sliding_window=window,
-            softcap=bool(config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")),
-        )
+        return cls(**sizes_of(config, family))
 
     @classmethod
     def load(cls, path: str | Path, family: str | None = None) -> ModelShape:
@@ -201,11 +220,4 @@ class ModelShape:
 
     def to_dict(self) -> dict[str, Any]:
         """The sizes as plain data: the fingerprint of a model in a plan."""
-        return asdict(self)
-
-
-def _unknown_family(family: str) -> str:
-    return (
-        f"model_type is {family!r}, but the planner knows {', '.join(FAMILIES)}; for a model whose layers are built "
-        f"like one of these, give that family"
-    )
+        return {**asdict(self), "full_layers": list(self.full_layers)}

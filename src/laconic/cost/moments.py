@@ -46,7 +46,7 @@ class Moment:
         """Bytes alive beside what waits, for these choices."""
         total = self.workspace_nbytes
         units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
-        if any(unit.kind == "mlp" and choices.get(unit.name, EXACT) != EXACT for unit in units):
+        if any(unit.is_feed_forward and choices.get(unit.name, EXACT) != EXACT for unit in units):
             total += self.packed_nbytes
         if any(layer in recomputed for stage in stages for layer in stage.layers):
             total += self.again_nbytes
@@ -59,19 +59,21 @@ def moments_of(job: Job, stages: Sequence[Stage]) -> list[Moment]:
     """The candidates of a rank that holds `stages`."""
     shape, precision, tokens = job.shape, job.precision, job.batch.tokens
     element, residual = precision.compute_nbytes, precision.residual_nbytes
-    narrow, wide = tokens * shape.hidden_size, tokens * shape.intermediate_size
+    narrow, wide = tokens * shape.hidden_size, tokens * shape.active_width
     all_gradients = lasting_nbytes(job, list(stages))["gradients"]
     # Gradients of earlier micro-batches are there, and DDP and FSDP2 keep what they have allocated.
     start = 0 if job.layout.micro_batches == 1 and job.layout.data_parallel == 1 else all_gradients
     casts = 0
     if precision.autocast:
         casts = sum(len(stage.layers) for stage in stages) * shape.layer_linear_parameters * element
-    again = sum(unit.exact_nbytes for unit in layer_units(shape, 0, job.batch, precision))
+    one_of_each = {shape.window_of(layer): layer for layer in range(shape.num_layers)}.values()
+    again = max(sum(u.exact_nbytes for u in layer_units(shape, layer, job.batch, precision)) for layer in one_of_each)
 
-    # Forward: gate, up, their activation and product; the residual, a norm's output, what linears read of it.
+    # Forward: three of gate, up, their activation and product, since what is packed goes when the product is made; the
+    # residual, a norm's output, what linears read of it.
     cast = precision.autocast
     forward = (3 * residual + (2 * element if cast else 0)) * narrow + casts
-    packed_forward = 4 * wide * element
+    packed_forward = 3 * wide * element
     # Backward: rebuilt gate, up, activation and product, the gradients of product and of two of the others.
     attention = 4 * tokens * (shape.query_size + shape.key_size) * element
     backward = max(2 * wide * element + 2 * narrow * residual, attention)

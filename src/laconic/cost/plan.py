@@ -77,7 +77,8 @@ class Plan:
                     sites[site] = (Choice("nf4") if inner else choice).to_json()
         plan: dict[str, Any] = {"version": 2, "sites": sites}
         if self.recomputed:
-            plan["layers"] = {f"model.layers.{i}": {"input": c.to_json()} for i, c in sorted(self.recomputed.items())}
+            name_of = self.job.shape.layer_name
+            plan["layers"] = {name_of(i): {"input": c.to_json()} for i, c in sorted(self.recomputed.items())}
         return plan
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,11 +108,21 @@ class Plan:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON; a file of that name is replaced only when the new one is complete."""
+        """Writes the plan as JSON; a file of that name is replaced only when the new one is complete.
+
+        Raises PlanError when it cannot be written; then nothing is left behind.
+        """
         target = Path(path)
-        temporary = target.with_name(target.name + ".part")
-        temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(target)
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        try:
+            temporary = target.with_name(target.name + ".part")
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:  # ValueError: no name, or a NUL in it
+            raise PlanError(f"the plan cannot be written to {str(target)!r}: {error}") from error
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:

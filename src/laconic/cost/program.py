@@ -1,12 +1,13 @@
 """The integer program of one rank: which choices are cheapest under a budget of bytes.
 
-Layers of one stage are alike, so the program counts instead of naming: how many layers of a stage keep their gate and
-up in five bits, how many run again in backward. Solved by HiGHS through SciPy.
+Layers of one stage are alike, or of two kinds (with and without a sliding window), so the program counts instead of
+naming: how many layers of a kind keep their gate and up in five bits, how many run again in backward. Solved by HiGHS
+through SciPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -47,9 +48,10 @@ class _Option:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Alike units of one stage, of which each gets one of the options."""
+    """Alike units of one stage and one kind of layer, of which each gets one of the options."""
 
     stage: int
+    kind: int | None
     units: tuple[Unit, ...]
     options: tuple[_Option, ...]
 
@@ -63,18 +65,26 @@ class _Rule:
     high: float
 
 
-# Columns beside those of (group, option): layers of a stage that run again, whether any attention of a stage is packed,
-# whether any layer runs again, whether any feed-forward block is packed, and the peak in _SCALE bytes.
-_Again = tuple[str, int]
+# Columns beside those of (group, option): layers of a stage and kind that run again, whether any attention of a stage
+# is packed, whether any layer runs again, whether any feed-forward block is packed, and the peak in _SCALE bytes.
+_Again = tuple[str, int, int | None]
 _ANY_AGAIN, _ANY_MLP, _PEAK = "any layer runs again", "any feed-forward block is packed", "peak"
 
 
-def _again(stage: Stage) -> _Again:
-    return ("layers that run again", stage.index)
+def _again(stage: Stage, kind: int | None) -> _Again:
+    return ("layers that run again", stage.index, kind)
 
 
-def _packs(stage: Stage) -> _Again:
+def _packs(stage: Stage) -> tuple[str, int]:
     return ("attention is packed", stage.index)
+
+
+def _kinds(stage: Stage) -> dict[int | None, list[int]]:
+    """The layers of a stage by kind, that is by the window of their attention."""
+    kinds: dict[int | None, list[int]] = {}
+    for layer in stage.layers:
+        kinds.setdefault(stage.job.shape.window_of(layer), []).append(layer)
+    return kinds
 
 
 class Program:
@@ -113,7 +123,9 @@ class Program:
 
     def solve(self, budget_nbytes: int) -> tuple[dict[str, Choice], dict[int, Choice]] | None:
         """The cheapest choices by unit, and layers that run again, within the budget; None if there are none."""
-        cost: dict[Hashable, float] = {_again(stage): self._layer_cost for stage in self._stages}
+        cost: dict[Hashable, float] = {
+            _again(stage, kind): self._layer_cost for stage in self._stages for kind in _kinds(stage)
+        }
         columns = [(group, option) for group in self._groups for option in group.options]
         for index, column in enumerate(columns):
             # Equal costs are settled by order, so that the same input always gives the same plan.
@@ -138,26 +150,32 @@ class Program:
         for group in self._groups:
             terms: dict[Hashable, float] = {(group, option): 1 for option in group.options}
             if group.units[0].layer is not None:
-                terms[_again(stage_of[group.stage])] = 1
+                terms[_again(stage_of[group.stage], group.kind)] = 1
             yield _Rule(terms, len(group.units), len(group.units))
 
     def _what_is_used_anywhere(self) -> Iterable[_Rule]:
         """Columns of 0 and 1 that have to be 1 as soon as something is chosen once."""
 
-        def used(kind: str, stages: Sequence[Stage]) -> dict[Hashable, float]:
+        def used(is_meant: Callable[[Unit], bool], stages: Sequence[Stage]) -> dict[Hashable, float]:
             inside = {stage.index for stage in stages}
             return {
                 (group, option): 1
                 for group in self._groups
                 for option in group.options
-                if group.units[0].kind == kind and group.stage in inside and option.choice != EXACT
+                if is_meant(group.units[0]) and group.stage in inside and option.choice != EXACT
             }
 
         num_layers = sum(len(stage.layers) for stage in self._stages)
-        yield _Rule({_ANY_AGAIN: -num_layers} | {_again(stage): 1 for stage in self._stages}, -inf, 0)
-        yield _Rule({_ANY_MLP: -num_layers} | used("mlp", self._stages), -inf, 0)
+        yield _Rule(
+            {_ANY_AGAIN: -num_layers} | {_again(stage, kind): 1 for stage in self._stages for kind in _kinds(stage)},
+            -inf,
+            0,
+        )
+        yield _Rule({_ANY_MLP: -num_layers} | used(lambda unit: unit.is_feed_forward, self._stages), -inf, 0)
         for stage in self._stages:
-            yield _Rule({_packs(stage): -len(stage.layers)} | used("attention", [stage]), -inf, 0)
+            yield _Rule(
+                {_packs(stage): -len(stage.layers)} | used(lambda unit: unit.kind == "attention", [stage]), -inf, 0
+            )
 
     def _gate_and_up_can_be_made(self) -> Iterable[_Rule]:
         """They are made again from the packed input of their norm, so no more of them than of these."""
@@ -167,7 +185,9 @@ class Program:
                 (other, option): -1
                 for other in self._groups
                 for option in other.options
-                if other.stage == group.stage and _feeds(other, group) and option.choice != EXACT
+                if (other.stage, other.kind) == (group.stage, group.kind)
+                and _feeds(other, group)
+                and option.choice != EXACT
             }
             if again:
                 yield _Rule(again | packed, -inf, 0)
@@ -184,7 +204,7 @@ class Program:
                         if moment.casts and option.choice == EXACT:
                             nbytes[group, option] -= group.units[0].weight_nbytes
                 for stage in self._stages:
-                    nbytes[_again(stage)] = state[stage.index] * layer_input
+                    nbytes |= {_again(stage, kind): state[stage.index] * layer_input for kind in _kinds(stage)}
                     nbytes[_packs(stage)] = state[stage.index] * self._arguments[stage.index]
                 nbytes[_ANY_AGAIN] = moment.again_nbytes
                 nbytes[_ANY_MLP] = moment.packed_nbytes
@@ -220,7 +240,8 @@ class Program:
             ) from error
         upper: dict[Hashable, float] = {(group, o): len(group.units) for group in self._groups for o in group.options}
         for stage in self._stages:
-            upper[_again(stage)] = len(stage.layers) if self._layers_may_run_again else 0
+            for kind, layers in _kinds(stage).items():
+                upper[_again(stage, kind)] = len(layers) if self._layers_may_run_again else 0
             upper[_packs(stage)] = 1
         upper |= {_ANY_AGAIN: 1, _ANY_MLP: 1, _PEAK: budget}
         at = {key: index for index, key in enumerate(upper)}
@@ -242,7 +263,10 @@ class Program:
     def _named(self, values: Mapping[Hashable, float]) -> tuple[dict[str, Choice], dict[int, Choice]]:
         """From counts to layers: those that run again first, then fewest bytes first."""
         recomputed = {
-            layer: LAYER_INPUT for stage in self._stages for layer in stage.layers[: round(values[_again(stage)])]
+            layer: LAYER_INPUT
+            for stage in self._stages
+            for kind, layers in _kinds(stage).items()
+            for layer in layers[: round(values[_again(stage, kind)])]
         }
         choices: dict[str, Choice] = {}
         for group in self._groups:
@@ -262,16 +286,17 @@ def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:
 
 def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
     """Alike units of a stage with what may be chosen for them."""
-    alike: dict[str, list[Unit]] = {}
+    window_of = stage.job.shape.window_of
+    alike: dict[tuple[str, int | None], list[Unit]] = {}
     for unit in stage.units():
         if unit.rows:
-            key = unit.name.replace(f"layers.{unit.layer}.", "")
-            alike.setdefault(key, []).append(unit)
+            name = unit.name.replace(f"layers.{unit.layer}.", "")
+            alike.setdefault((name, None if unit.layer is None else window_of(unit.layer)), []).append(unit)
     groups = []
-    for units in alike.values():
+    for (_, kind), units in alike.items():
         first = units[0]
         options = [_Option(choice, first.nbytes(choice), costs.of(first, choice)) for choice in _choices(first, words)]
-        groups.append(_Group(stage.index, tuple(units), tuple(options)))
+        groups.append(_Group(stage.index, kind, tuple(units), tuple(options)))
     return groups
 
 

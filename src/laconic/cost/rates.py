@@ -133,10 +133,12 @@ def layer_forward_flops(job: Job) -> float:
 
 
 def attention_flops(job: Job) -> float:
-    """Operations of causal attention alone: scores and weighted values, half of them masked."""
+    """Operations of causal attention alone, mean over layers: scores and weighted values, half of them masked."""
     shape, batch = job.shape, job.batch
-    reach = min(batch.sequence_length, shape.sliding_window or batch.sequence_length)
-    return 4.0 * batch.tokens * reach * shape.query_size / (2 if reach == batch.sequence_length else 1)
+    length = batch.sequence_length
+    reaches = [min(length, shape.window_of(layer) or length) for layer in range(shape.num_layers)]
+    seen = sum(reach / (2 if reach == length else 1) for reach in reaches) / len(reaches)
+    return 4.0 * batch.tokens * seen * shape.query_size
 
 
 def recompute_seconds(job: Job, hardware: Hardware) -> float:
@@ -149,12 +151,15 @@ def pack_seconds(job: Job, hardware: Hardware, unit: Unit, choice: Choice) -> fl
     shape, tokens = job.shape, job.batch.tokens
     tp = job.layout.tensor_parallel
     if choice.recompute:  # gate and up once more
-        flops = 2.0 * tokens * shape.hidden_size * 2 * shape.intermediate_size / tp
+        flops = 2.0 * tokens * shape.hidden_size * (2 if shape.traits.gated else 1) * shape.intermediate_size / tp
         return flops / hardware.matmul_flops_per_second
     if choice.code is None or not unit.rows:
         return 0.0
     element = job.precision.compute_nbytes
     seconds = 2.0 * unit.num_elements * element / tp / hardware.pack_bytes_per_second
+    if unit.beside_nbytes:  # experts run again
+        flops = 2.0 * tokens * 3 * shape.hidden_size * shape.active_width
+        seconds += flops / tp / hardware.matmul_flops_per_second
     if unit.kind == "attention":
         seconds += attention_flops(job) / tp / hardware.matmul_flops_per_second
     if choice.offload:

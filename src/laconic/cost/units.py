@@ -158,8 +158,9 @@ class Unit:
     name: of the site that says most about it. kind: "norm", "linear", "mlp", "attention" or "head". layer: None outside
     of the stack. sites: modules that get the choice. exact_nbytes: kept per micro-batch if nothing is done. rows: (rows
     per token, length) of the tensors that a choice packs. weight_nbytes: part of `exact_nbytes` that does not grow with
-    tokens (casts of weights). minimum_bits: fewer are not offered. rebuilt_with: a unit whose backward makes this
-    one's tensor again if that one is not exact; then nothing is kept here, or `input_nbytes` more if this one is exact.
+    tokens (casts of weights). beside_nbytes: kept beside what a choice packs (what routers decided). minimum_bits:
+    fewer are not offered. rebuilt_with: a unit whose backward makes this one's tensor again if that one is not exact;
+    then nothing is kept here, or `input_nbytes` more if this one is exact.
     """
 
     name: str
@@ -170,9 +171,15 @@ class Unit:
     rows: tuple[tuple[int, int], ...]
     tokens: int
     weight_nbytes: int = 0
+    beside_nbytes: int = 0
     minimum_bits: int = 4
     rebuilt_with: str | None = None
     input_nbytes: int = 0
+
+    @property
+    def is_feed_forward(self) -> bool:
+        """Whether the inside of a feed-forward block, or of experts, is rebuilt in backward unless this is exact."""
+        return self.kind == "mlp" or self.beside_nbytes > 0
 
     @property
     def num_elements(self) -> int:
@@ -186,8 +193,8 @@ class Unit:
     def nbytes(self, choice: Choice) -> int:
         """Bytes on the device per micro-batch that waits for its backward."""
         if choice.recompute or choice.offload:
-            return 0
-        return self.exact_nbytes if choice.code is None else self.packed_nbytes(choice)
+            return self.beside_nbytes
+        return self.exact_nbytes if choice.code is None else self.packed_nbytes(choice) + self.beside_nbytes
 
     def nbytes_beside(self, choice: Choice, other: Choice) -> int:
         """Bytes on the device if `other` is chosen for the unit in `rebuilt_with`."""
@@ -202,57 +209,71 @@ class Unit:
 
 def layer_units(shape: ModelShape, layer: int, batch: Batch, precision: Precision) -> list[Unit]:
     """The units of one decoder layer, in the order of its forward."""
-    traits, tokens = shape.traits, batch.tokens
-    at = f"model.layers.{layer}"
+    traits, names, tokens = shape.traits, shape.traits.names, batch.tokens
+    at = shape.layer_name(layer)
+    attention, mlp = f"{at}.{names.attention}", f"{at}.mlp"
     hidden, ffn, query, key = shape.hidden_size, shape.intermediate_size, shape.query_size, shape.key_size
-    qkv = ("qkv_proj",) if traits.fused else ("q_proj", "k_proj", "v_proj")
-    gate_up = ("gate_up_proj",) if traits.fused else ("gate_proj", "up_proj")
-    qkv_sites = tuple(f"{at}.self_attn.{name}" for name in qkv)
-    gate_up_sites = tuple(f"{at}.mlp.{name}" for name in gate_up)
+    qkv_sites = tuple(f"{attention}.{name}" for name in names.qkv)
+    gate_up_sites = tuple(f"{mlp}.{name}" for name in names.gate_up)
+    gate_up_size = (2 if traits.gated else 1) * ffn
     units: list[Unit] = []
 
     def norm(name: str, rows: int, length: int, element_nbytes: int = precision.residual_nbytes) -> Unit:
         exact = _norm_nbytes(shape, element_nbytes, tokens * rows, length)
         return Unit(name, "norm", layer, (name,), exact, ((rows, length),), tokens)
 
-    def linear_input(names: Sequence[str], out_sizes: Sequence[int]) -> tuple[int, int]:
-        """Bytes that linears keep of their shared input [tokens, hidden], and of their weights' casts."""
-        copies = len(names) if precision.autocast else 1
-        weights = hidden * sum(out_sizes) * precision.compute_nbytes if precision.autocast else 0
-        return copies * tokens * hidden * precision.compute_nbytes + weights, weights
-
-    def reads_hidden(index: int, sites: tuple[str, ...], out_sizes: Sequence[int]) -> Unit:
-        """The norm in front of a block and the linears that read it, or these alone."""
-        kept, weights = linear_input(sites, out_sizes)
-        if not traits.input_norms:
+    def reads_hidden(norms: Sequence[str], *reads: tuple[tuple[str, ...], int]) -> Unit:
+        """The norms in front of blocks and the linears that read them (with their width together), or these alone."""
+        linears = [_linears_nbytes(shape, tokens, sites, out_size, precision) for sites, out_size in reads]
+        kept, weights = sum(kept for kept, _ in linears), sum(weights for _, weights in linears)
+        sites = tuple(site for names, _ in reads for site in names)
+        if not norms:
             return Unit(sites[0], "linear", layer, sites, kept, ((1, hidden),), tokens, weights)
-        unit = norm(f"{at}.{traits.input_norms[index]}", 1, hidden)
-        return replace(unit, sites=(*unit.sites, *sites), exact_nbytes=unit.exact_nbytes + kept, weight_nbytes=weights)
+        unit = norm(f"{at}.{norms[0]}", 1, hidden)
+        # Further norms read the same tensor, which is kept once.
+        shared = (len(norms) - 1) * (unit.exact_nbytes - tokens * hidden * precision.residual_nbytes)
+        return replace(
+            unit,
+            sites=(*(f"{at}.{name}" for name in norms), *sites),
+            exact_nbytes=unit.exact_nbytes + shared + kept,
+            weight_nbytes=weights,
+        )
 
-    # 1. Attention.
-    units.append(reads_hidden(0, qkv_sites, (query + 2 * key,)))
+    # 1. Attention, and the input of a feed-forward block beside it.
+    to_attention, to_mlp = (qkv_sites, query + 2 * key), (gate_up_sites, gate_up_size)
+    if shape.parallel and len(shape.input_norms) == 1:
+        sites = (*qkv_sites, *gate_up_sites)
+        units.append(reads_hidden(shape.input_norms, (sites, query + 2 * key + gate_up_size)))
+    elif shape.parallel:
+        units.append(reads_hidden(shape.input_norms, to_attention, to_mlp))
+    else:
+        units.append(reads_hidden(shape.input_norms[:1], to_attention))
     if traits.qk_norm is not None:
         per_head = traits.qk_norm == "head"
         for name, heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads)):
             rows, length = (heads, shape.head_dim) if per_head else (1, heads * shape.head_dim)
             # These norms read what projections give.
-            units.append(norm(f"{at}.self_attn.{name}", rows, length, precision.compute_nbytes))
-    units += _attention_units(shape, at, layer, batch, precision)
+            units.append(norm(f"{attention}.{name}", rows, length, precision.compute_nbytes))
+    units += _attention_units(shape, layer, batch, precision)
     for name in traits.output_norms[:1]:
         units.append(norm(f"{at}.{name}", 1, hidden))
 
     # 2. Feed-forward block.
-    units.append(reads_hidden(1, gate_up_sites, (2 * ffn,)))
+    if traits.experts:
+        reads = reads_hidden(shape.input_norms[1:2], ((f"{mlp}.gate",), shape.num_experts))
+        return [*units, _with_experts(reads, shape, precision)]
+    if not shape.parallel:
+        units.append(reads_hidden(shape.input_norms[1:2], to_mlp))
     weights = hidden * ffn * precision.compute_nbytes if precision.autocast else 0
+    kept = 4 if traits.gated else 2  # gate, act(gate), up and their product; or one linear's output and its activation
     units.append(
         Unit(
-            name=f"{at}.mlp",
+            name=mlp,
             kind="mlp",
             layer=layer,
-            sites=(f"{at}.mlp", f"{at}.mlp.down_proj"),
-            # gate, act(gate), up and their product
-            exact_nbytes=4 * tokens * ffn * precision.compute_nbytes + weights,
-            rows=((1, 2 * ffn),) if traits.fused else ((2, ffn),),
+            sites=(mlp, f"{mlp}.{names.down}"),
+            exact_nbytes=kept * tokens * ffn * precision.compute_nbytes + weights,
+            rows=((2, ffn),) if traits.gated else ((1, ffn),),
             tokens=tokens,
             weight_nbytes=weights,
         )
@@ -260,6 +281,36 @@ def layer_units(shape: ModelShape, layer: int, batch: Batch, precision: Precisio
     for name in traits.output_norms[1:]:
         units.append(norm(f"{at}.{name}", 1, hidden))
     return units
+
+
+def _linears_nbytes(
+    shape: ModelShape, tokens: int, sites: Sequence[str], out_size: int, precision: Precision
+) -> tuple[int, int]:
+    """Bytes that linears keep of their shared input [tokens, hidden], and those of them that are casts of weights."""
+    copies = len(sites) if precision.autocast else 1
+    weights = shape.hidden_size * out_size * precision.compute_nbytes if precision.autocast else 0
+    return copies * tokens * shape.hidden_size * precision.compute_nbytes + weights, weights
+
+
+def _with_experts(unit: Unit, shape: ModelShape, precision: Precision) -> Unit:
+    """The norm and router of a mixture of experts with its experts, which run again in backward if they are packed.
+
+    The experts are Hugging Face's, grouped: one row for each choice of a token, in the dtype of the residual stream.
+    """
+    tokens, chosen, element = unit.tokens, shape.experts_per_token, precision.residual_nbytes
+    rows = tokens * chosen
+    # The router's probabilities, what it chose, and the sum by which weights are divided.
+    decided = tokens * (4 * shape.num_experts + 8 * chosen + 4 + 4 * chosen)
+    # Of each row: input, gate and up in one, activation, product, output, weight; three indices. And ends of groups.
+    experts = rows * ((2 * shape.hidden_size + 4 * shape.intermediate_size) * element + 4 + 3 * 8)
+    experts += 4 * shape.num_experts
+    block = unit.sites[-1].rpartition(".")[0]
+    return replace(
+        unit,
+        sites=(*unit.sites, f"{block}.experts"),
+        exact_nbytes=unit.exact_nbytes + decided + experts,
+        beside_nbytes=decided + rows * 4,  # the weights once more
+    )
 
 
 def head_unit(shape: ModelShape, batch: Batch, precision: Precision, chunked: bool = False) -> Unit:
@@ -270,11 +321,12 @@ def head_unit(shape: ModelShape, batch: Batch, precision: Precision, chunked: bo
     hidden = shape.hidden_size
     weights = hidden * shape.vocab_size * precision.compute_nbytes if precision.autocast and not chunked else 0
     read = 0 if chunked else batch.tokens * hidden * precision.compute_nbytes
+    names = shape.traits.names
     return Unit(
-        name="model.norm",
+        name=names.final_norm,
         kind="head",
         layer=None,
-        sites=("model.norm", "lm_head"),
+        sites=(names.final_norm, names.head),
         exact_nbytes=_norm_nbytes(shape, precision.residual_nbytes, batch.tokens, hidden) + read + weights,
         rows=((1, hidden),),
         tokens=batch.tokens,
@@ -284,21 +336,28 @@ def head_unit(shape: ModelShape, batch: Batch, precision: Precision, chunked: bo
 
 
 def _norm_nbytes(shape: ModelShape, element_nbytes: int, rows: int, length: int) -> int:
-    """What autograd keeps of a Hugging Face RMS norm: fp32 input, normalized value, inverse root mean square."""
+    """What autograd keeps of a norm.
+
+    Of a Hugging Face RMS norm: fp32 input, normalized value, inverse root mean square; of a layer norm its input, the
+    mean and the inverse standard deviation.
+    """
+    if shape.traits.norm == "layer":
+        return rows * (length * element_nbytes + 2 * element_nbytes)
     normalized = element_nbytes if shape.traits.norm == "cast" else 4
     extra = length * 4 if shape.traits.norm == "offset" else 0  # 1 + weight in fp32
     return rows * (length * (4 + normalized) + 4) + extra
 
 
-def _attention_units(shape: ModelShape, at: str, layer: int, batch: Batch, precision: Precision) -> list[Unit]:
+def _attention_units(shape: ModelShape, layer: int, batch: Batch, precision: Precision) -> list[Unit]:
     """Queries, keys, values, output and log-sum-exp; with `eager` attention the scores as well.
 
     A choice other than exact keeps packed queries, keys and values by head; the rest is made again in backward. The
     output projection reads what attention holds, or keeps it where attention does not, unless backward makes it again.
     """
-    tokens, element, name = batch.tokens, precision.compute_nbytes, f"{at}.self_attn"
+    names = shape.traits.names
+    tokens, element, name = batch.tokens, precision.compute_nbytes, f"{shape.layer_name(layer)}.{names.attention}"
     query, key = shape.query_size, shape.key_size
-    masked = _masked(shape, batch)
+    masked = _masked(shape, batch, layer)
     spread = query if masked or shape.traits.eager else key  # with a mask keys and values are repeated for all heads
     weights = query * shape.hidden_size * element if precision.autocast else 0
     exact = tokens * (query + 2 * spread) * element
@@ -310,7 +369,7 @@ def _attention_units(shape: ModelShape, at: str, layer: int, batch: Batch, preci
         exact += tokens * (query * element + 4 * shape.num_heads)
     if masked and not shape.traits.eager:
         exact += tokens * batch.sequence_length * element  # the mask as numbers, made anew by each call
-    if shape.traits.fused and not masked:
+    if shape.traits.fused_qkv and not masked:
         exact += tokens * (query + key) * element  # values are a view of the fused projection
     core = Unit(
         name=name,
@@ -324,10 +383,10 @@ def _attention_units(shape: ModelShape, at: str, layer: int, batch: Batch, preci
     held = not (shape.traits.eager or shape.traits.attention_copies)
     read = tokens * query * element
     output = Unit(
-        name=f"{name}.o_proj",
+        name=f"{name}.{names.output}",
         kind="linear",
         layer=layer,
-        sites=(f"{name}.o_proj",),
+        sites=(f"{name}.{names.output}",),
         exact_nbytes=weights if held else read + weights,
         rows=() if held else ((1, query),),
         tokens=tokens,
@@ -345,26 +404,31 @@ def loss_nbytes(shape: ModelShape, batch: Batch, precision: Precision, chunked: 
     """
     if chunked:
         return batch.tokens * (shape.hidden_size * precision.compute_nbytes + 4 + 8) + 8
-    capped = shape.vocab_size * precision.compute_nbytes if shape.softcap else 0
+    capped = shape.vocab_size * precision.compute_nbytes if shape.logit_softcap else 0
     return batch.tokens * (4 * shape.vocab_size + capped + 8) + 4
 
 
-def rotary_nbytes(shape: ModelShape, batch: Batch, precision: Precision) -> int:
-    """The cosine and sine that all attention modules of a stage share."""
+def rotary_nbytes(shape: ModelShape, batch: Batch, precision: Precision, layers: Sequence[int]) -> int:
+    """The cosine and sine that all attention modules of a stage share; in some families a pair per kind of layer."""
     element = 4 if shape.traits.wide_rotary else precision.residual_nbytes
-    return 2 * batch.sequence_length * shape.head_dim * element
+    assert shape.rotary_size is not None
+    kinds = len({layer in shape.full_layers for layer in layers}) if shape.traits.layer_rotary else 1
+    return 2 * batch.sequence_length * shape.rotary_size * element * kinds
 
 
-def arguments_nbytes(shape: ModelShape, batch: Batch, precision: Precision) -> int:
+def arguments_nbytes(shape: ModelShape, batch: Batch, precision: Precision, layers: Sequence[int]) -> int:
     """What attention that runs again in backward was given besides its tensors, shared by the layers of a stage.
 
-    Positions, and the mask: none for plain causal attention, bool for a sliding window, for eager attention one of
-    numbers for each of the two kinds of layers that it is known for (Gemma2).
+    Positions, and the mask: none for plain causal attention, one of bools that all sequences share for a sliding
+    window, for eager attention one of numbers for each sequence and each of the two kinds of layers (Gemma2).
     """
-    square = batch.sequences * batch.sequence_length**2
-    mask = 2 * square * precision.residual_nbytes if shape.traits.eager else square if _masked(shape, batch) else 0
+    square = batch.sequence_length**2
+    masked = any(_masked(shape, batch, layer) for layer in layers)
+    eager = 2 * batch.sequences * square * precision.residual_nbytes
+    mask = eager if shape.traits.eager else square if masked else 0
     return mask + 8 * batch.sequence_length
 
 
-def _masked(shape: ModelShape, batch: Batch) -> bool:
-    return shape.sliding_window is not None and shape.sliding_window < batch.sequence_length
+def _masked(shape: ModelShape, batch: Batch, layer: int) -> bool:
+    window = shape.window_of(layer)
+    return window is not None and window < batch.sequence_length

@@ -17,6 +17,7 @@ from scipy.optimize import nnls
 from laconic.cost.wire import seconds as wire
 from laconic.cost.wire.rates import (
     OPERATIONS,
+    RING,
     CodecRates,
     Line,
     LinkRates,
@@ -24,7 +25,7 @@ from laconic.cost.wire.rates import (
     default_path,
     fit_line,
 )
-from laconic.cost.wire.seconds import World, candidates, coded_seconds, decide, sent_nbytes
+from laconic.cost.wire.seconds import World, candidates, coded_seconds, decide, ring_seconds, sent_nbytes
 from laconic.errors import ConfigError
 
 GIGABIT = 125e6
@@ -320,3 +321,74 @@ def test_chunks_are_neither_tiny_nor_larger_than_what_codecs_were_measured_on(se
     assert max(numbers) <= wire.MAX_CHUNKS
     assert all(sent_nbytes / number <= wire.MAX_CHUNK_NBYTES or number == wire.MAX_CHUNKS for number in numbers)
     assert all(sent_nbytes / number >= wire.MIN_CHUNK_NBYTES or number == 1 for number in numbers)
+
+
+# --- rings ---
+
+
+def with_ring(share: float, alpha: float = 2e-4, world: int = 4) -> WireRates:
+    """A link whose one stream takes `share` of what streams between every two ranks take."""
+    one = link(GIGABIT, world=world)
+    ring = Line(alpha, share / GIGABIT)
+    return replace(rates(), links={"across": replace(one, travels={RING: ring})})
+
+
+def test_a_sum_goes_around_where_one_stream_is_faster_than_many() -> None:
+    for operation in ("all_reduce", "reduce_scatter"):
+        assert decide(operation, 1 << 24, "bfloat16", FOUR, with_ring(0.7)).ring, operation
+        assert not decide(operation, 1 << 24, "bfloat16", FOUR, with_ring(1.3)).ring, operation
+    for operation in ("all_gather", "all_to_all", "broadcast"):
+        assert not any(c.ring for c in candidates(operation, 1 << 24, "bfloat16", FOUR, with_ring(0.7)))
+
+
+def test_two_ranks_and_rates_without_a_ring_know_none() -> None:
+    assert not any(c.ring for c in candidates("all_reduce", 1 << 24, "bfloat16", World(2), with_ring(0.5)))
+    assert not any(c.ring for c in candidates("all_reduce", 1 << 24, "bfloat16", FOUR, rates()))
+
+
+def test_a_ring_pays_its_latency_at_every_hop() -> None:
+    def best(alpha: float, numel: int) -> bool:
+        return decide("all_reduce", numel, "bfloat16", FOUR, with_ring(0.9, alpha)).ring
+
+    assert best(1e-5, 1 << 20)
+    assert not best(5e-3, 1 << 20)
+    assert best(5e-3, 1 << 27)
+
+
+def test_hops_of_a_ring_are_those_of_the_definition() -> None:
+    """Without coding, one chunk: W - 1 hops of a W-th each, twice for an all-reduce."""
+    none = Line(0.0, 0.0)
+    codec = CodecRates(none, none, none, 1.5)
+    one = with_ring(1.0, alpha=1e-3).links["across"]
+    nbytes = 12e6
+    for operation, hops in (("reduce_scatter", 3), ("all_reduce", 6)):
+        expected = hops * (1e-3 + nbytes / 4 / 1.5 / GIGABIT)
+        assert ring_seconds(operation, nbytes, 4, one, codec, 1.5, 1) == pytest.approx(expected)
+
+
+def test_how_messages_travel_is_kept_in_the_file_and_need_not_be_there(tmp_path: Path) -> None:
+    found = with_ring(0.7)
+    found.save(tmp_path / "rates.json")
+    assert WireRates.load(tmp_path / "rates.json") == found
+    old = found.to_dict()
+    del old["links"]["across"]["travels"]
+    assert WireRates.from_dict(old).links["across"].travels == {}
+    old["links"]["across"]["travels"] = {"pigeon": {"alpha_seconds": 1.0, "seconds_per_byte": 1.0, "error": 0.0}}
+    with pytest.raises(ConfigError, match="travels"):
+        WireRates.from_dict(old)
+
+
+def test_a_neighbour_is_one_however_many_ranks_there_are() -> None:
+    one = with_ring(0.7).links["across"]
+    assert one.at(16).travels[RING] == one.travels[RING]
+
+
+def test_raw_is_the_backend_s_and_coded_messages_travel_as_they_do() -> None:
+    """A backend that is slow at all-gathers makes coding pay, and not coded messages slow."""
+    slow, fast = line(GIGABIT / 3, 2e-4), line(GIGABIT, 2e-4)
+    one = link(GIGABIT)
+    given = replace(one, operations={**one.operations, "all_gather": slow}, travels={"all_gather": fast})
+    found = decide("all_gather", 1 << 22, "bfloat16", FOUR, replace(rates(), links={"across": given}))
+    plain = decide("all_gather", 1 << 22, "bfloat16", FOUR, rates())
+    assert found.predicted_seconds == plain.predicted_seconds
+    assert found.raw_seconds > 2.9 * plain.raw_seconds

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "GROUP_KINDS",
     "ITEM_NBYTES",
     "OPERATIONS",
+    "RING",
     "SEND",
     "CodecRates",
     "Line",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 SEND = "send"
+RING = "ring"
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", SEND)
 GROUP_KINDS = ("all", "node", "across")
 """`all`: several nodes with several ranks each; `node`: ranks of one node; `across`: one rank of each node."""
@@ -77,7 +79,7 @@ class LinkRates:
 
     world: int
     operations: Mapping[str, Line]
-    """Raw operations. `all_to_all` and `all_gather` are also how coded messages travel."""
+    """Raw operations, as the backend has them."""
     chunk_seconds: float
     """What each further chunk of a message costs besides its bytes: calls, latency that is not hidden, and where
     lengths have to be told, telling them."""
@@ -86,6 +88,9 @@ class LinkRates:
     core, 1 where neither notices the other."""
     extra: Mapping[str, Line] = field(default_factory=dict)
     """Seconds of a coded operation that its parts do not explain, by raw bytes sent."""
+    travels: Mapping[str, Line] = field(default_factory=dict)
+    """How messages of coded operations travel: `all_to_all`, ... as exchanges between every two ranks, and `RING`, one
+    message to the next rank and one from the rank before. Where one is missing, `operations` has what comes closest."""
 
     def at(self, world: int) -> LinkRates:
         """For a group of `world` ranks: what a message costs grows with the number of peers, what a byte costs does
@@ -97,16 +102,20 @@ class LinkRates:
         def scaled(lines: Mapping[str, Line]) -> dict[str, Line]:
             # Two ranks talk to each other, however many there are.
             return {
-                name: line if name == SEND else Line(line.alpha_seconds * scale, line.seconds_per_byte, line.error)
+                name: line if name in (SEND, RING) else replace(line, alpha_seconds=line.alpha_seconds * scale)
                 for name, line in lines.items()
             }
 
-        operations, extra = scaled(self.operations), scaled(self.extra)
-        return LinkRates(world, operations, self.chunk_seconds * scale, self.overlap, extra)
+        operations, extra, travels = scaled(self.operations), scaled(self.extra), scaled(self.travels)
+        return LinkRates(world, operations, self.chunk_seconds * scale, self.overlap, extra, travels)
 
     def line(self, operation: str) -> Line:
         """The operation's line; that of all_to_all for one that was not measured."""
         return self.operations.get(operation) or self.operations["all_to_all"]
+
+    def travel(self, operation: str) -> Line:
+        """How messages of an operation travel."""
+        return self.travels.get(operation) or self.line(operation)
 
 
 @dataclass(frozen=True)
@@ -242,9 +251,10 @@ def read_line(data: Any, where: str) -> Line:
 def read_link(data: Any, where: str) -> LinkRates:
     """The link at `where`."""
     tables = {}
-    for name in ("operations", "extra"):
-        lines = read_table(read_table(data, None, where), name, where)
-        check_known(lines, OPERATIONS, f"{where}.{name}")
+    for name in ("operations", "extra", "travels"):
+        # Files that are older than rings have no travels.
+        lines = read_table({"travels": {}, **read_table(data, None, where)}, name, where)
+        check_known(lines, (*OPERATIONS, RING) if name == "travels" else OPERATIONS, f"{where}.{name}")
         tables[name] = {key: read_line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
     if "all_to_all" not in tables["operations"]:
         raise ConfigError(f"{where}.operations has no all_to_all, by which coded messages travel; run laconic profile")
@@ -252,7 +262,7 @@ def read_link(data: Any, where: str) -> LinkRates:
     if type(world) is not int or world < 2:
         raise ConfigError(f"{where}.world is {world!r}, but it must be a whole number from 2 on; run laconic profile")
     chunk_seconds, overlap = read_number(data, "chunk_seconds", where), read_number(data, "overlap", where, most=1.0)
-    return LinkRates(world, tables["operations"], chunk_seconds, overlap, tables["extra"])
+    return LinkRates(world, tables["operations"], chunk_seconds, overlap, tables["extra"], tables["travels"])
 
 
 def read_codec(data: Any, where: str) -> CodecRates:

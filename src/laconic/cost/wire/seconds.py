@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laconic.cost.wire.rates import CODES, ITEM_NBYTES, OPERATIONS, CodecRates, Line, LinkRates, WireRates
+from laconic.cost.wire.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, CodecRates, Line, LinkRates, WireRates
 from laconic.errors import ConfigError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "MIN_CODED_NBYTES",
     "MIN_GAIN",
     "RAW",
+    "RINGS",
     "Candidate",
     "Choice",
     "CodecRates",
@@ -50,8 +51,9 @@ MIN_GAIN = 0.05
 """A message is coded when that is predicted to take at least this share less time, and half a latency less:
 predictions are a few per cent off, those of short messages by more, and no message may lose."""
 
-MIN_CODED_NBYTES = 1 << 14
-"""Smaller messages are never coded: headers and the exchange of sizes cost more than any code saves."""
+MIN_CODED_NBYTES = 1 << 16
+"""Smaller messages are never coded: notices, headers and threads cost more than any code saves at 100 Mbit/s and more,
+and asking for rates would cost more than the message."""
 
 MIN_CHUNK_NBYTES = 1 << 18
 """Raw bytes on the wire below which a message is not cut further."""
@@ -74,6 +76,9 @@ FAST_LINK = "link is too fast for the codec"
 LOW_RATIO = "data does not shrink enough"
 NOT_PREPARED = "group was not prepared for sends"
 PROBE = "probing whether the data shrinks again"
+MEASURED_SLOWER = "coding was measured to be slower"
+PROBE_RAW = "measuring what raw takes"
+PROBE_CODED = "measuring what coding takes"
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class Choice:
     raw_seconds: float
     """Predicted for the best raw way."""
     reason: str
+    ring: bool = False
+    """Whether coded messages go around, from rank to rank, and not between every two."""
 
     @property
     def saved_seconds(self) -> float:
@@ -121,6 +128,7 @@ class Candidate(NamedTuple):
     num_chunks: int
     levels: int
     seconds: float
+    ring: bool = False
 
 
 def left_raw(reason: str, seconds: float = 0.0) -> Choice:
@@ -170,7 +178,7 @@ def decide(
     call = _Call(operation, numel, dtype, world, rates, ratio, levels)
     raw, chosen = _choose(call)
     reason = PAYS if chosen is not raw else _why_raw(call)
-    return Choice(*chosen, raw.seconds, reason)
+    return Choice(chosen.codec, chosen.num_chunks, chosen.levels, chosen.seconds, raw.seconds, reason, chosen.ring)
 
 
 def candidates(
@@ -199,6 +207,11 @@ def candidates(
             for num_chunks in chunk_numbers(sent):
                 seconds = _seconds_of(operation, nbytes, world, rates, codes[code], shrinks, num_chunks, level)
                 yield Candidate(code, num_chunks, level, seconds)
+                if level == 1 and operation in RINGS and world.num_ranks > 2:
+                    link = rates.link(world.kind).at(world.num_ranks)
+                    if RING in link.travels:
+                        args = (operation, nbytes, world.num_ranks, link, codes[code], shrinks, num_chunks)
+                        yield Candidate(code, num_chunks, level, ring_seconds(*args), ring=True)
 
 
 def pays(coded_seconds: float, raw_seconds: float, latency_seconds: float) -> bool:
@@ -236,6 +249,9 @@ def _possible(levels: tuple[int, ...], operation: str, world: World, rates: Wire
 
 
 # --- seconds ---
+
+RINGS = ("reduce_scatter", "all_reduce")
+"""What can go around a ring."""
 
 _TWO_LEVEL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -285,13 +301,33 @@ def coded_seconds(
     for phase in _phases(operation, nbytes, world):
         decode = codec.decode_add if phase.sums else codec.decode
         coding += codec.encode.seconds(phase.encoded / num_chunks) + decode.seconds(phase.decoded / num_chunks)
-        line = link.line(phase.travels)
+        line = link.travel(phase.travels)
         alpha += line.alpha_seconds
         wire += line.seconds_per_byte * phase.sent / num_chunks / ratio
     slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + link.chunk_seconds
     extra = link.extra.get(operation)
     unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, world))
     return alpha + coding + wire + (num_chunks - 1) * slot + unexplained
+
+
+def ring_seconds(
+    operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
+) -> float:
+    """Predicted for one operation whose coded messages go around: in each of W - 1 hops of a reduction a rank decodes a
+    W-th, adds its own and encodes, all-reduces go around once more with what was encoded once."""
+    part = nbytes / world / num_chunks
+    hop = codec.encode.seconds(part) + codec.decode_add.seconds(part)
+    hops, coding = world - 1, (world - 1) * hop
+    if operation == "all_reduce":
+        hops += world - 1
+        coding += codec.encode.seconds(part) + (world - 1) * codec.decode.seconds(part)
+    line = link.travel(RING)
+    # All chunks are on their way around at once: each rank's wire and core do the hops of all of them.
+    wire = hops * line.seconds_per_byte * part / ratio
+    slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + hops * link.chunk_seconds / (world - 1)
+    extra = link.extra.get(operation)
+    unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, world))
+    return hops * line.alpha_seconds + coding + wire + (num_chunks - 1) * slot + unexplained
 
 
 class _Phase(NamedTuple):

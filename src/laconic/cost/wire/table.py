@@ -24,7 +24,13 @@ def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: Wi
     levels = (1, 2)
     choice = decide(operation, numel, dtype, world, rates, levels=levels)
     rows = [
-        [c.codec, str(c.num_chunks), str(c.levels), format_seconds(c.seconds), f"{choice.raw_seconds / c.seconds:.2f}x"]
+        [
+            c.codec + (", ring" if c.ring else ""),
+            str(c.num_chunks),
+            str(c.levels),
+            format_seconds(c.seconds),
+            f"{choice.raw_seconds / c.seconds:.2f}x",
+        ]
         for c in sorted(candidates(operation, numel, dtype, world, rates, levels=levels), key=_seconds)
     ]
     title = f"{operation} of {format_nbytes(nbytes)} per rank, {dtype}, {_world_text(world)}"
