@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from laconic.collectives import all_gather, audit
 from laconic.collectives import choose as choosing
-from laconic.collectives.choose import choose, observe, prepare, use_rates, would_talk
+from laconic.collectives.choose import choose, learn, note, observe, prepare, use_rates, would_talk
 from laconic.collectives.lane import run_in_background
 from laconic.collectives.measure import Ranks
 from laconic.cost.wire.rates import WireRates
@@ -38,8 +38,18 @@ def choices(group: dist.ProcessGroup) -> list[Any]:
         for operation, numel in CALLS:
             choice = choose(operation, numel, torch.bfloat16, group)
             found.append(dataclasses.astuple(choice))
-            if choice.codec != RAW:
-                observe(operation, torch.bfloat16, group, choice, 3000, 2000 + 100 * group.rank() + call)
+            if choice.codec != RAW and operation != "send":
+                rank = group.rank()
+                sizes, seconds = (3000, 2000 + 100 * rank + call), 0.01 * (1 + rank)
+                observe(operation, numel, torch.bfloat16, group, choice, *sizes, seconds)
+                learn(group, said_by_all(group))
+    return found
+
+
+def said_by_all(group: dist.ProcessGroup) -> list[bytes]:
+    """What notices carry."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, note(group), group=group)
     return found
 
 
@@ -100,7 +110,7 @@ def talking(group: dist.ProcessGroup) -> list[bool]:
     found = [would_talk("all_gather", 10, torch.bfloat16, group), would_talk("send", LARGE, torch.bfloat16, group)]
     for _ in range(4):
         found.append(would_talk(*arguments))
-        observe("all_gather", torch.bfloat16, group, choose(*arguments), 3000, 2000)
+        choose(*arguments)
     return found
 
 

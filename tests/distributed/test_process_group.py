@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -156,8 +157,9 @@ def failures(rank: int, folder: str) -> None:
         late = dist.all_reduce(x, async_op=True)
         with pytest.raises(TimeoutError):
             late.wait(timedelta(seconds=0.2))
-    dist.barrier()
-    if rank == 1:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
         late = dist.all_reduce(x, async_op=True)
     assert late.wait()
 
@@ -200,6 +202,15 @@ def refusals(rank: int, folder: str) -> None:
     for backends in (("laconic", "laconic:gloo"),):
         with pytest.raises(ConfigError, match=r"backend is 'laconic' on rank 0 and 'laconic:gloo' on rank 1"):
             join(backends[rank], rank, 2, folder, "different")
+    for number, codecs in enumerate(
+        [("auto", Lossless()), (Lossless(), Lossless("tiered")), (Raw(), Lossless("raw")), (Lossless("window"), "auto")]
+    ):
+        said = [codec if isinstance(codec, str) else f"{type(codec).__name__}({codec.name})" for codec in codecs]
+        message = re.escape(f"codec is {said[0]!r} on rank 0 and {said[1]!r} on rank 1")
+        with pytest.raises(ConfigError, match=message):
+            join("laconic", rank, 2, folder, f"codec-{number}", pg_options=ProcessGroupOptions(codecs[rank]))
+    with pytest.raises(ConfigError, match=r"min_nbytes is 1 on rank 0 and 2 on rank 1"):
+        join("laconic", rank, 2, folder, "min", pg_options=ProcessGroupOptions(min_nbytes=1 + rank))
     with pytest.raises(ConfigError, match=r"pg_options is a dict, but backend 'laconic' takes"):
         join("laconic", rank, 2, folder, "dict", pg_options={"codec": "zstd"})
     # Before any process group exists.

@@ -23,6 +23,7 @@ ROWS = {
         )
     ],
     "choose": ["all_gather | 4 KB", "all_to_all | 256 KB"],
+    "auto": ["all_gather | 4 B", "broadcast | 64 KB", "send and receive | 4 B", "reduce_scatter | 64 KB"],
     "process-group": ["all_reduce | 1 KB", "all_gather | 64 KB", "ring | 64 KB"],
     "moe-paths": ["baseline", "sharded", "s1", "s2 in 1 step", "s2 in 2 steps", "s1, backward s2"],
     "moe-autotune": ["depth 1 | raw | 1", "depth 2 | raw | 1", "flat | raw | 1", "s2 | raw | 1", "sharded | raw | 1"],

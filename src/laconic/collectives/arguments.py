@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,13 +39,24 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 def find_groups(group: Group) -> tuple[int, Groups]:
     """Number of ranks, and the process groups."""
     if isinstance(group, TwoLevel):
-        return group.node.size() * group.cluster.size(), (group.node, group.cluster)
+        return group.node.size() * group.cluster.size(), (_carrier(group.node), _carrier(group.cluster))
     if group is None and not dist.is_initialized():
         raise ConfigError("group is None and no process group exists; call torch.distributed.init_process_group first")
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         raise ConfigError("group does not contain this process; call on members of the group only")
-    return found.size(), (found,)
+    return found.size(), (_carrier(found),)
+
+
+def _carrier(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that carries bytes: that inside of a laconic process group, with which it then shares rates and lane.
+    What it would do with a message is decided here already."""
+    inner = getattr(group, "_inner", None)
+    if not isinstance(inner, dist.ProcessGroup):
+        return group
+    points: Any = getattr(group, "_points", None)
+    points.start()  # what was put off
+    return inner
 
 
 def flat_group(function: str, group: Group) -> dist.ProcessGroup | None:
@@ -65,8 +76,13 @@ def check_tensors(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x.layout != torch.strided or not x.is_contiguous():
             raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.contiguous()")
-    dtypes, devices = {x.dtype for x in tensors.values()}, {x.device for x in tensors.values()}
-    if len(dtypes) > 1 or len(devices) > 1:
+        if x.is_conj() or x.is_neg():
+            raise FormatError(
+                f"{name} is a conjugated or negated view, whose memory holds other numbers, but it must hold its own;"
+                f" pass {name}.resolve_conj().resolve_neg()"
+            )
+    first, *others = tensors.values()
+    if any(x.dtype != first.dtype or x.device != first.device for x in others):
         found = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in tensors.items())
         raise FormatError(f"the tensors are {found}, but they must have one dtype and one device; convert one of them")
 

@@ -1,20 +1,22 @@
 """What went over the wire: bytes as they were and as they were sent, and what was left raw and why.
 
 Every collective of this package writes one line here. Counting is a dictionary update under a lock, a few microseconds;
-reading copies. Counts are of this process; a run adds those of its ranks.
+calls that are left raw by the thousand count in a `tally`, which takes no lock and a fraction of one. Reading copies.
+Counts are of this process; a run adds those of its ranks.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count as counter
 from typing import Any
 
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot"]
+__all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot", "tally"]
 
 RAW = "raw"
 """The codec's name for messages that travel as they are."""
@@ -151,8 +153,31 @@ class _Sums:
     reasons: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Tally:
+    """Calls that differ in nothing that is counted."""
+
+    key: _Key
+    reason: str
+    nbytes: int
+    calls: counter[int] = field(default_factory=counter)
+    num_reads: int = 0
+    num_taken: int = 0
+
+    def take(self) -> int:
+        """Calls since the last time. Asking a counter for its value counts, too."""
+        found = next(self.calls) - self.num_reads
+        self.num_reads += 1
+        new, self.num_taken = found - self.num_taken, found
+        return new
+
+
+_MAX_TALLIES = 4096
+"""A program whose sizes never repeat must not fill the memory."""
+
 _lock = threading.Lock()
 _sums: dict[_Key, _Sums] = {}
+_tallies: dict[tuple[_Key, str, int], _Tally] = {}
 
 
 def record(
@@ -180,9 +205,7 @@ def record(
     """
     key = (operation, str(dtype).removeprefix("torch."), codec)
     with _lock:
-        sums = _sums.get(key)
-        if sums is None:
-            sums = _sums[key] = _Sums()
+        sums = _sums_of(key)
         sums.num_calls += 1
         sums.raw_nbytes += raw_nbytes
         sums.sent_nbytes += sent_nbytes
@@ -191,16 +214,51 @@ def record(
         _count(sums.reasons, reason, 1)
 
 
+def tally(operation: str, dtype: object, nbytes: int, reason: str) -> Iterator[int] | None:
+    """A counter of calls that are left raw: each `next` of it, in any thread, counts one that sends `nbytes`.
+
+    The same arguments give the same counter. None where there are too many of them: `record` such calls.
+    """
+    key = (operation, str(dtype).removeprefix("torch."), RAW)
+    with _lock:
+        found = _tallies.get((key, reason, nbytes))
+        if found is None:
+            if len(_tallies) >= _MAX_TALLIES:
+                return None
+            found = _tallies[key, reason, nbytes] = _Tally(key, reason, nbytes)
+        return found.calls
+
+
 def snapshot() -> Snapshot:
     """Everything counted since the program began or `reset` was called."""
     with _lock:
+        _take_tallies()
         return Snapshot(_sorted(Entry(*key, **_values(sums)) for key, sums in _sums.items()))
 
 
 def reset() -> None:
     """Begin anew."""
     with _lock:
+        _take_tallies()
         _sums.clear()
+
+
+def _take_tallies() -> None:
+    for one in _tallies.values():
+        num_calls = one.take()
+        if num_calls:
+            sums = _sums_of(one.key)
+            sums.num_calls += num_calls
+            sums.raw_nbytes += num_calls * one.nbytes
+            sums.sent_nbytes += num_calls * one.nbytes
+            _count(sums.reasons, one.reason, num_calls)
+
+
+def _sums_of(key: _Key) -> _Sums:
+    found = _sums.get(key)
+    if found is None:
+        found = _sums[key] = _Sums()
+    return found
 
 
 def _count(reasons: dict[str, int], reason: str, count: int) -> None:

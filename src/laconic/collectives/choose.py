@@ -2,12 +2,12 @@
 
 Ranks have to choose alike without asking each other. So a choice depends on nothing but what all ranks of the group
 share: operation, number of elements, dtype, the rates of links and codecs (which the ranks agreed on when the group was
-first used), and an estimate of how far the data shrinks, which every rank updates with the same numbers at the same
-call. Calls of a group therefore have to come in one order on all ranks, as its collectives do anyway: an operation
-calls `choose` and `observe` in the thread in which it runs.
+first used), and estimates of how far the data shrinks and what raw and coded calls really take, which every rank
+updates with the same numbers at the same call (chooser.py). Calls of a group therefore have to come in one order on all
+ranks, as its collectives do anyway: an operation calls `choose` and `observe` in the thread in which it runs.
 
 Rates come from the file that `laconic profile` wrote. Without one they are measured at the first message that is large
-enough to be coded, once per group and in well under a second.
+enough to be coded, in less than a tenth of a second, and once per process for groups of a kind on the same machines.
 
 Sends concern two ranks of a group, which cannot wait for each other without risking a deadlock. They are chosen for in
 groups that all their ranks have `prepare`d, and raw in others.
@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -27,39 +27,38 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from laconic.collectives import audit
+from laconic.collectives.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.lane import original_of
-from laconic.collectives.measure import Exchange, Ranks, brief_codec, brief_link, host_name, world_of
-from laconic.cost.wire.rates import ITEM_NBYTES, SEND, CodecRates, WireRates, default_path
+from laconic.collectives.measure import Ranks, brief_codecs, brief_link, host_name, world_of
+from laconic.collectives.raw_calls import RawCalls
+from laconic.cost.wire.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.wire.seconds import (
-    LOW_RATIO,
     MIN_CODED_NBYTES,
     NO_CODE,
     NOT_PREPARED,
     ONE_RANK,
-    PROBE,
     RAW,
     TOO_SMALL,
     Choice,
     World,
-    decide,
     left_raw,
+    sent_nbytes,
 )
 from laconic.errors import ConfigError
 
-__all__ = ["Chooser", "choose", "foresee", "observe", "prepare", "use_rates", "would_talk"]
-
-_WEIGHT = 0.25
-"""Of a new observation in the running estimate."""
-
-_FIRST_PROBE, _LAST_PROBE = 64, 4096
-"""Calls left raw because of the ratio, after which one is coded to see whether that still holds; doubled each time."""
-
-_MAX_SILENCE = 32
-"""Coded calls after which ranks tell each other what they observed, at the latest."""
-
-_FINENESS = 64
-"""Estimates are rounded to this fraction when a choice is made, so that choices can be kept."""
-
+__all__ = [
+    "choose",
+    "foresee",
+    "leaves_raw",
+    "learn",
+    "note",
+    "observe",
+    "prepare",
+    "sent_by_one",
+    "use_rates",
+    "would_talk",
+]
 
 _UNTAUGHT = "untaught"
 """Tag of estimates that nobody updates."""
@@ -97,7 +96,8 @@ def choose(
     if reason is not None:
         return left_raw(reason)
     chooser = _chooser_of(operation, group, device)
-    return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(operation, numel, _name(dtype), tag, levels)
+    call = Call(operation, numel, _name(dtype), tag, levels)
+    return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 
 def foresee(
@@ -109,32 +109,66 @@ def foresee(
     if reason is not None:
         return left_raw(reason)
     chooser = _chooser_of(SEND, group, device)
-    return (
-        left_raw(NOT_PREPARED) if chooser is None else chooser.choose(operation, numel, _name(dtype), _UNTAUGHT, (1,))
-    )
+    call = Call(operation, numel, _name(dtype), _UNTAUGHT)
+    return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 
 def would_talk(
-    operation: str,
-    numel: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    *,
-    tag: str = "",
-    device: torch.device = _CPU,
+    operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, device: torch.device = _CPU
 ) -> bool:
-    """Whether `choose` with these arguments would communicate now: at first use, and when observations are due."""
+    """Whether `choose` with these arguments would communicate now, as at first use."""
     if operation == SEND or _obvious(numel, dtype, group) is not None:
         return False
     chooser = _known.get(group, {}).get((device.type, False))
-    return chooser is None or chooser.would_talk(operation, _name(dtype), tag)
+    return chooser is None or chooser.must_measure(_name(dtype))
 
 
-def prepare(group: dist.ProcessGroup, device: torch.device = _CPU, *, like: dist.ProcessGroup | None = None) -> None:
+def leaves_raw(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessGroup, is_end: bool = False) -> bool:
+    """Whether `choose` would leave a message raw whatever ranks have learnt from earlier ones, as far as that is known
+    without asking anybody; counts the call in the audit if so. The same on all ranks, in whatever thread they ask.
+
+    Arguments:
+        operation, numel, group: as in `choose`.
+        x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
+        is_end: whether this rank is the one that gathers or scatters, or receives what is sent.
+    """
+    known, call = _raw.get(group), (operation, is_end)
+    if known is not None and x.is_cpu and known.has(call, x):
+        return True
+    reason = _obvious(numel, x.dtype, group) or _known_reason(operation, numel, x, group)
+    if reason is None:
+        return False
+    sent = sent_by_one(operation, numel * x.dtype.itemsize, group.size(), is_end)
+    audit.record(operation, x.dtype, sent, sent, RAW, reason, 0.0)
+    if x.is_cpu and not (operation == SEND and reason == NOT_PREPARED):
+        _raw.setdefault(group, RawCalls()).add(call, x, operation, sent, reason)
+    return True
+
+
+def sent_by_one(operation: str, nbytes: int, world: int, is_end: bool) -> int:
+    """Bytes that a rank sends, as `sent_nbytes` counts them; with gather and scatter it matters which end it is."""
+    if operation == "gather":
+        return 0 if is_end else nbytes
+    if (operation == "scatter" and not is_end) or (operation == SEND and is_end):
+        return 0
+    return round(sent_nbytes(operation, nbytes, world))
+
+
+def _known_reason(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    device = x.device.type
+    if operation == SEND and _chooser_of(SEND, group, x.device) is None:
+        return NOT_PREPARED
+    if (device, False) not in _known.get(group, {}) and device not in _prepared.get(original_of(group), {}):
+        return None
+    chooser = _chooser_of(operation, group, x.device)
+    return None if chooser is None else chooser.why_always_raw(operation, numel, _name(x.dtype))
+
+
+def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     """Agree on rates with all ranks of `group` now, instead of at its first large message, and for sends too.
 
-    Every rank of the group must call it, before the group's first message. What a prepared group `like`, of which all
-    of them are members, knows of codecs is not measured again.
+    Every rank of the group must call it, before the group's first message. What was measured for another group of the
+    same kind on the same machines is not measured again.
 
     Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
     """
@@ -142,34 +176,42 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU, *, like: dist
         return
     ranks = Ranks(group, device)
     world, rates = _agreed_rates(ranks)
-    known = None if like is None else _prepared.get(like, {}).get(device.type)
-    if known is not None:
-        rates = replace(rates, codecs={**known[1].codecs, **rates.codecs})
-    measured = {_name(dtype): brief_codec(ranks, dtype) for dtype in _SENT if _name(dtype) not in rates.codecs}
-    _prepared.setdefault(group, {})[device.type] = world, replace(rates, codecs={**rates.codecs, **measured})
+    _prepared.setdefault(group, {})[device.type] = world, _with_codecs(ranks, rates, _SENT)
+    _raw.pop(group, None)
 
 
 def observe(
     operation: str,
+    numel: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
     choice: Choice,
     raw_nbytes: int,
     message_nbytes: int,
+    seconds: float,
     *,
-    shared: bool = False,
     tag: str = "",
     device: torch.device = _CPU,
 ) -> None:
-    """Tell what became of a message that was coded: `raw_nbytes` of it took `message_nbytes`.
+    """Tell what became of the message that was chosen for last: on this rank `raw_nbytes` of it took `message_nbytes`
+    and the call `seconds`. The first arguments are those of `choose`. The other ranks hear of it by `note`."""
+    chooser = _known.get(group, {}).get((device.type, False))
+    if chooser is not None and (raw_nbytes or choice.codec == RAW):
+        call = Call(operation, numel, _name(dtype), tag)
+        chooser.observe(call, choice, raw_nbytes, message_nbytes, round(seconds * 1e9))
 
-    shared: every rank passes the same two numbers, as after an all-gather of all sizes. Otherwise each rank passes what
-    it knows, and ranks add these up now and then, inside of `choose`.
-    """
-    if choice.codec != RAW and raw_nbytes:
-        chooser = _chooser_of(operation, group, device)
-        assert chooser is not None, "it made the choice"
-        chooser.observe(operation, _name(dtype), choice.codec, raw_nbytes, message_nbytes, shared, tag)
+
+def note(group: dist.ProcessGroup, device: torch.device = _CPU) -> bytes:
+    """What this rank tells the others with the notice of its next call, `NOTE_NBYTES` long."""
+    chooser = _known.get(group, {}).get((device.type, False))
+    return bytes(NOTE_NBYTES) if chooser is None else chooser.note()
+
+
+def learn(group: dist.ProcessGroup, notes: Sequence[bytes], device: torch.device = _CPU) -> None:
+    """Take the notes of all ranks, in their order; every rank must do so at the same call."""
+    chooser = _known.get(group, {}).get((device.type, False))
+    if chooser is not None and any(map(any, notes)):
+        chooser.learn(notes)
 
 
 def use_rates(rates: WireRates | str | Path | None) -> None:
@@ -181,126 +223,7 @@ def use_rates(rates: WireRates | str | Path | None) -> None:
     with _lock:
         _explicit = WireRates.load(rates) if isinstance(rates, str | Path) else rates
         _known.clear()
-
-
-# --- one group ---
-
-
-class Chooser:
-    """What the ranks of one group know together.
-
-    `exchange` is None where asking costs more than it tells: on CUDA it would wait for the GPU.
-    `codecs_of` measures the codecs of a dtype that `rates` do not have.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        rates: WireRates,
-        exchange: Exchange | None,
-        codecs_of: Callable[[str], Mapping[str, CodecRates]] | None = None,
-    ) -> None:
-        self.world = world
-        self.rates = rates
-        self._exchange = exchange
-        self._codecs_of = codecs_of
-        self._estimates: dict[tuple[str, str, str], _Estimate] = {}
-        self._kept: dict[tuple[str, int, str, tuple[int, ...], int], Choice] = {}
-
-    def choose(self, operation: str, numel: int, dtype: str, tag: str, levels: tuple[int, ...]) -> Choice:
-        """See `choose`; `dtype` by name."""
-        if dtype not in self.rates.codecs and self._codecs_of is not None:
-            self.rates = replace(self.rates, codecs={**self.rates.codecs, dtype: self._codecs_of(dtype)})
-        estimate = self._estimates.setdefault((operation, dtype, tag), _Estimate())
-        if self._exchange is not None and estimate.is_due:
-            estimate.agree(self._exchange(estimate.pending))
-        choice = self._decide(operation, numel, dtype, levels, estimate.steps)
-        if choice.reason == LOW_RATIO and estimate.wants_probe():
-            coded = self._decide(operation, numel, dtype, levels, None)
-            choice = replace(coded, predicted_seconds=coded.raw_seconds, reason=PROBE)
-        if choice.codec != RAW:
-            estimate.num_coded += 1
-        return choice
-
-    def would_talk(self, operation: str, dtype: str, tag: str) -> bool:
-        """See `would_talk`; `dtype` by name."""
-        if dtype not in self.rates.codecs and self._codecs_of is not None:
-            return True
-        estimate = self._estimates.get((operation, dtype, tag))
-        return self._exchange is not None and estimate is not None and estimate.is_due
-
-    def observe(
-        self, operation: str, dtype: str, code: str, raw_nbytes: int, message_nbytes: int, shared: bool, tag: str
-    ) -> None:
-        """See `observe`; `dtype` and `code` by name."""
-        estimate = self._estimates.setdefault((operation, dtype, tag), _Estimate())
-        expected_nbytes = round(raw_nbytes / self.rates.codecs[dtype][code].ratio)
-        if shared:
-            estimate.update(message_nbytes, expected_nbytes)
-            estimate.num_coded = 0
-        else:
-            estimate.pending = (estimate.pending[0] + message_nbytes, estimate.pending[1] + expected_nbytes)
-
-    def _decide(self, operation: str, numel: int, dtype: str, levels: tuple[int, ...], steps: int | None) -> Choice:
-        """`steps`: bytes observed over bytes expected, in 1 / _FINENESS; None if nothing was observed."""
-        key = (operation, numel, dtype, levels, -1 if steps is None else steps)
-        if key not in self._kept:
-            if len(self._kept) >= 4096:
-                self._kept.clear()
-            codes = self.rates.codecs.get(dtype, {})
-            ratio = None if steps is None else {code: c.ratio * _FINENESS / steps for code, c in codes.items()}
-            self._kept[key] = decide(operation, numel, dtype, self.world, self.rates, ratio, levels)
-        return self._kept[key]
-
-
-@dataclass
-class _Estimate:
-    """How far one kind of data shrinks, as bytes observed over bytes expected of Gaussian data."""
-
-    factor: float | None = None
-    pending: tuple[int, int] = (0, 0)
-    """What this rank alone has observed since ranks last told each other."""
-    num_coded: int = 0
-    """Coded calls since then; like all that follows the same on all ranks."""
-    silence: int = 1
-    """Coded calls until they do so again: soon at first, so that unsuitable data is noticed at once."""
-    num_refused: int = 0
-    probe_after: int = _FIRST_PROBE
-    probing: bool = False
-
-    @property
-    def steps(self) -> int | None:
-        return None if self.factor is None else max(1, round(self.factor * _FINENESS))
-
-    @property
-    def is_due(self) -> bool:
-        return self.num_coded >= self.silence
-
-    def agree(self, gathered: Sequence[Sequence[int]]) -> None:
-        """Take what all ranks observed."""
-        self.update(sum(row[0] for row in gathered), sum(row[1] for row in gathered))
-        self.pending, self.num_coded, self.silence = (0, 0), 0, min(2 * self.silence, _MAX_SILENCE)
-
-    def update(self, message_nbytes: int, expected_nbytes: int) -> None:
-        """Take numbers that are the same on all ranks."""
-        if expected_nbytes == 0:
-            return
-        found = message_nbytes / expected_nbytes
-        if self.factor is None or self.probing:
-            if self.factor is not None and found < 0.98 * self.factor:
-                self.probe_after = _FIRST_PROBE  # the data has changed
-            self.factor, self.probing = found, False
-        else:
-            self.factor += _WEIGHT * (found - self.factor)
-
-    def wants_probe(self) -> bool:
-        """Whether this call, which would be left raw because of the ratio, should be coded nevertheless."""
-        self.num_refused += 1
-        if self.num_refused < self.probe_after:
-            return False
-        self.num_refused, self.probe_after = 0, min(2 * self.probe_after, _LAST_PROBE)
-        self.silence, self.probing = 1, True
-        return True
+        _raw.clear()
 
 
 # --- the choosers of a process group ---
@@ -313,6 +236,11 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Chooser]] = 
 """By type of device, and whether it is for sends."""
 _prepared: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[World, WireRates]]] = WeakKeyDictionary()
 _explicit: WireRates | None = None
+_SOURCE = "measured at first use"
+_measured: dict[str, dict[str, WireRates]] = {}
+"""By type of device and kind of group: what this process has measured, with the machines it was measured on."""
+_raw: WeakKeyDictionary[dist.ProcessGroup, RawCalls] = WeakKeyDictionary()
+"""Calls of groups that are known to be left raw."""
 
 
 def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) -> Chooser | None:
@@ -327,14 +255,32 @@ def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) 
             return None
         ranks = Ranks(group, device)
         world, rates = _agreed_rates(ranks) if prepared is None else prepared
-        # Two ranks that send to each other share no order of calls with the rest of the group.
-        exchange = None if sends or device.type == "cuda" else ranks.exchange
-        choosers[key] = Chooser(world, rates, exchange, None if sends else partial(_measured_codecs, ranks))
+        # Two ranks that send to each other share no order of calls with the rest of the group, and on CUDA the host
+        # would wait for what others tell.
+        choosers[key] = Chooser(
+            world,
+            rates,
+            None if sends else partial(_with_codec, ranks),
+            learns=not sends and device.type != "cuda",
+            repeats=rates.source != _SOURCE,
+        )
     return choosers[key]
 
 
-def _measured_codecs(ranks: Ranks, dtype: str) -> Mapping[str, CodecRates]:
-    return brief_codec(ranks, getattr(torch, dtype))
+def _with_codec(ranks: Ranks, rates: WireRates, dtype: str) -> WireRates:
+    return _with_codecs(ranks, rates, [getattr(torch, dtype)])
+
+
+def _with_codecs(ranks: Ranks, rates: WireRates, dtypes: Sequence[torch.dtype]) -> WireRates:
+    """Rates with the codecs of these dtypes, measured where they are missing."""
+    missing = [dtype for dtype in dtypes if _name(dtype) not in rates.codecs]
+    if not missing:
+        return rates
+    measured = {_name(dtype): codes for dtype, codes in brief_codecs(ranks, missing).items()}
+    found = replace(rates, codecs={**rates.codecs, **measured})
+    if rates.source == _SOURCE:
+        _remember(found)
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -351,7 +297,8 @@ def _obvious(numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> str | 
 
 
 def _agreed_rates(ranks: Ranks) -> tuple[World, WireRates]:
-    """The group's machines and rates, found by all ranks together: rank 0's file where it has one, else measured."""
+    """The group's machines and rates, found by all ranks together: rank 0's file where it has one, what it measured
+    for another group of this kind on these machines, or else what all measure now."""
     found = [json.loads(text) for text in ranks.texts(json.dumps(_introduction(ranks)))]
     for rank, one in enumerate(found):
         if one["error"]:
@@ -359,15 +306,38 @@ def _agreed_rates(ranks: Ranks) -> tuple[World, WireRates]:
     hosts = [one["host"] for one in found]
     world = world_of(hosts)
     first = found[0]["rates"]
-    rates = None if first is None else WireRates.from_dict(first)
-    if rates is None or (found[0]["checked"] and not set(hosts) <= set(rates.hosts)):  # none, or of another cluster
-        rates = WireRates({world.kind: brief_link(ranks)}, {}, ranks.device.type, source="measured at first use")
+    if first is not None:
+        rates = WireRates.from_dict(first)
+        if not found[0]["checked"] or set(hosts) <= set(rates.hosts):  # else they are another cluster's
+            return world, rates
+    if world.kind in found[0]["measured"]:
+        rates = WireRates.from_dict(found[0]["measured"][world.kind])
+        if set(hosts) <= set(rates.hosts):
+            return world, rates
+    codecs = {
+        dtype: codes
+        for one in found[0]["measured"].values()
+        for dtype, codes in WireRates.from_dict(one).codecs.items()
+    }
+    rates = WireRates(
+        {world.kind: brief_link(ranks)},
+        codecs,
+        ranks.device.type,
+        hosts=tuple(dict.fromkeys(hosts)),
+        source=_SOURCE,
+    )
+    _remember(rates)
     return world, rates
+
+
+def _remember(rates: WireRates) -> None:
+    with _lock:
+        _measured.setdefault(rates.device, {})[next(iter(rates.links))] = rates
 
 
 def _introduction(ranks: Ranks) -> dict[str, object]:
     """What a rank tells the others when a group is first used."""
-    about: dict[str, object] = {"host": host_name(), "rates": None, "checked": False, "error": ""}
+    about: dict[str, object] = {"host": host_name(), "rates": None, "checked": False, "measured": {}, "error": ""}
     if ranks.group.rank() != 0:
         return about
     try:
@@ -376,7 +346,9 @@ def _introduction(ranks: Ranks) -> dict[str, object]:
         return about | {"error": str(error)}
     if rates is not None and rates.device == ranks.device.type:
         about |= {"rates": rates.to_dict(), "checked": checked}
-    return about
+    with _lock:
+        measured = dict(_measured.get(ranks.device.type, {}))
+    return about | {"measured": {kind: one.to_dict() for kind, one in measured.items()}}
 
 
 def _own_rates() -> tuple[WireRates | None, bool]:

@@ -18,9 +18,9 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat, BlockTensor, lossless
 from laconic.ops import lossless_encode
-from laconic.ops.lossless import DTYPE_NUMBERS, HEADER_NBYTES, TOO_LONG
+from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG
 
-__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of"]
+__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "setting_of"]
 
 
 class Codec(Protocol):
@@ -61,6 +61,11 @@ class Codec(Protocol):
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
         """Add the values, sent as `dtype`, to `total` fp32 [n]. Raises FormatError as `decode_into` does."""
+
+
+def setting_of(codec: Codec | str) -> str:
+    """What a caller asked for, as ranks compare it: "auto" and `Lossless()`, whose name is "auto" too, differ."""
+    return codec if isinstance(codec, str) else f"{type(codec).__name__}({codec.name})"
 
 
 def bytes_of(x: Tensor) -> Tensor:
@@ -195,8 +200,8 @@ class Lossless:
 
 
 def _known(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which the lossless format takes it."""
-    return dtype if dtype in DTYPE_NUMBERS else torch.uint8
+    """The dtype as which a message takes it: only those that are coded fast enough for a wire are."""
+    return dtype if dtype in EXPONENT_DTYPES else torch.uint8
 
 
 _BLOCKWISE_MAGIC = b"LCNQ"

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import audit, native
+from laconic.collectives import audit, backend, native
 from laconic.collectives.agreement import Settings
-from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.collectives.choose import choose, note, observe, sent_by_one, would_talk
+from laconic.collectives.codec import Codec, Raw, bytes_of, setting_of
 from laconic.collectives.notices import Peers
 from laconic.collectives.overlap import overlap
 from laconic.collectives.pieces import (
@@ -24,8 +27,10 @@ from laconic.collectives.pieces import (
     move_piece,
     reduce_scatter_piece,
 )
-from laconic.collectives.route import Route, find_route, finish, slices
+from laconic.collectives.ring import ring_all_reduce_piece, ring_reduce_scatter_piece
+from laconic.collectives.route import Route, agree, find_route, finish, route_of, slices
 from laconic.collectives.wire import WIRE_VERSION, Outgoing, Wire
+from laconic.cost.wire.seconds import RAW, Choice
 from laconic.errors import CollectiveError, ConfigError
 
 __all__ = ["REDUCIBLE", "Exchange"]
@@ -67,21 +72,24 @@ class Exchange:
 
     # --- movements ---
 
-    def all_gather(self, rows: Sequence[Tensor], mine: Tensor) -> None:
-        """rows[r] [n] becomes rank r's `mine` [n]."""
-        wire = self._wire(numel=mine.numel())
-        route = self._route(wire, mine.numel())
+    def all_gather(self, rows: Tensor, mine: Tensor) -> None:
+        """rows[r] of rows [W, n] becomes rank r's `mine` [n]."""
+        begun = self._begin(mine.numel(), lambda: backend.all_gather(rows, mine, self.group), numel=mine.numel())
+        if begun is None:
+            return
+        wire, route = begun
 
         def piece(part: slice) -> Iterator[None]:
             return gather_everywhere(wire, route.codec, mine[part], [row[part] for row in rows])
 
         self._run(wire, route, map(piece, self._slices(route, mine.numel())))
 
-    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """received[r] [n] becomes what rank r has in its sent[place]."""
-        numel = sent[0].numel()
-        wire = self._wire(numel=numel)
-        self._all_to_all(wire, self._route(wire, self.world * numel), received, sent, numel)
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """received[r] of received [W, n] becomes what rank r has in its sent[place]."""
+        numel = sent.shape[1]
+        begun = self._begin(sent.numel(), lambda: backend.all_to_all(received, sent, self.group), numel=numel)
+        if begun is not None:
+            self._all_to_all(*begun, received, sent, numel)
 
     def all_to_all_uneven(
         self,
@@ -100,16 +108,28 @@ class Exchange:
             self._all_to_all_unannounced(received, sent)
             return
         if table is not None:
-            wire = self._wire(splits=max(map(max, table)))
-        else:
-            wire = self._wire(splits="uneven")
-            wire.agree()
-            table = self._splits_of_all(out, into)
+            longest, most = max(map(max, table)), max(map(sum, table))
+            nbytes = sum(x.nbytes for place, x in enumerate(sent) if place != self.place)
+            begun = self._begin(most, lambda: self._uneven_by_backend(received, sent), nbytes=nbytes, splits=longest)
+            if begun is not None:
+                self._all_to_all(*begun, received, sent, longest)
+            return
+        wire = self._wire(splits="uneven")
+        wire.agree()
+        table = self._splits_of_all(out, into)
         route = self._route(wire, max(map(sum, table)))
         self._all_to_all(wire, route, received, sent, max(map(max, table)))
 
+    def _uneven_by_backend(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> native.Started:
+        return native.all_to_all_uneven([bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group)
+
     def _all_to_all(
-        self, wire: Wire, route: Route, received: Sequence[Tensor], sent: Sequence[Tensor], longest: int
+        self,
+        wire: Wire,
+        route: Route,
+        received: Sequence[Tensor] | Tensor,
+        sent: Sequence[Tensor] | Tensor,
+        longest: int,
     ) -> None:
         me = self.place
         others = [(me - distance) % self.world for distance in range(1, self.world)]
@@ -124,7 +144,7 @@ class Exchange:
     def _all_to_all_unannounced(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Bytes as they are, and nothing else: every two ranks know what travels between them."""
         try:
-            native.all_to_all_uneven([bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group).wait()
+            self._uneven_by_backend(received, sent).wait()
         except RuntimeError as error:
             raise CollectiveError(
                 f"one of ranks {list(self.ranks)} ended or stopped during {self.function}; see what it says, and start"
@@ -152,8 +172,11 @@ class Exchange:
 
     def broadcast(self, x: Tensor, src: int) -> None:
         """`x` [n] of the rank at place `src` replaces that of the others."""
-        wire = self._wire(numel=x.numel(), src=self.ranks[src])
-        route = self._route(wire, x.numel())
+        settings = {"numel": x.numel(), "src": self.ranks[src]}
+        begun = self._begin(x.numel(), lambda: backend.broadcast(x, self.group, src), self.place == src, **settings)
+        if begun is None:
+            return
+        wire, route = begun
         spread = self.world > 2 and x.nbytes > _SPREAD_NBYTES
 
         def piece(part: slice) -> Iterator[None]:
@@ -161,10 +184,14 @@ class Exchange:
 
         self._run(wire, route, map(piece, self._slices(route, x.numel())))
 
-    def gather(self, rows: Sequence[Tensor] | None, mine: Tensor, dst: int) -> None:
-        """rows[r] [n] at place `dst` becomes rank r's `mine` [n]."""
-        wire = self._wire(numel=mine.numel(), dst=self.ranks[dst])
-        route = self._route(wire, mine.numel())
+    def gather(self, rows: Tensor | None, mine: Tensor, dst: int) -> None:
+        """rows[r] of rows [W, n] at place `dst` becomes rank r's `mine` [n]."""
+        settings = {"numel": mine.numel(), "dst": self.ranks[dst]}
+        raw = partial(backend.gather, rows, mine, self.group, dst)
+        begun = self._begin(mine.numel(), raw, rows is not None, **settings)
+        if begun is None:
+            return
+        wire, route = begun
 
         def piece(part: slice) -> Iterator[None]:
             sends = [] if rows is not None else [Outgoing((dst,), mine[part])]
@@ -175,10 +202,14 @@ class Exchange:
         if rows is not None:
             rows[dst].copy_(mine)
 
-    def scatter(self, mine: Tensor, rows: Sequence[Tensor] | None, src: int) -> None:
-        """`mine` [n] becomes rows[place] of the rank at place `src`."""
-        wire = self._wire(numel=mine.numel(), src=self.ranks[src])
-        route = self._route(wire, self.world * mine.numel())
+    def scatter(self, mine: Tensor, rows: Tensor | None, src: int) -> None:
+        """`mine` [n] becomes rows[place] of rows [W, n] of the rank at place `src`."""
+        settings = {"numel": mine.numel(), "src": self.ranks[src]}
+        raw = partial(backend.scatter, mine, rows, self.group, src)
+        begun = self._begin(self.world * mine.numel(), raw, rows is not None, **settings)
+        if begun is None:
+            return
+        wire, route = begun
 
         def piece(part: slice) -> Iterator[None]:
             sends = [] if rows is None else [Outgoing((p,), row[part]) for p, row in enumerate(rows) if p != src]
@@ -192,29 +223,39 @@ class Exchange:
 
     def reduce_scatter(self, mine: Tensor, rows: Tensor, factor: float) -> None:
         """`mine` [n] becomes the sum over ranks of rows[place], rows [W, n], times `factor`."""
-        wire = self._wire(numel=rows.numel(), factor=repr(factor))
         if self.dtype not in REDUCIBLE:
             nbytes = rows.nbytes * (self.world - 1) // self.world
-            self._natively(wire, lambda: native.reduce_scatter(mine, rows, self.group), mine, factor, nbytes)
+            self._natively(lambda: native.reduce_scatter(mine, rows, self.group), mine, factor, nbytes, rows.numel())
             return
-        route = self._route(wire, rows.numel())
+        op = "sum" if factor == 1 else "avg"
+        raw = partial(backend.reduce_scatter, mine, rows.view(-1), self.group, op)
+        begun = self._begin(rows.numel(), raw, numel=rows.numel(), factor=repr(factor))
+        if begun is None:
+            return
+        wire, route = begun
 
         def piece(part: slice) -> Iterator[None]:
-            return reduce_scatter_piece(wire, route.codec, [row[part] for row in rows], mine[part], factor)
+            function = ring_reduce_scatter_piece if route.ring else reduce_scatter_piece
+            return function(wire, route.codec, [row[part] for row in rows], mine[part], factor)
 
         self._run(wire, route, map(piece, self._slices(route, mine.numel())))
 
     def all_reduce(self, x: Tensor, factor: float) -> None:
         """`x` [n] becomes the sum over ranks, times `factor`."""
-        wire = self._wire(numel=x.numel(), factor=repr(factor))
         if self.dtype not in REDUCIBLE:
             nbytes = 2 * x.nbytes * (self.world - 1) // self.world
-            self._natively(wire, lambda: native.all_reduce(x, self.group), x, factor, nbytes)
+            self._natively(lambda: native.all_reduce(x, self.group), x, factor, nbytes, x.numel())
             return
-        route = self._route(wire, x.numel())
+        raw = partial(backend.all_reduce, x, self.group, "sum" if factor == 1 else "avg")
+        begun = self._begin(x.numel(), raw, numel=x.numel(), factor=repr(factor))
+        if begun is None:
+            return
+        wire, route = begun
         one_round = route.codec.lossless and x.nbytes * (self.world - 1) <= _ONE_ROUND_NBYTES
 
         def piece(part: slice) -> Iterator[None]:
+            if route.ring:
+                return ring_all_reduce_piece(wire, route.codec, x[part], factor)
             return all_reduce_piece(wire, route.codec, x[part], factor, one_round)
 
         # A chunk of the call is a message for each rank.
@@ -223,16 +264,58 @@ class Exchange:
 
     # --- one call ---
 
+    def _begin(
+        self,
+        length: int,
+        raw: Callable[[], native.Started],
+        is_end: bool = False,
+        nbytes: int | None = None,
+        **settings: int | str,
+    ) -> tuple[Wire, Route] | None:
+        """The messages of a call of `length` elements, and their route; None if it was left raw and is done: `raw`
+        started it.
+
+        Only what is coded is announced to the other ranks, and what has to be measured first.
+        """
+        wire = None
+        if isinstance(self.codec, str):
+            if would_talk(self.function, length, self.dtype, self.group, device=self.device):
+                wire = self._wire(**settings)
+                agree(wire)
+            choice = choose(self.function, length, self.dtype, self.group, device=self.device)
+            if choice.codec == RAW:
+                if nbytes is None:
+                    nbytes = sent_by_one(self.function, length * self.dtype.itemsize, self.world, is_end)
+                self._leave_raw(raw, length, nbytes, choice)
+                return None
+            route = route_of(choice, length)
+        else:
+            route = Route(self.codec, None, "asked for")
+        return wire or self._wire(**settings), route
+
+    def _leave_raw(self, raw: Callable[[], native.Started], length: int, nbytes: int, choice: Choice) -> None:
+        began = time.perf_counter()
+        started = raw()
+        try:
+            started.wait()
+        except RuntimeError as error:
+            raise backend.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
+        seconds = time.perf_counter() - began
+        observe(self.function, length, self.dtype, self.group, choice, 0, 0, seconds, device=self.device)
+        native.count_sent(nbytes)
+        audit.record(self.function, self.dtype, nbytes, nbytes, RAW, choice.reason, 0.0)
+
     def _wire(self, **more: int | str) -> Wire:
         others = tuple(place for place in range(self.world) if place != self.place)
         settings: Settings = {
             "function": self.function,
             "dtype": str(self.dtype).removeprefix("torch."),
             **more,
-            "codec": self.codec if isinstance(self.codec, str) else self.codec.name,
+            "codec": setting_of(self.codec),
             "version": WIRE_VERSION,
         }
-        return Wire(self.group, Peers(self.ranks, others), settings, self.dtype, self.device)
+        said = note(self.group, self.device) if isinstance(self.codec, str) and self.device.type == "cpu" else b""
+        return Wire(self.group, Peers(self.ranks, others), settings, self.dtype, self.device, said)
 
     def _route(self, wire: Wire, numel: int) -> Route:
         return find_route(wire, self.function, numel, self.codec)
@@ -245,8 +328,9 @@ class Exchange:
         finish(wire, self.function, route)
 
     def _natively(
-        self, wire: Wire, start: Callable[[], native.Started], result: Tensor, factor: float, nbytes: int
+        self, start: Callable[[], native.Started], result: Tensor, factor: float, nbytes: int, numel: int
     ) -> None:
+        wire = self._wire(numel=numel, factor=repr(factor))
         wire.agree()
         start().wait()
         if factor != 1:

@@ -4,7 +4,8 @@ A reduction is several collectives with arithmetic between them. Ranks must star
 order, so all background reductions of a group run one after the other, in the order they were asked for, in a *lane*:
 
 - CPU tensors: a thread with a process group of its own, so that its collectives never mix with those that the program
-  issues on the caller's group meanwhile. gloo and the kernels release Python's lock.
+  issues on the caller's group meanwhile. gloo and the kernels release Python's lock. What callbacks of a lane's futures
+  issue has lanes of its own (callbacks.py).
 - CUDA tensors: a stream. Everything is started from the caller's thread, in program order, and nothing blocks.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
@@ -23,11 +25,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from laconic.collectives.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
 from laconic.collectives.native import in_background
 
-__all__ = ["Groups", "Job", "Work", "done", "future_of", "original_of", "run_here", "run_in_background"]
+__all__ = [
+    "Groups",
+    "Job",
+    "Work",
+    "close",
+    "done",
+    "future_of",
+    "has_lane",
+    "lanes_of",
+    "original_of",
+    "run_here",
+    "run_in_background",
+]
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 Groups = tuple[dist.ProcessGroup, ...]
 """The process groups that a reduction talks to."""
@@ -49,7 +65,11 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def get_future(self) -> torch.futures.Future[T]:
-        """The result as torch's future, which DDP's hooks return."""
+        """The result as torch's future, which DDP's hooks return. Callbacks of it may wait for other works."""
+
+    @abstractmethod
+    def map(self, change: Callable[[T], S]) -> Work[S]:
+        """This work with `change` of its result, which is computed in the background."""
 
 
 def run_here(job: Job[T], groups: Groups) -> T:
@@ -78,8 +98,11 @@ def run_in_background(job: Job[T], groups: Groups, device: torch.device) -> Work
 
 
 class _ThreadWork(Work[T]):
-    def __init__(self) -> None:
+    """What a lane's thread, or nobody, is at; `callbacks` is the lane's queue of them."""
+
+    def __init__(self, callbacks: CallbackQueue | None = None) -> None:
         self.result: Future[T] = Future()
+        self._callbacks = callbacks
 
     def wait(self) -> T:
         return self.result.result()
@@ -88,7 +111,20 @@ class _ThreadWork(Work[T]):
         return self.result.done()
 
     def get_future(self) -> torch.futures.Future[T]:
-        return future_of(self.result)
+        return future_of(self.result) if self._callbacks is None else CallbackFuture(self.result, self._callbacks)
+
+    def map(self, change: Callable[[T], S]) -> Work[S]:
+        mapped: _ThreadWork[S] = _ThreadWork(self._callbacks)
+        self.result.add_done_callback(partial(_pass_on, change, mapped.result))
+        return mapped
+
+
+def _pass_on(change: Callable[[T], S], mapped: Future[S], done: Future[T]) -> None:
+    try:
+        with torch.no_grad():
+            mapped.set_result(change(done.result()))
+    except BaseException as error:
+        mapped.set_exception(error)
 
 
 def future_of(result: Future[T]) -> torch.futures.Future[T]:
@@ -106,18 +142,27 @@ _Item = tuple[Job[Any], _ThreadWork[Any]]
 class _ThreadLane:
     """A thread that runs jobs in order on copies of `groups`."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, depth: int) -> None:
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        self._callbacks = queue_of(groups[0])
         # The thread knows the queue and its own copies only, so it ends when nobody knows the lane any more.
-        arguments = (self._items, [_copier_of(group) for group in groups])
+        arguments = (self._items, [_copier_of(group, depth) for group in groups])
         thread = threading.Thread(target=_serve, args=arguments, name="laconic-lane", daemon=True)
         thread.start()
-        finalize(self, _close, self._items, thread)  # also when the program ends
+        self._thread = thread
+        self._finalizer = finalize(self, _close, self._items, thread)  # also when the program ends
 
     def submit(self, job: Job[T]) -> Work[T]:
-        work: _ThreadWork[T] = _ThreadWork()
+        work: _ThreadWork[T] = _ThreadWork(self._callbacks)
         self._items.put((job, work))
         return work
+
+    def finish(self) -> None:
+        """Let the thread end after the jobs it has, and wait for them."""
+        self._finalizer.detach()
+        self._items.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
 
 def _serve(items: SimpleQueue[_Item | None], copiers: list[Callable[[], dist.ProcessGroup]]) -> None:
@@ -148,26 +193,63 @@ def _close(items: SimpleQueue[_Item | None], thread: threading.Thread) -> None:
 
 
 _CPU = torch.device("cpu")
-_num_copies: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, _ThreadLane]] = WeakKeyDictionary()
+_lock = threading.RLock()  # two threads may be the first to use a group; what is collected meanwhile may come here, too
+_num_copies: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
+_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Groups, int], _ThreadLane]] = WeakKeyDictionary()
+"""By the first group; then by the others, and how deep in callbacks a lane's jobs come from."""
 
 
 def _lane_of(groups: Groups) -> _ThreadLane:
-    lanes = _lanes.setdefault(groups[0], {})
-    if groups[1:] not in lanes:
-        lanes[groups[1:]] = _ThreadLane(groups)
-    return lanes[groups[1:]]
+    with _lock:
+        lanes = _lanes.setdefault(groups[0], {})
+        key = groups[1:], depth()
+        if key not in lanes:
+            lanes[key] = _ThreadLane(groups, depth())
+        return lanes[key]
 
 
-def _copier_of(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
+def has_lane(group: dist.ProcessGroup) -> bool:
+    """Whether something was run in the background on `group` alone, from as deep in callbacks as the caller is."""
+    with _lock:
+        return ((), depth()) in _lanes.get(group, {})
+
+
+def lanes_of(*groups: dist.ProcessGroup) -> Iterator[Callable[[Job[T]], Work[T]]]:
+    """How to run something after all that was given to each lane that begins with one of `groups`."""
+    with _lock:
+        found = [lane for group in groups for lane in _lanes.get(group, {}).values()]
+    return (lane.submit for lane in found)
+
+
+def close(*groups: dist.ProcessGroup) -> None:
+    """End the lanes that use one of `groups`, after all they have been given; as gloo does when a group is destroyed.
+
+    A work whose rank is lost takes as long as it does in any case, the group's timeout at most.
+    """
+    while True:
+        with _lock:
+            ended = [
+                lanes.pop(key)
+                for first, lanes in list(_lanes.items())
+                for key in list(lanes)
+                if any(group in (first, *key[0]) for group in groups)
+            ]
+        if not ended:
+            return
+        # What callbacks issue meanwhile makes new lanes.
+        for lane in ended:
+            lane.finish()
+
+
+def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.ProcessGroup]:
     """Makes a gloo group of the same processes with the same timeout. Every process of `group` must come here.
 
     `dist.new_group` cannot make it: it waits for all processes of the program, or, told to wait for the group's only,
     names the group by how many groups each of them has, which need not be the same number.
     """
-    number = _num_copies.get(group, 0)
-    _num_copies[group] = number + 1
-    store = PrefixStore(f"laconic/{number}/", group.get_group_store())
+    numbers = _num_copies.setdefault(group, {})
+    number = numbers[depth] = numbers.get(depth, -1) + 1
+    store = PrefixStore(f"laconic/{depth}/{number}/", group.get_group_store())
     timeout = getattr(getattr(group._get_backend(_CPU), "options", None), "_timeout", None)
     rank, size, original = group.rank(), group.size(), ref(group)
 
@@ -195,9 +277,10 @@ def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class _StreamWork(Work[T]):
-    def __init__(self, future: torch.futures.Future[T], job: Job[T]) -> None:
+    def __init__(self, future: torch.futures.Future[T], job: object, stream: torch.cuda.Stream) -> None:
         self._future = future
         self._job = job  # what it closes over must live until the stream is done with it
+        self._stream = stream
 
     def wait(self) -> T:
         return self._future.wait()
@@ -208,6 +291,9 @@ class _StreamWork(Work[T]):
     def get_future(self) -> torch.futures.Future[T]:
         return self._future
 
+    def map(self, change: Callable[[T], S]) -> Work[S]:
+        return _on_stream(lambda: change(self._future.value()), (self._job, change), self._stream)
+
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -217,8 +303,12 @@ def _run_on_stream(job: Job[T], groups: Groups, device: torch.device) -> Work[T]
         _streams[device] = torch.cuda.Stream(device)
     stream = _streams[device]
     stream.wait_stream(torch.cuda.current_stream(device))
-    future: torch.futures.Future[T] = torch.futures.Future(devices=[device])
+    return _on_stream(lambda: job(groups), job, stream)
+
+
+def _on_stream(run: Callable[[], T], kept: object, stream: torch.cuda.Stream) -> Work[T]:
+    future: torch.futures.Future[T] = torch.futures.Future(devices=[stream.device])
     with torch.cuda.stream(stream), torch.no_grad():
         # The future records an event here; whoever waits for it makes the current stream wait for that.
-        future.set_result(job(groups))
-    return _StreamWork(future, job)
+        future.set_result(run())
+    return _StreamWork(future, kept, stream)

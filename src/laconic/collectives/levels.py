@@ -43,9 +43,9 @@ def all_gather_on_two_levels(node: Exchange, cluster: Exchange, rows: Tensor, mi
     Between nodes first: what arrives there is passed on inside, decoded.
     """
     column = mine.new_empty(cluster.world, mine.numel())
-    cluster.all_gather(list(column), mine)
+    cluster.all_gather(column, mine)
     columns = mine.new_empty(node.world, column.numel())
-    node.all_gather(list(columns), column.view(-1))
+    node.all_gather(columns, column.view(-1))
     rows.view(cluster.world, node.world, -1).copy_(columns.view(node.world, cluster.world, -1).transpose(0, 1))
 
 
@@ -57,9 +57,9 @@ def all_to_all_on_two_levels(node: Exchange, cluster: Exchange, received: Tensor
     shape = (cluster.world, node.world, sent.shape[1])
     by_place = sent.view(shape).transpose(0, 1).contiguous()  # [place, node, n]
     collected = torch.empty_like(by_place)  # [source's place, node, n]
-    node.all_to_all(list(collected.view(node.world, -1)), list(by_place.view(node.world, -1)))
+    node.all_to_all(collected.view(node.world, -1), by_place.view(node.world, -1))
     by_node = collected.transpose(0, 1).contiguous()  # [node, source's place, n]
-    cluster.all_to_all(list(received.view(cluster.world, -1)), list(by_node.view(cluster.world, -1)))
+    cluster.all_to_all(received.view(cluster.world, -1), by_node.view(cluster.world, -1))
 
 
 def reduce_scatter_on_two_levels(node: Exchange, cluster: Exchange, mine: Tensor, rows: Tensor, factor: float) -> None:
@@ -81,5 +81,5 @@ def all_reduce_on_two_levels(node: Exchange, cluster: Exchange, x: Tensor, facto
     node_factor, cluster_factor = (factor, 1.0) if cluster.world == 1 else (1.0, factor)
     node.reduce_scatter(sums, rows, node_factor)
     cluster.all_reduce(sums, cluster_factor)
-    node.all_gather(list(rows), sums)
+    node.all_gather(rows, sums)
     x.copy_(rows.view(-1)[: x.numel()])

@@ -18,23 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import native
-from laconic.cost.wire.rates import CODES, OPERATIONS, CodecRates, Line, LinkRates, fit_line
+from laconic.cost.wire.rates import CODES, OPERATIONS, RING, CodecRates, Line, LinkRates, fit_line
 from laconic.cost.wire.seconds import MIN_CODED_NBYTES, World, sent_nbytes
 from laconic.formats import lossless
 
-__all__ = ["Exchange", "Ranks", "brief_codec", "brief_link", "codec_rates", "host_name", "world_of"]
+__all__ = ["Exchange", "Ranks", "brief_codecs", "brief_link", "codec_rates", "host_name", "pass_around", "world_of"]
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather of whole numbers: what every rank of a group passed, in rank order."""
 
 _BRIEF_NBYTES = (1 << 16, 1 << 19, 1 << 22)
-_LONG_SECONDS = 0.02
+_LONG_SECONDS = 0.004
 """The brief measurement ends with the first message that takes longer than this."""
 
 _CODING_SECONDS = 0.002
 """Time spent on each case of a codec, three runs at least."""
 
-_BRIEF_CODEC_NBYTES = 1 << 20
+_BRIEF_CODEC_NBYTES = (MIN_CODED_NBYTES, 1 << 19)
+_BRIEF_REPEATS = 3
 _BRIEF_OVERLAP = 0.5
 _BRIEF_EXTRA = Line(5e-4, 0.0)
 """What the brief measurement does not measure is assumed, on the careful side."""
@@ -159,18 +160,49 @@ def gaussian(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (values if dtype.itemsize == 1 else values * 0.02).to(dtype).to(device)
 
 
-def brief_codec(ranks: Ranks, dtype: torch.dtype) -> dict[str, CodecRates]:
-    """`codec_rates` in a few hundredths of a second: two sizes, the larger one only if coding is fast."""
-    sizes = [MIN_CODED_NBYTES]
-    x = gaussian(MIN_CODED_NBYTES // dtype.itemsize, dtype, ranks.device)
-    seconds = ranks.seconds_alone(partial(lossless.encode, x, "tiered"))
-    if seconds * _BRIEF_CODEC_NBYTES / MIN_CODED_NBYTES < _LONG_SECONDS:
-        sizes.append(_BRIEF_CODEC_NBYTES)
-    return codec_rates(ranks, dtype, sizes)
+def brief_codecs(ranks: Ranks, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, CodecRates]]:
+    """`codec_rates` of several dtypes in a few hundredths of a second: two sizes, three runs of each, and ranks, which
+    all code at about the same time, tell each other once."""
+    found: list[int] = []
+    sizes = [nbytes for nbytes in _BRIEF_CODEC_NBYTES for dtype in dtypes for code in CODES]
+    for nbytes in _BRIEF_CODEC_NBYTES:
+        values = gaussian(nbytes, torch.float32, ranks.device)
+        for dtype in dtypes:
+            x = values[: nbytes // dtype.itemsize].to(dtype)
+            out, total = torch.empty_like(x), torch.zeros(x.numel(), device=x.device)
+            for code in CODES:
+                message = lossless.encode(x, code)
+                cases: list[Callable[[], object]] = [
+                    partial(lossless.encode, x, code),
+                    partial(lossless.decode_into, message, out),
+                    partial(lossless.decode_add, message, total),
+                ]
+                found += [lossless.read_header(message).nbytes, *(_nanoseconds(case, ranks.device) for case in cases)]
+    slowest = [max(column) for column in zip(*ranks.exchange(found), strict=True)]
+    rows = [slowest[i : i + 4] for i in range(0, len(slowest), 4)]
+    step = len(dtypes) * len(CODES)
+    rates: dict[torch.dtype, dict[str, CodecRates]] = {dtype: {} for dtype in dtypes}
+    for i, (dtype, code) in enumerate((dtype, code) for dtype in dtypes for code in CODES):
+        own = list(zip(sizes[i::step], rows[i::step], strict=True))
+        encode, decode, add = (fit_line((n, max(1, row[column]) * 1e-9) for n, row in own) for column in (1, 2, 3))
+        rates[dtype][code] = CodecRates(encode, decode, add, own[-1][0] / own[-1][1][0])
+    return rates
+
+
+def _nanoseconds(case: Callable[[], object], device: torch.device) -> int:
+    """Of the median of a few runs after a first one."""
+    taken = []
+    for _ in range(_BRIEF_REPEATS + 1):
+        started = time.perf_counter_ns()
+        case()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter_ns() - started)
+    return int(median(taken[1:]))
 
 
 def brief_link(ranks: Ranks) -> LinkRates:
-    """A group's link in well under a second: rounds of a few bytes and up to three sizes of one all-to-all.
+    """A group's link in a few hundredths of a second: rounds of a few bytes and up to three sizes of one all-to-all.
 
     The best of the repeats counts: on a link that seems faster than it is, messages are left raw, which loses nothing.
     """
@@ -178,7 +210,7 @@ def brief_link(ranks: Ranks) -> LinkRates:
     round_seconds = min(ranks.seconds(partial(ranks.exchange, [0]), 4))
     for nbytes in _BRIEF_NBYTES:
         sent = torch.zeros(world, -(-nbytes // (world - 1)), dtype=torch.uint8, device=ranks.device)
-        taken = min(ranks.seconds(partial(_all_to_all, torch.empty_like(sent), sent, ranks.group), 3))
+        taken = min(ranks.seconds(partial(_all_to_all, torch.empty_like(sent), sent, ranks.group), 2))
         if taken > _LONG_SECONDS:
             break
     # Shorter ones do not count: after a pause switches let some through at once, in a training step they do not.
@@ -190,7 +222,23 @@ def brief_link(ranks: Ranks) -> LinkRates:
         for name in OPERATIONS
     }
     extra = {name: _BRIEF_EXTRA for name in OPERATIONS}
-    return LinkRates(world, lines, round_seconds, _BRIEF_OVERLAP, extra)
+    return LinkRates(world, lines, round_seconds, _BRIEF_OVERLAP, extra, _brief_ring(ranks, sent.nbytes))
+
+
+def _brief_ring(ranks: Ranks, nbytes: int) -> dict[str, Line]:
+    """One message to the next rank and one from the rank before; between two ranks that is any exchange."""
+    if ranks.world == 2:
+        return {}
+    points = []
+    for size in (1, nbytes):
+        sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
+        points.append((size, min(ranks.seconds(partial(pass_around, torch.empty_like(sent), sent, ranks.group), 2))))
+    return {RING: fit_line(points)}
+
+
+def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """`sent` goes to the next rank, `received` comes from the one before; done when both are."""
+    native.pass_around(received, sent, group).wait()
 
 
 def _all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:

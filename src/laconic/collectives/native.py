@@ -28,6 +28,7 @@ __all__ = [
     "all_to_all_uneven",
     "count_sent",
     "in_background",
+    "pass_around",
     "reduce_scatter",
     "sent_in_background_nbytes",
 ]
@@ -159,6 +160,18 @@ def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.P
     works += [group.send([sent[peer]], peer, tag) for peer in froms[::-1]]
     received[rank].copy_(sent[rank])
     return _Exchange(works)
+
+
+def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
+    """`sent` goes to the next rank, as much comes from the one before into `received`."""
+    count_sent(sent.nbytes)
+    after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    if sent.device.type == "cpu":
+        tag = _next_tag(group)
+        return _Exchange([group.recv([received], before, tag), group.send([sent], after, tag)])
+    calls = [dist.P2POp(dist.irecv, received, group=group, group_peer=before)]
+    calls.append(dist.P2POp(dist.isend, sent, group=group, group_peer=after))
+    return _Exchange(dist.batch_isend_irecv(calls))
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:

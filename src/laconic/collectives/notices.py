@@ -50,7 +50,8 @@ def line_of(settings: Settings) -> bytes:
 class Notices:
     """Those of one call, from and to each peer, through gloo.
 
-    `send` starts sending a tensor to a place with a tag; `blame` is put around what may fail because of a place.
+    `note` follows the settings, as long on all ranks whose settings are the same, and need not be equal. `send` starts
+    sending a tensor to a place with a tag; `blame` is put around what may fail because of a place.
     """
 
     def __init__(
@@ -58,17 +59,18 @@ class Notices:
         group: dist.ProcessGroup,
         peers: Peers,
         line: bytes,
+        note: bytes,
         send: Callable[[int, Tensor, int], dist.Work],
         blame: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self._line, self._send, self._blame = line, send, blame
+        self._front, self._send, self._blame = line + note, send, blame
         # A sender's notices stay apart from a receiver's, because two ranks may send to each other at the same time.
         self._tag_out, tag_in = {None: (0, 0), True: (1, 2), False: (2, 1)}[peers.sends]
         self._untold = list(peers.places)
         self._sent: list[tuple[int, dist.Work]] = []
         self._received: dict[int, tuple[Tensor, dist.Work]] = {}
         for place in peers.places:
-            buffer = torch.empty(_LINE_NBYTES + MAX_INSIDE_NBYTES, dtype=torch.uint8)
+            buffer = torch.empty(len(self._front) + MAX_INSIDE_NBYTES, dtype=torch.uint8)
             with blame(place):
                 work = group.recv([buffer], place, _TAG + tag_in)
             assert work is not None
@@ -77,8 +79,8 @@ class Notices:
     def tell(self, place: int, message: Tensor | None = None) -> None:
         """Send the notice to the rank at `place`, with a message inside."""
         self._untold.remove(place)
-        line = torch.frombuffer(bytearray(self._line), dtype=torch.uint8)
-        notice = line if message is None else torch.cat((line, message))
+        front = torch.frombuffer(bytearray(self._front), dtype=torch.uint8)
+        notice = front if message is None else torch.cat((front, message))
         self._sent.append((place, self._send(place, notice, _TAG + self._tag_out)))
 
     def tell_all_but(self, places: set[int]) -> None:
@@ -97,6 +99,13 @@ class Notices:
                 work.wait()
         return {place: buffer[:_LINE_NBYTES].numpy().tobytes() for place, (buffer, _) in self._received.items()}
 
+    def notes(self) -> dict[int, bytes]:
+        """The others' notes, by place; call `read` before."""
+        return {
+            place: buffer[_LINE_NBYTES : len(self._front)].numpy().tobytes()
+            for place, (buffer, _) in self._received.items()
+        }
+
     def inside(self, place: int, nbytes: int) -> Tensor:
         """The first `nbytes` of what came inside of the notice from `place`; call `read` before."""
-        return self._received[place][0][_LINE_NBYTES : _LINE_NBYTES + nbytes]
+        return self._received[place][0][len(self._front) : len(self._front) + nbytes]

@@ -13,13 +13,14 @@ tensor's type, whatever travels. docs/collectives.md has the orders, the message
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives import backend
 from laconic.collectives.arguments import (
     Group,
     Op,
@@ -34,6 +35,8 @@ from laconic.collectives.arguments import (
     flatten,
     numels_of,
 )
+from laconic.collectives.backend import BackendWork
+from laconic.collectives.choose import leaves_raw
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.exchange import Exchange
 from laconic.collectives.lane import Groups, Job, Work, done, run_here, run_in_background
@@ -65,6 +68,8 @@ def all_gather(
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
+    if _leaves_raw("all_gather", input.numel(), input, groups, codec):
+        return _raw("all_gather", backend.all_gather(output, input, groups[0]), output, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     call = _Call("all_gather", groups, codec, input)
 
@@ -72,7 +77,7 @@ def all_gather(
         if len(groups) == 2:
             all_gather_on_two_levels(*call.on_two_levels(groups), rows, mine)
         else:
-            call.on(groups[0]).all_gather(list(rows), mine)
+            call.on(groups[0]).all_gather(rows, mine)
         return output
 
     return call.run(job, lambda: rows[0].copy_(mine), output, async_op)
@@ -101,6 +106,9 @@ def reduce_scatter(
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
+    if _leaves_raw("reduce_scatter", input.numel(), input, groups, codec):
+        work = backend.reduce_scatter(output, input, groups[0], op)
+        return _raw("reduce_scatter", work, output, groups[0], async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     call = _Call("reduce_scatter", groups, codec, input)
 
@@ -127,6 +135,8 @@ def all_reduce(
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
+    if _leaves_raw("all_reduce", tensor.numel(), tensor, groups, codec):
+        return _raw("all_reduce", backend.all_reduce(tensor, groups[0], op), tensor, groups[0], async_op)
     x = flatten(tensor)
     call = _Call("all_reduce", groups, codec, tensor)
 
@@ -173,11 +183,11 @@ def all_to_all(
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
+    if even and _leaves_raw("all_to_all", input.numel(), input, groups, codec):
+        return _raw("all_to_all", backend.all_to_all(output, input, groups[0]), output, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = _Call("all_to_all", groups, codec, input)
-    if even:
-        received, sent = list(out.view(world, -1)), list(into.view(world, -1))
-    else:
+    if not even:
         expected = find_splits("output_split_sizes", output_split_sizes, output, world)
         offered = find_splits("input_split_sizes", input_split_sizes, input, world)
         received, sent = list(out.split(numels_of(expected, output))), list(into.split(numels_of(offered, input)))
@@ -195,13 +205,13 @@ def all_to_all(
         if len(groups) == 2:
             all_to_all_on_two_levels(*call.on_two_levels(groups), out.view(world, -1), into.view(world, -1))
         elif even:
-            call.on(groups[0]).all_to_all(received, sent)
+            call.on(groups[0]).all_to_all(out.view(world, -1), into.view(world, -1))
         else:
             sizes = numels_of(expected, output), numels_of(offered, input)
             call.on(groups[0]).all_to_all_uneven(received, sent, *sizes, table)
         return output
 
-    return call.run(job, lambda: received[0].copy_(sent[0]), output, async_op)
+    return call.run(job, lambda: out.copy_(into), output, async_op)
 
 
 def broadcast(
@@ -215,7 +225,10 @@ def broadcast(
     """`tensor`, of any shape and dtype, of the global rank `src` replaces that of the other ranks of `group`."""
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
-    place, x = find_place(groups[0], src, "src"), flatten(tensor)
+    place = find_place(groups[0], src, "src")
+    if _leaves_raw("broadcast", tensor.numel(), tensor, groups, codec, place == groups[0].rank()):
+        return _raw("broadcast", backend.broadcast(tensor, groups[0], place), tensor, groups[0], async_op)
+    x = flatten(tensor)
     call = _Call("broadcast", groups, codec, tensor)
 
     def job(groups: Groups) -> Tensor:
@@ -239,17 +252,20 @@ def gather(
     world, groups = find_groups(flat_group("gather", group))
     place = find_place(groups[0], dst, "dst")
     check_end("output", output, place == groups[0].rank(), "dst")
-    mine, rows = flatten(input), None
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
-        rows = list(flatten(output).view(world, -1))
+    if _leaves_raw("gather", input.numel(), input, groups, codec, output is not None):
+        return _raw("gather", backend.gather(output, input, groups[0], place), output, groups[0], async_op)
+    mine, rows = flatten(input), None
+    if output is not None:
+        rows = flatten(output).view(world, -1)
     call = _Call("gather", groups, codec, input)
 
     def job(groups: Groups) -> Tensor | None:
         call.on(groups[0]).gather(rows, mine, place)
         return output
 
-    return call.run(job, lambda: rows and rows[0].copy_(mine), output, async_op)
+    return call.run(job, lambda: None if rows is None else rows[0].copy_(mine), output, async_op)
 
 
 def scatter(
@@ -266,20 +282,40 @@ def scatter(
     world, groups = find_groups(flat_group("scatter", group))
     place = find_place(groups[0], src, "src")
     check_end("input", input, place == groups[0].rank(), "src")
-    mine, rows = flatten(output), None
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
-        rows = list(flatten(input).view(world, -1))
+    if _leaves_raw("scatter", world * output.numel(), output, groups, codec, input is not None):
+        return _raw("scatter", backend.scatter(output, input, groups[0], place), output, groups[0], async_op)
+    mine, rows = flatten(output), None
+    if input is not None:
+        rows = flatten(input).view(world, -1)
     call = _Call("scatter", groups, codec, output)
 
     def job(groups: Groups) -> Tensor:
         call.on(groups[0]).scatter(mine, rows, place)
         return output
 
-    return call.run(job, lambda: rows and mine.copy_(rows[0]), output, async_op)
+    return call.run(job, lambda: None if rows is None else mine.copy_(rows[0]), output, async_op)
 
 
 # --- one call ---
+
+
+def _leaves_raw(
+    operation: str, numel: int, x: Tensor, groups: Groups, codec: Codec | str, is_end: bool = False
+) -> bool:
+    """Whether a call needs nothing but the backend's own collective."""
+    if codec != "auto" or len(groups) > 1 or numel == 0 or groups[0].size() == 1:
+        return False
+    return leaves_raw(operation, numel, x, groups[0], is_end)
+
+
+def _raw(function: str, work: dist.Work, result: T, group: dist.ProcessGroup, async_op: bool) -> Work[T]:
+    """A call that the backend carries out."""
+    found = BackendWork(work, result, group, function)
+    if not async_op:
+        found.wait()
+    return found
 
 
 @dataclass(frozen=True)
@@ -291,15 +327,20 @@ class _Call:
     """Those of the caller, of which a lane may use copies."""
     codec: Codec | str
     tensor: Tensor
+    ranks: tuple[tuple[int, ...], ...] = field(init=False)
+    """Global ranks of each group's places, asked for in the call: the groups may be destroyed while it is under way."""
 
     def __post_init__(self) -> None:
+        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
+        object.__setattr__(self, "ranks", ranks)
         if isinstance(self.codec, str) and self.codec != "auto":
             raise ConfigError(f"codec is {self.codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
 
     def on(self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None) -> Exchange:
         """The exchange on `group`, which is the caller's group number `level` or its copy."""
-        ranks = tuple(dist.get_process_group_ranks(self.groups[level]))
-        return Exchange(group, ranks, self.function, codec or self.codec, self.tensor.dtype, self.tensor.device)
+        return Exchange(
+            group, self.ranks[level], self.function, codec or self.codec, self.tensor.dtype, self.tensor.device
+        )
 
     def on_two_levels(self, groups: Groups) -> tuple[Exchange, Exchange]:
         """Those inside the node and between nodes."""

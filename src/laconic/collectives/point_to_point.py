@@ -9,14 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives import backend
 from laconic.collectives.agreement import Settings
 from laconic.collectives.arguments import check_tensors, find_groups, find_place, flat_group, flatten
-from laconic.collectives.codec import Codec
+from laconic.collectives.backend import BackendWork
+from laconic.collectives.choose import leaves_raw
+from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.lane import Work, done, future_of, run_in_background
 from laconic.collectives.notices import Peers
 from laconic.collectives.route import Route, find_route, finish, slices
@@ -24,6 +28,9 @@ from laconic.collectives.wire import WIRE_VERSION, Flight, Incoming, Outgoing, W
 from laconic.errors import ConfigError
 
 __all__ = ["recv", "send"]
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 def send(
@@ -66,6 +73,13 @@ def _start(
     if place == groups[0].rank():
         raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
 
+    if codec == "auto" and tensor.numel() and leaves_raw("send", tensor.numel(), tensor, groups[0], not sends):
+        work = (backend.send if sends else backend.recv)(tensor, groups[0], place)
+        found = BackendWork(work, tensor, groups[0], f"send of {tensor.numel()} {tensor.dtype}", place)
+        if not async_op:
+            found.wait()
+        return found
+
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:
         flights = _Flights(tensor, group, place, sends, codec)
         return lambda: flights.finish(tensor)
@@ -92,12 +106,12 @@ class _Flights:
             "numel": tensor.numel(),
             "src": src,
             "dst": dst,
-            "codec": codec if isinstance(codec, str) else codec.name,
+            "codec": setting_of(codec),
             "version": WIRE_VERSION,
         }
         self._sends, self._place = sends, place
         self._wire = Wire(group, Peers(ranks, (place,), sends), settings, tensor.dtype, tensor.device)
-        self._route: Route = find_route(self._wire, "send", tensor.numel(), codec, tag=f"{src}>{dst}")
+        self._route: Route = find_route(self._wire, "send", tensor.numel(), codec)
         x = flatten(tensor)
         step = self._route.step(x.numel(), x.dtype)
         self._parts = [x[part] for part in slices(x.numel(), step)]
@@ -119,15 +133,15 @@ class _Flights:
         return self._wire.fly(self._route.codec, [], [Incoming(self._place, part.numel(), part)])
 
 
-class _LateWork(Work[Tensor]):
+class _LateWork(Work[T]):
     """A message under way; `finish` is run once, by the first who waits or else by a thread."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
-        self._result: Future[Tensor] = Future()
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: Future[T] = Future()
         self._lock = threading.Lock()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         finish = self._claim()
         if finish is not None:
             self._run(finish)
@@ -137,11 +151,14 @@ class _LateWork(Work[Tensor]):
         self._go_on()
         return self._result.done()
 
-    def get_future(self) -> torch.futures.Future[Tensor]:
+    def get_future(self) -> torch.futures.Future[T]:
         self._go_on()
         return future_of(self._result)
 
-    def _claim(self) -> Callable[[], Tensor] | None:
+    def map(self, change: Callable[[T], S]) -> Work[S]:
+        return _LateWork(lambda: change(self.wait()))
+
+    def _claim(self) -> Callable[[], T] | None:
         with self._lock:
             finish, self._finish = self._finish, None
         return finish
@@ -151,7 +168,7 @@ class _LateWork(Work[Tensor]):
         if finish is not None:
             threading.Thread(target=self._run, args=(finish,), name="laconic-message", daemon=True).start()
 
-    def _run(self, finish: Callable[[], Tensor]) -> None:
+    def _run(self, finish: Callable[[], T]) -> None:
         try:
             with torch.no_grad():
                 self._result.set_result(finish())

@@ -9,9 +9,11 @@ not, so CUDA tensors travel as they are.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ from laconic.collectives import audit
 from laconic.collectives.batch import Batches
 from laconic.collectives.choose import foresee
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.works import AfterWork
+from laconic.collectives.works import AfterWork, PeerWork
 from laconic.cost.wire.seconds import NO_CODE, RAW, TOO_SMALL
-from laconic.errors import FormatError
+from laconic.errors import CollectiveError, FormatError, LaconicError
 
 __all__ = ["CODED", "Points", "as_bytes"]
 
@@ -46,6 +48,7 @@ class Points:
 
     def __init__(self, group: dist.ProcessGroup, codec: Codec | str, min_nbytes: int) -> None:
         self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
         # With a capacity, a message might have to be sent twice; without, it is as long as it needs to be.
         self._codec = replace(codec, capacity_bits=None) if isinstance(codec, Lossless) else codec
         self._min_nbytes = min_nbytes
@@ -53,38 +56,36 @@ class Points:
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """Send one tensor to the rank `dst` of the group; it may be changed when the work is done."""
-        codec, reason = self._choose(tensors)
+        codec, reason = self.choose(tensors)
         x = tensors[0]
         if codec is None:
             audit.record("send", x.dtype, x.nbytes, x.nbytes, RAW, reason, 0.0)
-            return self._together(x, lambda: self._group.send(as_bytes(tensors), dst, tag))
+            return self._together(x, lambda: self.send_raw(x, as_bytes(tensors), dst, tag))
         started = time.perf_counter()
-        message = codec.encode(x.detach().contiguous().view(-1))
+        message = codec.encode(x.detach().view(-1))
         audit.record("send", x.dtype, x.nbytes, message.nbytes, codec.name, reason, time.perf_counter() - started)
-        return self._group.send([message], dst, tag)
+        return self.send_raw(x, [message], dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
         """Receive one tensor from the rank `src` of the group, or from any.
 
         The work's `wait` raises FormatError for a message that is damaged or holds something else.
         """
-        codec, _ = self._choose(tensors)
+        codec, _ = self.choose(tensors)
         if codec is None:
-            return self._together(tensors[0], lambda: self._receive(as_bytes(tensors), src, tag))
+            return self._together(tensors[0], lambda: self.receive_raw(tensors[0], as_bytes(tensors), src, tag))
         (tensor,) = tensors
         buffer = torch.empty(codec.max_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
-        work = self._receive([buffer], src, tag)
+        work = self.receive_raw(tensor, [buffer], src, tag)
 
         def decode() -> None:
-            out = tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
             try:
-                codec.decode_into(codec.cut(buffer), out.view(-1))
+                codec.decode_into(codec.cut(buffer), tensor.detach().view(-1))
             except FormatError as error:
                 place = work._source_rank() if src is None else src
-                rank = dist.get_global_rank(self._group, place)
-                raise FormatError(f"the message received from rank {rank} cannot be decoded: {error}") from error
-            if not tensor.is_contiguous():
-                tensor.copy_(out)
+                raise FormatError(
+                    f"the message received from rank {self._ranks[place]} cannot be decoded: {error}"
+                ) from error
 
         return AfterWork(work, tensors, decode)
 
@@ -98,10 +99,40 @@ class Points:
             return start()
         return self._batches.add(x, start)
 
-    def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
-        return self._group.recv_anysource(tensors, tag) if src is None else self._group.recv(tensors, src, tag)
+    def send_raw(self, x: Tensor, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        """Hand `tensors` on, the message of `x`."""
+        explain = partial(self._explain, "send", x.numel(), x.dtype, dst)
+        try:
+            return PeerWork(self._group.send(tensors, dst, tag), tensors, explain)
+        except RuntimeError as error:
+            raise explain(error) from error
 
-    def _choose(self, tensors: list[Tensor]) -> tuple[Codec | None, str]:
+    def receive_raw(self, x: Tensor, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
+        """Receive the message of `x` into `tensors`."""
+        explain = partial(self._explain, "recv", x.numel(), x.dtype, src)
+        try:
+            if src is None:
+                return PeerWork(self._group.recv_anysource(tensors, tag), tensors, explain)
+            return PeerWork(self._group.recv(tensors, src, tag), tensors, explain)
+        except RuntimeError as error:
+            raise explain(error) from error
+
+    def _explain(
+        self, function: str, numel: int, dtype: torch.dtype, place: int | None, error: RuntimeError
+    ) -> Exception:
+        """Says what broke off and because of which rank."""
+        if isinstance(error, LaconicError):
+            return error
+        # gloo puts the place in its own source in front, and advice of its own behind.
+        reason = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
+        peer = "a rank that sends" if place is None else f"rank {self._ranks[place]}"
+        return CollectiveError(
+            f"{function} of {numel} {str(dtype).removeprefix('torch.')} broke off on rank"
+            f" {self._ranks[self._group.rank()]}, which waited for {peer}: {reason}; {peer} ended, stopped, raised"
+            " an error or took longer than the group's timeout, see its own output"
+        )
+
+    def choose(self, tensors: list[Tensor]) -> tuple[Codec | None, str]:
         """The codec, None for the tensor's own bytes, and why."""
         x = tensors[0]
         if x.device.type != "cpu":

@@ -17,6 +17,8 @@ torch 2.13 renamed the methods of process groups; both sets of names are here, s
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,12 +30,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from laconic.autoload import register
-from laconic.collectives import audit, lane, operations
+from laconic.collectives import audit, callbacks, lane, operations
+from laconic.collectives.callbacks import queue_of
 from laconic.collectives.choose import foresee, prepare
-from laconic.collectives.codec import Codec
+from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.inner import compare, connect, forget, global_ranks, tell
 from laconic.collectives.points import CODED, Points, as_bytes
-from laconic.collectives.works import AfterWork, LaneWork, Together
+from laconic.collectives.raw_calls import RawCalls
+from laconic.collectives.strided import on_dense
+from laconic.collectives.works import LaneWork, Ordered, RawWork, Together
 from laconic.cost.wire.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
@@ -91,7 +96,34 @@ def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> Pr
             f"pg_options is a {type(options).__name__}, but backend {name!r} takes"
             " laconic.collectives.ProcessGroupOptions; pass that, or None"
         )
-    return ProcessGroupLaconic(name, arguments, options)
+    from laconic.collectives.quick_group import QuickGroup  # which is a ProcessGroupLaconic
+
+    return QuickGroup(name, arguments, options)
+
+
+_BACKEND_WORK = dist.Work
+"""The class of works that C++ makes; ours are its children."""
+
+
+def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
+    """Decorates a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
+
+    def decorate(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        place, dense = list(inspect.signature(method).parameters).index("opts"), on_dense(**roles)(method)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> dist.Work:
+            work = dense(*args, **kwargs)
+            if type(work) is _BACKEND_WORK:
+                opts = args[place] if place < len(args) else kwargs.get("opts")
+                # Who waits in the call itself has no use for a future. On CUDA callbacks run on streams of their own.
+                if getattr(opts, "asyncOp", False) and not args[0]._has_cuda:
+                    return RawWork(work, args[0]._inner)
+            return work
+
+        return call
+
+    return decorate
 
 
 # torch's stubs have several signatures of a method that call the same argument by different names.
@@ -102,6 +134,8 @@ class ProcessGroupLaconic(_Base):
     """The processes of a group; see the module's text. torch makes it, through `create`."""
 
     options: ProcessGroupOptions
+    is_laconic = True
+    """For `laconic.autoload`, which does not load this file."""
 
     def __init__(self, name: str, arguments: Any, options: ProcessGroupOptions) -> None:
         # Of the base's constructors only this one makes an object whose methods C++ finds; it knows no store.
@@ -109,17 +143,17 @@ class ProcessGroupLaconic(_Base):
         self.options = options
         self._name = name
         self._store = arguments.store
-        codec = options.codec if isinstance(options.codec, str) else options.codec.name
-        settings = {"backend": name, "codec": codec, "min_nbytes": options.min_nbytes}
+        settings = {"backend": name, "codec": setting_of(options.codec), "min_nbytes": options.min_nbytes}
         compare(tell(arguments, settings), global_ranks(arguments))
         self._inner, backends = connect(name, arguments)
+        self._has_cuda = torch.device("cuda") in backends
         for device, (kind, backend) in backends.items():
             self._set_default_backend(kind)
             self._register_backend(device, kind, backend)
         if options.codec == "auto" and torch.device("cpu") in backends:
             # Here, where all ranks are: a program may send before its first collective, or with one under way.
-            default = dist.group.WORLD
-            prepare(self._inner, like=default._inner if isinstance(default, ProcessGroupLaconic) else None)
+            prepare(self._inner)
+        self._raw = RawCalls()
         self._points = Points(self._inner, options.codec, options.min_nbytes)
 
     # --- what it is ---
@@ -140,22 +174,29 @@ class ProcessGroupLaconic(_Base):
         pass
 
     def shutdown(self) -> None:
-        self._direct.shutdown()
+        """Finish what was asked for, as gloo does when a group is destroyed; works can be waited for afterwards."""
+        self._points.start()
+        lane.close(self._inner, self)
+        self._inner.shutdown()
         forget(self._inner)
 
     def abort(self) -> None:
+        """NCCL breaks off what it is at; over gloo all goes on, unattended."""
         self._inner.abort()
+        forget(self._inner)
 
     # --- sums ---
     #
     # All methods are overridden, those too that hand everything on: C++ calls the base's own while it holds Python's
     # lock, and a thread of gloo that frees a tensor may want that lock while it holds gloo's: a deadlock, now and then.
 
+    @_call(updates=("tensors",))
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.AllreduceOptions) and self._takes("all_reduce", tensors, tensors[0], opts.reduceOp):
             return self._all_reduce(tensors[0], opts)
         return self._direct.allreduce(*_given(tensors, opts, timeout))
 
+    @_call(updates=("tensors",))
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.AllreduceCoalescedOptions)
         taken = [known and self._takes("all_reduce", [x], x, opts.reduceOp) for x in tensors]
@@ -163,20 +204,23 @@ class ProcessGroupLaconic(_Base):
         rest = [x for x, is_taken in zip(tensors, taken, strict=True) if not is_taken]
         if rest:
             works.append(self._direct.allreduce_coalesced(*_given(rest, opts)))
-        return Together(works, tensors)
+        return Together(works, tensors, queue_of(self._inner))
 
+    @_call(reads=("input",), writes=("output",))
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.ReduceScatterOptions)
         if known and self._takes("reduce_scatter", [input], input, opts.reduceOp):
             return self._reduce_scatter(output, input, opts)
         return _named(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*_given(output, input, opts))
 
+    @_call(reads=("inputs",), writes=("outputs",))
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.ReduceScatterOptions)
         taken = [known and self._takes("reduce_scatter", [x], x, opts.reduceOp) for x in inputs]
         method = _named(self._direct, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        return _split(taken, outputs, inputs, opts, self._reduce_scatter, method)
+        return _split(taken, outputs, inputs, opts, self._reduce_scatter, method, queue_of(self._inner))
 
+    @_call(reads=("inputs",), writes=("outputs",))
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
@@ -187,94 +231,123 @@ class ProcessGroupLaconic(_Base):
         return self._direct.reduce_scatter(*_given(outputs, inputs, opts, timeout))
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
-        x, op, codec = tensor.contiguous(), _op_of(opts), self.options.codec
-        return _after(operations.all_reduce(x, self._direct, op=op, codec=codec, async_op=True), tensor, x)
+        op, codec = _op_of(opts), self.options.codec
+        return LaneWork(operations.all_reduce(tensor, self._ready, op=op, codec=codec, async_op=True), [tensor])
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
-        out, x, op, codec = _dense(output), input.contiguous(), _op_of(opts), self.options.codec
-        return _after(operations.reduce_scatter(out, x, self._direct, op=op, codec=codec, async_op=True), output, out)
+        op, codec = _op_of(opts), self.options.codec
+        return LaneWork(
+            operations.reduce_scatter(output, input, self._ready, op=op, codec=codec, async_op=True), [output]
+        )
 
     # --- movements ---
 
+    @_call(reads=("input",), writes=("output",))
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         if self._takes("all_gather", [input], input):
             return self._all_gather(output, input)
         method = _named(self._direct, "all_gather_single", "_allgather_base")
         return method(*_given(as_bytes(output), as_bytes(input), opts))
 
+    @_call(reads=("inputs",), writes=("outputs",))
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         taken = [self._takes("all_gather", [x], x) for x in inputs]
         method = _named(self._direct, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        return _split(taken, outputs, inputs, opts, self._all_gather, method)
+        return _split(taken, outputs, inputs, opts, self._all_gather, method, queue_of(self._inner))
 
+    @_call(reads=("inputs",), writes=("outputs",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         known = isinstance(opts, AllgatherOptions) and len(outputs) == 1 and _alike(outputs[0])
         if known and self._takes("all_gather", inputs, outputs[0][0]):
             rows = inputs[0].new_empty(len(outputs[0]), inputs[0].numel())
-            work = self._all_gather(rows, inputs[0])
 
             def spread() -> None:
                 for output, row in zip(outputs[0], rows, strict=True):
                     output.copy_(row.view(output.shape))
 
-            return AfterWork(work, outputs[0], spread)
+            return self._all_gather(rows, inputs[0]).then(spread, outputs[0])
         return self._direct.allgather(*_given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
 
+    @_call(reads=("input",), writes=("output",))
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
         uneven = bool(output_splits or input_splits)
         # Of uneven parts no rank knows how many bytes the others have. If large ones would be coded, all are taken, and
         # the ranks decide together.
-        if self._takes("all_to_all", [input], input, any_size=uneven):
-            out, x, codec = _dense(output), input.contiguous(), self.options.codec
-            splits = (list(output_splits) or None, list(input_splits) or None)
-            return _after(operations.all_to_all(out, x, *splits, self._direct, codec=codec, async_op=True), output, out)
+        known = ("uneven all_to_all" if uneven else "all_to_all", input)
+        if self._takes("all_to_all", [input], input, None, known, any_size=uneven):
+            splits, codec = (list(output_splits) or None, list(input_splits) or None), self.options.codec
+            work = operations.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
+            return LaneWork(work, [output])
         method = _named(self._direct, "all_to_all_single", "alltoall_base")
         return method(*_given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
 
+    @_call(updates=("tensors",))
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
-            x, src = tensors[0].contiguous(), dist.get_global_rank(self._inner, opts.rootRank)
-            work = operations.broadcast(x, src, self._direct, codec=self.options.codec, async_op=True)
-            return _after(work, tensors[0], x)
+            src = dist.get_global_rank(self._inner, opts.rootRank)
+            work = operations.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
+            return LaneWork(work, [tensors[0]])
         return self._direct.broadcast(*_given(as_bytes(tensors), opts, timeout))
 
-    def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        out, x, codec = _dense(output), input.contiguous(), self.options.codec
-        return _after(operations.all_gather(out, x, self._direct, codec=codec, async_op=True), output, out)
+    def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> LaneWork:
+        codec = self.options.codec
+        return LaneWork(operations.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
 
     # --- between two ranks ---
 
+    @on_dense(reads=("tensors",))
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         return self._points.send(tensors, dst, tag)
 
+    @on_dense(writes=("tensors",))
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         return self._points.recv(tensors, src, tag)
 
+    @on_dense(writes=("tensors",))
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self._points.recv(tensors, None, tag)
 
     # --- what is left to the group inside ---
 
-    def reduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        self._leave("reduce", args)
-        return self._direct.reduce(*args, **kwargs)
+    @_call(updates=("tensors",))
+    def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        self._leave("reduce", tensors)
+        return self._direct.reduce(*_given(tensors, opts, timeout))
 
-    def gather(self, *args: Any, **kwargs: Any) -> dist.Work:
-        self._leave("gather", args)
-        return self._direct.gather(*args, **kwargs)
+    @_call(reads=("inputs",), writes=("outputs",))
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        self._leave("gather", [outputs, inputs])
+        return self._direct.gather(*_given(outputs, inputs, opts, timeout))
 
-    def scatter(self, *args: Any, **kwargs: Any) -> dist.Work:
-        self._leave("scatter", args)
-        return self._direct.scatter(*args, **kwargs)
+    @_call(reads=("inputs",), writes=("outputs",))
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        self._leave("scatter", [outputs, inputs])
+        return self._direct.scatter(*_given(outputs, inputs, opts, timeout))
 
-    def alltoall(self, *args: Any, **kwargs: Any) -> dist.Work:
-        self._leave("all_to_all", args)
-        return self._direct.alltoall(*args, **kwargs)
+    @_call(reads=("inputs",), writes=("outputs",))
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        self._leave("all_to_all", [outputs, inputs])
+        return self._direct.alltoall(*_given(outputs, inputs, opts, timeout))
 
-    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._direct.barrier(*args, **kwargs)
+    # --- all ranks ---
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Done when all ranks have come here and all that each of them has asked this group for before is done."""
+        works = [self._direct.barrier(*_given(opts))]
+        # Ranks make the same calls, so all of them have a lane or none.
+        if callbacks.depth() == 0 and lane.has_lane(self._inner):
+            works.append(Ordered(self._inner).barrier(*_given(opts)))
+        works += [LaneWork(submit(lambda _: None), []) for submit in lane.lanes_of(self._inner, self)]
+        return works[0] if len(works) == 1 else Together(works, [])
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """gloo's: on the group's first rank an error names the rank that did not come in time, or all of them."""
+        if isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)  # as torch
+        inner: Any = self._ready
+        inner.monitored_barrier(*_given(timeout), wait_all_ranks=wait_all_ranks)
 
     # What torch 2.12 and older call, and other code may still.
     _allgather_base = all_gather_single
@@ -286,46 +359,67 @@ class ProcessGroupLaconic(_Base):
     # --- which way ---
 
     @property
-    def _direct(self) -> dist.ProcessGroup:
+    def _ready(self) -> dist.ProcessGroup:
         """The group inside, with nothing put off."""
         self._points.start()
         return self._inner
 
+    @property
+    def _direct(self) -> Any:
+        """The same for calls that are left to it; those of callbacks keep an order of their own."""
+        return self._ready if callbacks.depth() == 0 else Ordered(self._ready)
+
     def _takes(
-        self, operation: str, tensors: Sequence[Tensor], message: Tensor, reduce_op: Any = None, any_size: bool = False
+        self,
+        operation: str,
+        tensors: Sequence[Tensor],
+        message: Tensor,
+        reduce_op: Any = None,
+        known: tuple[str, Tensor] | None = None,
+        any_size: bool = False,
     ) -> bool:
         """Whether `laconic.collectives.operations` do a call whose part of one rank is as long as `message`.
 
-        What is said here depends on nothing but what all ranks of the group know.
+        What is said here depends on nothing but what all ranks of the group know. A call that is left raw whatever its
+        other arguments are is known from now on, by name and tensor: `known`, or else `operation` and `message`.
         """
-        reason = None
+        reason, lasts = None, True
         if len(tensors) != 1 or message.layout != torch.strided:
-            reason = _OTHER_CALL
+            reason, lasts = _OTHER_CALL, False
         elif message.dtype not in (CODED if reduce_op is None else _SUMMED):
             reason = NO_CODE
-        elif reduce_op is not None and _op(reduce_op) is None:
-            reason = _OTHER_OP
         elif self._inner.size() == 1:
             reason = ONE_RANK
         elif message.nbytes < self.options.min_nbytes and not any_size:
             reason = TOO_SMALL
+        elif reduce_op is not None and _op(reduce_op) is None:
+            reason, lasts = _OTHER_OP, False
         elif isinstance(self.options.codec, str):
             numel = _LARGE_NUMEL if any_size else message.numel()
             choice = foresee(operation, numel, message.dtype, self._inner, device=message.device)
             reason = choice.reason if choice.codec == RAW else None
         if reason is not None:
-            self._record_raw(operation, message, reason)
+            self._record_raw(operation, message, reason, *(known or (operation, message)), lasts)
         return reason is None
 
     def _leave(self, operation: str, arguments: Any) -> None:
         """Count a call that is handed on whatever it is: by its input, the longest of its tensors."""
         tensors = [x for x in torch.utils._pytree.tree_leaves(list(arguments)) if isinstance(x, Tensor)]
         if tensors:
-            self._record_raw(operation, max(tensors, key=Tensor.numel), _OTHER_CALL)
+            longest = max(tensors, key=Tensor.numel)
+            lasts = all(x.numel() == longest.numel() for x in tensors)
+            self._record_raw(operation, longest, _OTHER_CALL, operation, longest, lasts)
 
-    def _record_raw(self, operation: str, message: Tensor, reason: str) -> None:
+    def _record_raw(self, operation: str, message: Tensor, reason: str, call: str, x: Tensor, lasts: bool) -> None:
         nbytes = round(sent_nbytes(operation, message.numel() * message.dtype.itemsize, self._inner.size()))
         audit.record(operation, message.dtype, nbytes, nbytes, RAW, reason, 0.0)
+        if lasts:
+            self._know(call, x, operation, nbytes, reason)
+
+    def _know(self, call: str, x: Tensor, operation: str, nbytes: int, reason: str) -> None:
+        """Calls like this one will be left raw, too."""
+        if x.is_cpu and not (x.dtype in CODED and x.dtype.itemsize == 1):  # fp8 goes to gloo as bytes
+            self._raw.add(call, x, operation, nbytes, reason)
 
 
 def _op(reduce_op: Any) -> operations.Op | None:
@@ -356,6 +450,7 @@ def _split(
     opts: Any,
     each: Callable[[Tensor, Tensor, Any], dist.Work],
     rest: Callable[..., dist.Work],
+    queue: callbacks.CallbackQueue,
 ) -> dist.Work:
     """Those pairs that are taken go one by one, the others together."""
     pairs = list(zip(outputs, inputs, taken, strict=True))
@@ -364,21 +459,9 @@ def _split(
     if left:
         sides = [as_bytes(list(side)) for side in zip(*left, strict=True)]
         works.append(rest(*_given(*sides, opts)))
-    return Together(works, outputs)
+    return Together(works, outputs, queue)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
     """Whether these could be rows of one tensor."""
     return len({(x.shape, x.dtype, x.device) for x in tensors}) == 1
-
-
-def _dense(output: Tensor) -> Tensor:
-    """Memory in which a result for `output` can be written from front to back."""
-    return output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-
-
-def _after(work: lane.Work[Any], output: Tensor, found: Tensor) -> dist.Work:
-    """torch's handle of a result in `found` that is wanted in `output`."""
-    if found is output:
-        return LaneWork(work, [output])
-    return AfterWork(LaneWork(work, [output]), [output], lambda: output.copy_(found))

@@ -16,11 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native, operations
+from laconic.collectives import backend, native, operations
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, world_of
+from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, pass_around, world_of
 from laconic.collectives.route import Route
-from laconic.cost.wire.rates import ITEM_NBYTES, OPERATIONS, SEND, CodecRates, Line, LinkRates, WireRates, fit_line
+from laconic.cost.wire.rates import (
+    ITEM_NBYTES,
+    OPERATIONS,
+    RING,
+    SEND,
+    CodecRates,
+    Line,
+    LinkRates,
+    WireRates,
+    fit_line,
+)
 from laconic.cost.wire.seconds import World, coded_seconds, sent_nbytes
 
 __all__ = ["measure_link", "profile"]
@@ -54,7 +64,7 @@ def profile(device: torch.device, report: Callable[[str], None] = lambda text: N
     links = {}
     for kind, group in groups.items():
         report(f"links, {kind}: {group.size()} ranks")
-        links[kind] = measure_link(ranks, group, _QUICK_SIZES if quick else _SIZES)
+        links[kind] = _measure_both(ranks, group, _QUICK_SIZES if quick else _SIZES)
     codecs, codec_sizes = {}, _QUICK_CODEC_SIZES if quick else _CODEC_SIZES
     for dtype in ITEM_NBYTES:
         report(f"codecs, {dtype}")
@@ -92,6 +102,19 @@ def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
 # --- links ---
 
 
+def _measure_both(ranks: Ranks, group: dist.ProcessGroup, sizes: Sequence[int]) -> LinkRates:
+    """What the backend's own operations take, and as `travels` what the exchanges do that carry coded messages."""
+    exchanges = measure_link(ranks, group, sizes)
+    travels = dict(exchanges.operations)
+    if group.size() > 2:
+        travels[RING] = _line(ranks, sizes, _LONGEST_SECONDS, lambda size: _around(size, group, ranks.device))
+    operations = {
+        name: _line(ranks, sizes, _LONGEST_SECONDS, partial(_case, name, group, ranks.device, None))
+        for name in OPERATIONS
+    }
+    return replace(exchanges, operations=operations, travels=travels)
+
+
 def measure_link(
     ranks: Ranks,
     group: dist.ProcessGroup,
@@ -104,25 +127,43 @@ def measure_link(
 
     All of `ranks` call this together, each with its own group, groups being of one size.
     """
-    lines = {}
-    for operation in names:
-        points = []
-        for size in sizes:
-            case, sent = _case(operation, size, group, ranks.device, Raw())
-            (first,) = ranks.seconds(case, 1)
-            repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(_SECONDS_PER_CASE / max(first, 1e-9))))
-            seconds = median(ranks.seconds(case, repeats))
-            points.append((sent, seconds))
-            if 4 * seconds > longest_seconds:
-                break
-        lines[operation] = fit_line(points)
+    lines = {
+        name: _line(ranks, sizes, longest_seconds, partial(_case, name, group, ranks.device, Raw())) for name in names
+    }
     return LinkRates(group.size(), lines, _chunk_seconds(ranks, group), _overlap(ranks, group))
 
 
+def _line(
+    ranks: Ranks,
+    sizes: Sequence[int],
+    longest_seconds: float,
+    case_of: Callable[[int], tuple[Callable[[], object], float]],
+) -> Line:
+    points = []
+    for size in sizes:
+        case, sent = case_of(size)
+        (first,) = ranks.seconds(case, 1)
+        repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(_SECONDS_PER_CASE / max(first, 1e-9))))
+        seconds = median(ranks.seconds(case, repeats))
+        points.append((sent, seconds))
+        if 4 * seconds > longest_seconds:
+            break
+    return fit_line(points)
+
+
+def _around(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], object], float]:
+    """One message to the next rank and one from the rank before."""
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    return partial(pass_around, torch.empty_like(sent), sent, group), size
+
+
 def _case(
-    operation: str, size: int, group: dist.ProcessGroup, device: torch.device, codec: Codec
+    operation: str, group: dist.ProcessGroup, device: torch.device, codec: Codec | None, size: int
 ) -> tuple[Callable[[], object], float]:
-    """An operation in which a process of `group` sends about `size` raw bytes, and how many they are."""
+    """An operation in which a process of `group` sends about `size` raw bytes, and how many they are.
+
+    `codec`: None for the backend's own operation.
+    """
     world = group.size()
     per_byte = sent_nbytes(operation, 1.0, world)
     numel = -(-int(size / per_byte / _DTYPE.itemsize) // world) * world
@@ -130,6 +171,18 @@ def _case(
     first = dist.get_global_rank(group, 0)
     is_first = group.rank() == 0
     large, small = numel * world, numel // world
+    natively: dict[str, Callable[[], dist.Work]] = {
+        "all_gather": lambda: backend.all_gather(x.new_empty(large), x, group),
+        "reduce_scatter": lambda: backend.reduce_scatter(x.new_empty(small), x, group),
+        "all_reduce": lambda: backend.all_reduce(x.clone(), group),
+        "all_to_all": lambda: backend.all_to_all(torch.empty_like(x), x, group),
+        "broadcast": lambda: backend.broadcast(x, group, 0),
+        "gather": lambda: backend.gather(x.new_empty(large) if is_first else None, x, group, 0),
+        "scatter": lambda: backend.scatter(x.new_empty(small), x if is_first else None, group, 0),
+    }
+    if codec is None and operation in natively:
+        return lambda: natively[operation]().wait(), sent_nbytes(operation, x.nbytes, world)
+    codec = codec or Raw()
     cases: dict[str, Callable[[], object]] = {
         "all_gather": lambda: operations.all_gather(x.new_empty(large), x, group, codec=codec),
         "reduce_scatter": lambda: operations.reduce_scatter(x.new_empty(small), x, group, codec=codec),
@@ -207,8 +260,8 @@ def _extra(
             continue  # like a broadcast, below
         missing = []
         for size in _CODED_SIZES:
-            raw, sent = _case(operation, size, group, ranks.device, Raw())
-            coded, _ = _case(operation, size, group, ranks.device, Lossless("tiered"))
+            raw, sent = _case(operation, group, ranks.device, None, size)
+            coded, _ = _case(operation, group, ranks.device, Lossless("tiered"), size)
             ((once, _),) = ranks.in_turn([raw, coded], 1)
             repeats = min(3 * _MAX_REPEATS, max(_MAX_REPEATS, int(_SECONDS_PER_CASE / once)))
             # Lower quartiles: what disturbs a machine only ever makes things slower, and a difference of two medians of

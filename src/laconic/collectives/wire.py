@@ -39,7 +39,7 @@ from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Wire"]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Changes with anything here that ranks of different releases would understand differently."""
 
 _MESSAGE_TAG = 1 << 30
@@ -77,7 +77,8 @@ _num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictio
 class Wire:
     """One call on one group, as this rank sees it.
 
-    `settings` are what all ranks must have in common; `dtype` is that of values.
+    `settings` are what all ranks must have in common; `dtype` is that of values; `note` is what this rank has to say
+    besides.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Wire:
         settings: Settings,
         dtype: torch.dtype,
         device: torch.device,
+        note: bytes = b"",
     ) -> None:
+        self.started = time.perf_counter()
         self.group, self.peers, self.settings, self.dtype, self.device = group, peers, settings, dtype, device
         self.raw_nbytes = 0
         """Bytes of the values sent so far."""
@@ -97,6 +100,7 @@ class Wire:
         """Those of the values' messages."""
         self.coding_seconds = 0.0
         """Spent in encoding and decoding so far; on CUDA in starting it."""
+        self._note = note
         self._num_flights = 0
         self._line = line_of(settings)
         kind = None if peers.sends is None else (peers.sends, *peers.places)
@@ -106,7 +110,7 @@ class Wire:
         self._agreed = device.type != "cpu"
         self._early: list[Flight] = []
         if device.type == "cpu":
-            self._notices = Notices(group, peers, self._line, self.send, self.blame)
+            self._notices = Notices(group, peers, self._line, note, self.send, self.blame)
         elif kind is None:
             # The host would wait for the device to read what others say: only once for the same settings.
             start_agreement(settings, group, device)()
@@ -126,6 +130,14 @@ class Wire:
                 flight.drain([place for place, line in lines.items() if line == self._line])
             lines[self.group.rank()] = self._line
             raise disagreement({self.peers.ranks[place]: json.loads(lines[place]) for place in sorted(lines)})
+
+    def take_notes(self) -> list[bytes]:
+        """What all ranks had to say besides, in the order of places; [] if it was taken or nothing. `agree` first."""
+        note, self._note = self._note, b""
+        if not note or self._notices is None:
+            return []
+        notes = self._notices.notes() | {self.group.rank(): note}
+        return [notes[place] for place in sorted(notes)]
 
     # --- messages ---
 

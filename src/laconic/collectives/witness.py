@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["GRACE_SECONDS", "follow"]
+__all__ = ["GRACE_SECONDS", "absent", "follow"]
 
 GRACE_SECONDS = 2.0
 """How long the notes of others are waited for. Ranks that waited for each other give up at about the same time."""
@@ -45,6 +45,33 @@ def follow(group: dist.ProcessGroup, place: int, wake: bool = False) -> list[int
     thread.start()
     thread.join(GRACE_SECONDS + 1.0)
     return list(chain)
+
+
+def absent(group: dist.ProcessGroup) -> list[int]:
+    """Write down that a collective broke off here, and return the places that have written nothing of the kind within
+    `GRACE_SECONDS`: those that keep the others waiting. Best effort, as `follow`; [] where nobody can tell."""
+    if group.size() == 2:
+        return [1 - group.rank()]
+    _wake(group)
+    found: list[int] = []
+    thread = threading.Thread(target=_call_the_roll, args=(group, found), name="laconic-witness", daemon=True)
+    thread.start()
+    thread.join(GRACE_SECONDS + 1.0)
+    return list(found)
+
+
+def _call_the_roll(group: dist.ProcessGroup, found: list[int]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    try:
+        store = group.get_group_store()
+        store.set(_key(group.rank()), str(group.rank()))
+        silent = [place for place in range(group.size()) if place != group.rank()]
+        while silent and time.monotonic() < deadline:
+            silent = [place for place in silent if not store.check([_key(place)])]
+            time.sleep(_POLL_SECONDS)
+        found += silent
+    except RuntimeError:
+        return  # the store's process has ended
 
 
 def _wake(group: dist.ProcessGroup) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from laconic.collectives import lane
+from laconic.collectives.callbacks import CallbackQueue, follow, queue_of
 
-__all__ = ["AfterWork", "LaneWork", "Together"]
+__all__ = ["AfterWork", "LaneWork", "Ordered", "PeerWork", "RawWork", "Together", "after"]
 
 _NO_TIMEOUT = timedelta()
 
@@ -38,7 +40,12 @@ class LaneWork(_TensorsWork):
 
     def __init__(self, work: lane.Work[Any], tensors: Sequence[Tensor]) -> None:
         super().__init__(tensors)
-        self._work = work
+        result = self._tensors
+        self._work: lane.Work[list[Tensor]] = work.map(lambda _: result)
+
+    def then(self, do: Callable[[], object], tensors: Sequence[Tensor]) -> LaneWork:
+        """This work and, in the background, `do` once it is done."""
+        return LaneWork(self._work.map(lambda _: do()), tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if timeout > _NO_TIMEOUT:
@@ -54,11 +61,55 @@ class LaneWork(_TensorsWork):
         return self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        def value(done: torch.futures.Future[Any]) -> list[Tensor]:
-            done.value()
-            return self._tensors
+        return self._work.get_future()
 
-        return self._work.get_future().then(value)
+
+class Ordered:
+    """A group whose calls on CPU tensors run in its lane, so that also raw calls of callbacks keep their order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Callable[..., dist.Work]:
+        method = getattr(self._group, name)
+
+        def call(*args: Any, **kwargs: Any) -> dist.Work:
+            tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
+            if self._group.size() == 1 or any(x.device.type != "cpu" for x in tensors):
+                return method(*args, **kwargs)
+
+            def job(groups: lane.Groups) -> None:
+                getattr(groups[0], name)(*args, **kwargs).wait()
+
+            return LaneWork(lane.run_in_background(job, (self._group,), torch.device("cpu")), tensors)
+
+        return call
+
+
+class RawWork(dist.Work):
+    """A collective that was left to the backend. Callbacks of its future may wait; gloo's own threads run out."""
+
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._work, self._group = work, group
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return follow(self._work.get_future(), queue_of(self._group))
 
 
 class AfterWork(_TensorsWork):
@@ -107,12 +158,49 @@ class AfterWork(_TensorsWork):
                 self._then = None
 
 
+def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:
+    """`work` and then `do`, with `tensors` as the result."""
+    return work.then(do, tensors) if isinstance(work, LaneWork) else AfterWork(work, tensors, do)
+
+
+class PeerWork(_TensorsWork):
+    """A send or receive of the backend; `explain` makes of its error one that names the peer."""
+
+    def __init__(
+        self, work: dist.Work, tensors: Sequence[Tensor], explain: Callable[[RuntimeError], Exception]
+    ) -> None:
+        super().__init__(tensors)
+        self._work, self._explain = work, explain
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        try:
+            return self._work.wait(timeout)
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+
 class Together(_TensorsWork):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], tensors: Sequence[Tensor], queue: CallbackQueue | None = None
+    ) -> None:
         super().__init__(tensors)
-        self._works = list(works)
+        self._works, self._queue = list(works), queue
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         # All of them, so that nothing writes into tensors whose owner was told of an error.
@@ -137,4 +225,5 @@ class Together(_TensorsWork):
                 future.value()
             return self._tensors
 
-        return futures.then(value)
+        found = futures.then(value)
+        return found if self._queue is None else follow(found, self._queue)

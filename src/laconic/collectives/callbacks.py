@@ -1,0 +1,244 @@
+"""torch futures of background collectives, with callbacks that may issue collectives and wait for them.
+
+DDP's hooks chain collectives: PowerSGD averages one factor in a callback of the average of another. If callbacks ran in
+the thread that completes collectives, such a wait would never end. So:
+
+- Callbacks run in threads of a pool that grows as needed: whoever blocks there holds up nobody else.
+- The callbacks of a group's futures run one after the other, in the order in which they were registered, which is the
+  order of the program and so the same on all ranks, however fast each of them completes what.
+- What a callback issues runs in lanes of its own `depth`, one below that of the future that called it. So its order
+  does not depend on what the main thread issues meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["CallbackFuture", "CallbackQueue", "depth", "follow", "queue_of"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_IDLE_SECONDS = 10.0
+"""After which a thread of the pool ends that nobody needs."""
+
+
+class _Threads:
+    """A pool that never lets a task wait for another one."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_idle = 0
+
+    def run(self, task: Callable[[], object]) -> None:
+        with self._lock:
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        if has_idle:
+            self._tasks.put(task)
+        else:
+            threading.Thread(target=self._work, args=(task,), name="laconic-callbacks", daemon=True).start()
+
+    def _work(self, task: Callable[[], object]) -> None:
+        while True:
+            try:
+                task()
+            except Exception:
+                logging.getLogger(__name__).exception("a callback of a collective's future raised")
+            del task  # and with it the tensors that it closes over
+            with self._lock:
+                self._num_idle += 1
+            while True:
+                try:
+                    task = self._tasks.get(timeout=_IDLE_SECONDS)
+                    break
+                except Empty:
+                    with self._lock:
+                        if self._num_idle > 0:
+                            self._num_idle -= 1
+                            return
+
+
+_threads = _Threads()
+
+
+def _forget_threads() -> None:
+    """A forked child has none of its parent's threads."""
+    global _threads
+    _threads = _Threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+class _Here(threading.local):
+    depth = 0
+
+
+_here = _Here()
+
+
+def depth() -> int:
+    """How many callbacks deep the current thread is: 0 outside of them."""
+    return _here.depth
+
+
+class CallbackQueue:
+    """Callbacks that run one after the other.
+
+    Arguments:
+        depth: of the calls whose futures they belong to; the callbacks run one deeper.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._lock = threading.Lock()
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._is_running = False
+
+    def add(self, task: Callable[[], object]) -> None:
+        """Run `task` after all that were added before."""
+        with self._lock:
+            self._tasks.append(task)
+            if self._is_running:
+                return
+            self._is_running = True
+        _threads.run(self._drain)
+
+    def _drain(self) -> None:
+        before, _here.depth = _here.depth, self._depth + 1
+        try:
+            while True:
+                with self._lock:
+                    if not self._tasks:
+                        self._is_running = False
+                        return
+                    task = self._tasks.popleft()
+                task()
+                del task
+        finally:
+            _here.depth = before
+
+
+_lock = threading.Lock()
+_queues: WeakKeyDictionary[dist.ProcessGroup, dict[int, CallbackQueue]] = WeakKeyDictionary()
+
+
+def queue_of(group: dist.ProcessGroup) -> CallbackQueue:
+    """That of calls on `group` which the current thread makes."""
+    with _lock:
+        return _queues.setdefault(group, {}).setdefault(depth(), CallbackQueue(depth()))
+
+
+class CallbackFuture(torch.futures.Future[T]):
+    """torch's future of `result`; what `then` gets runs in `queue`.
+
+    here: be completed in the thread that sets `result`, which must bear that callbacks of C++ and of torch's own
+    futures, such as that of `collect_all`, block it.
+    """
+
+    def __init__(self, result: Future[T], queue: CallbackQueue, here: bool = False) -> None:
+        super().__init__()
+        self._queue = queue
+        if here or result.done():
+            result.add_done_callback(self._complete)
+        else:
+            result.add_done_callback(lambda done: _threads.run(partial(self._complete, done)))
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """As torch's; `callback` may wait, and sees the caller's grad mode."""
+        result: Future[S] = Future()
+        self._queue.add(partial(_call, callback, self, result, torch.is_grad_enabled()))
+        return CallbackFuture(result, self._queue)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """As torch's: what `callback` raises is logged."""
+
+        def logged(future: torch.futures.Future[T]) -> None:
+            try:
+                callback(future)
+            except Exception:
+                logging.getLogger(__name__).exception("a callback of a collective's future raised")
+
+        self.then(logged)
+
+    def set_exception(self, result: Any) -> None:
+        """As torch's, and C++ sees the error, too: DDP reads values past the function that raises it for Python."""
+
+        def raise_error(_: object) -> None:
+            raise result
+
+        self._set_unwrap_func(raise_error)
+        self.set_result(_Failed.of(result))  # type: ignore[arg-type]
+
+    def _complete(self, done: Future[T]) -> None:
+        error = done.exception()
+        if error is None:
+            self.set_result(done.result())
+        else:
+            self.set_exception(error)
+
+
+def follow(future: torch.futures.Future[T], queue: CallbackQueue) -> CallbackFuture[T]:
+    """A future of torch's own as one whose callbacks may wait."""
+    result: Future[T] = Future()
+
+    def settle(done: torch.futures.Future[T]) -> None:
+        try:
+            result.set_result(done.value())
+        except Exception as error:
+            result.set_exception(error)
+
+    future.add_done_callback(settle)
+    return CallbackFuture(result, queue, here=True)
+
+
+def _call(
+    callback: Callable[[torch.futures.Future[T]], S],
+    source: torch.futures.Future[T],
+    result: Future[S],
+    with_grad: bool,
+) -> None:
+    with suppress(Exception):
+        source.wait()
+    try:
+        with torch.set_grad_enabled(with_grad):
+            result.set_result(callback(source))
+    except BaseException as error:
+        result.set_exception(error)
+
+
+class _Failed(Tensor):
+    """Stands where a tensor would be, and raises the error that there is instead when it is used."""
+
+    error: BaseException
+
+    @staticmethod
+    def of(error: BaseException) -> _Failed:
+        found = Tensor._make_subclass(_Failed, torch.empty(0))
+        found.error = error
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, _Failed):
+                raise x.error
+        raise AssertionError("called for a tensor of this class")

@@ -1,0 +1,175 @@
+"""What the ranks of one group know together, and how they choose by it.
+
+What a rank observes of a call, it tells the others with the notice of the group's next coded call, and all learn it
+when they have read the notices of that call. So nobody asks anybody for it, and all know the same at the same call.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from laconic.collectives.estimates import CODED, FINENESS, SLOWER, TRY, Pace, Shrinkage
+from laconic.cost.wire.rates import WireRates
+from laconic.cost.wire.seconds import (
+    LOW_RATIO,
+    MEASURED_SLOWER,
+    PROBE,
+    PROBE_CODED,
+    PROBE_RAW,
+    RAW,
+    Choice,
+    World,
+    decide,
+)
+from laconic.errors import FormatError
+
+__all__ = ["NOTE_NBYTES", "Call", "Chooser"]
+
+_NOTE = struct.Struct("<QQQQI")
+"""Bytes of messages, those expected of Gaussian data, nanoseconds of a coded call, of a raw one, checksum."""
+
+NOTE_NBYTES = _NOTE.size
+
+_SUMS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What distinguishes calls that are chosen for."""
+
+    operation: str
+    numel: int
+    dtype: str
+    tag: str = ""
+    levels: tuple[int, ...] = (1,)
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Data of one kind shrinks alike."""
+        return self.operation, self.dtype, self.tag
+
+    @property
+    def size(self) -> tuple[str, str, str, int]:
+        """Calls of one kind take about as long per element within a factor of two of size."""
+        return *self.kind, self.numel.bit_length()
+
+
+class Chooser:
+    """Chooses for the calls of a group, in their order.
+
+    `codecs_of` adds the codecs of a dtype to rates that do not have them. `learns`: whether ranks tell each other what
+    they observe. `repeats`: whether sums over more than two ranks must not depend on how long anything takes, because
+    raw and coded ones add in different orders.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rates: WireRates,
+        codecs_of: Callable[[WireRates, str], WireRates] | None = None,
+        *,
+        learns: bool = True,
+        repeats: bool = False,
+    ) -> None:
+        self.world = world
+        self.rates = rates
+        self._codecs_of = codecs_of
+        self._learns = learns
+        self._times_sums = not repeats or world.num_ranks == 2
+        self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
+        self._paces: dict[tuple[str, str, str, int], Pace] = {}
+        self._kept: dict[tuple[str, int, str, tuple[int, ...], int], Choice] = {}
+        # Observed and not told yet, and told and not learnt yet.
+        self._coded: tuple[Call, bool, int, int, int] | None = None
+        self._raw: tuple[Call, int, int] | None = None
+        self._told: tuple[tuple[Call, bool] | None, Call | None] = (None, None)
+
+    def choose(self, call: Call) -> Choice:
+        """The choice for the next call of the group."""
+        if self.must_measure(call.dtype) and self._codecs_of is not None:
+            self.rates = self._codecs_of(self.rates, call.dtype)
+        shrinkage = self._shrinkages.setdefault(call.kind, Shrinkage())
+        choice = self._decide(call, shrinkage.steps)
+        if choice.reason == LOW_RATIO and shrinkage.wants_probe():
+            coded = self._decide(call, None)
+            return replace(coded, predicted_seconds=coded.raw_seconds, reason=PROBE)
+        if choice.codec == RAW or not self._is_timed(call):
+            return choice
+        way = self._paces.setdefault(call.size, Pace()).next()
+        if way == CODED:
+            return choice
+        if way == TRY:
+            return replace(choice, reason=PROBE_CODED)
+        reason = MEASURED_SLOWER if way == SLOWER else PROBE_RAW
+        return Choice(RAW, 1, choice.levels, choice.raw_seconds, choice.raw_seconds, reason)
+
+    def why_always_raw(self, operation: str, numel: int, dtype: str) -> str | None:
+        """Why a message is left raw whatever was learnt; None if it need not be, or the dtype was not measured."""
+        if dtype not in self.rates.codecs:
+            return None
+        choice = self._decide(Call(operation, numel, dtype), None)
+        return choice.reason if choice.codec == RAW else None
+
+    def must_measure(self, dtype: str) -> bool:
+        """Whether to choose for this dtype the ranks have to measure something together."""
+        return dtype not in self.rates.codecs and self._codecs_of is not None
+
+    def observe(self, call: Call, choice: Choice, raw_nbytes: int, message_nbytes: int, nanoseconds: int) -> None:
+        """What became of the newest call on this rank: `raw_nbytes` took `message_nbytes`, and it all `nanoseconds`."""
+        if choice.codec != RAW:
+            expected_nbytes = round(raw_nbytes / self.rates.codecs[call.dtype][choice.codec].ratio)
+            self._coded = call, choice.reason == PROBE_CODED, message_nbytes, expected_nbytes, nanoseconds
+        elif choice.reason in (MEASURED_SLOWER, PROBE_RAW):
+            total, num_calls = self._raw[1:] if self._raw is not None and self._raw[0].size == call.size else (0, 0)
+            self._raw = call, total + nanoseconds, num_calls + 1
+
+    def note(self) -> bytes:
+        """What this rank tells the others with its next notice."""
+        coded, raw, self._coded, self._raw = self._coded, self._raw, None, None
+        self._told = coded and coded[:2], raw and raw[0]
+        values = (*(coded[2:] if coded else (0, 0, 0)), raw[1] // raw[2] if raw else 0)
+        return _NOTE.pack(*values, _checksum(values))
+
+    def learn(self, notes: Sequence[bytes]) -> None:
+        """Take the notes of all ranks, this one's included, in the order of ranks.
+
+        Raises FormatError for one that was damaged.
+        """
+        if not self._learns:
+            return
+        rows = []
+        for note in notes:
+            *values, checksum = _NOTE.unpack(note)
+            if checksum != _checksum(values):
+                raise FormatError("what a rank has observed arrived damaged; start again from a checkpoint")
+            rows.append(values)
+        messages, expected, coded_ns, raw_ns = zip(*rows, strict=True)
+        (coded, raw), self._told = self._told, (None, None)
+        if coded is not None:
+            call, tried = coded
+            self._shrinkages.setdefault(call.kind, Shrinkage()).update(sum(messages), sum(expected))
+            self._paces.setdefault(call.size, Pace()).update_coded(min(coded_ns) / call.numel, tried)
+        if raw is not None:
+            self._paces.setdefault(raw.size, Pace()).update_raw(min(raw_ns) / raw.numel)
+
+    def _is_timed(self, call: Call) -> bool:
+        return self._learns and (self._times_sums or call.operation not in _SUMS)
+
+    def _decide(self, call: Call, steps: int | None) -> Choice:
+        """`steps`: bytes observed over bytes expected, in 1 / FINENESS; None if nothing was observed."""
+        key = (call.operation, call.numel, call.dtype, call.levels, -1 if steps is None else steps)
+        if key not in self._kept:
+            if len(self._kept) >= 4096:
+                self._kept.clear()
+            codes = self.rates.codecs.get(call.dtype, {})
+            ratio = None if steps is None else {code: c.ratio * FINENESS / steps for code, c in codes.items()}
+            choice = decide(call.operation, call.numel, call.dtype, self.world, self.rates, ratio, call.levels)
+            self._kept[key] = choice
+        return self._kept[key]
+
+
+def _checksum(values: Sequence[int]) -> int:
+    return zlib.crc32(struct.pack("<QQQQ", *values))

@@ -1,0 +1,128 @@
+"""Tensors whose memory is not their values from front to back: transposed, sliced, expanded, conjugated, negated.
+
+Backends read and write memory: gloo does so without a word, NCCL and the codecs refuse. So calls of a process group are
+given dense copies of such tensors, and results are copied back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.works import after
+from laconic.errors import FormatError
+
+__all__ = ["is_plain", "on_dense"]
+
+_Method = Callable[..., dist.Work]
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of a strided tensor is its values from front to back; sparse ones are left to the backend."""
+    return x.layout != torch.strided or (x.is_contiguous() and not x.is_conj() and not x.is_neg())
+
+
+def on_dense(
+    *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), updates: tuple[str, ...] = ()
+) -> Callable[[_Method], _Method]:
+    """Decorates a method of a process group, so that it sees plain tensors only.
+
+    Arguments are named, each a tensor or nested lists of them: those that the method reads, writes, or both. The method
+    raises FormatError for a tensor to be written whose elements share memory.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        names = list(inspect.signature(method).parameters)
+        roles = [
+            (names.index(name), name, name not in writes, name not in reads) for name in (*reads, *writes, *updates)
+        ]
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> dist.Work:
+            for position, name, _, _ in roles:
+                if not _all_plain(args[position] if position < len(args) else kwargs.get(name)):
+                    break
+            else:
+                return method(*args, **kwargs)
+            given, copies = list(args), _Copies()
+            for position, name, is_read, is_written in roles:
+                if position < len(args):
+                    given[position] = copies.of(name, args[position], is_read, is_written)
+                elif name in kwargs:
+                    kwargs[name] = copies.of(name, kwargs[name], is_read, is_written)
+            return copies.written_after(method(*given, **kwargs))
+
+        return call
+
+    return decorate
+
+
+def _all_plain(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return is_plain(x)
+    return all(map(_all_plain, x)) if isinstance(x, list | tuple) else True
+
+
+class _Copies:
+    """Plain copies of tensors, and those that have to be copied back."""
+
+    def __init__(self) -> None:
+        self._back: list[tuple[Tensor, Tensor]] = []
+        self._written: list[Tensor] = []
+
+    def of(self, name: str, x: Any, is_read: bool, is_written: bool) -> Any:
+        """`x`, with copies in the places of tensors that are not plain."""
+        if isinstance(x, list | tuple):
+            return [self.of(name, each, is_read, is_written) for each in x]
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach()
+        if is_written:
+            self._written.append(x)
+        if is_plain(x):
+            return x
+        if is_written and _overlaps(x):
+            raise FormatError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, so some of its elements share memory, but"
+                " a result must have a place for each; pass a contiguous tensor"
+            )
+        found = x.new_empty(x.shape)
+        if is_read:
+            found.copy_(x)
+        if is_written:
+            self._back.append((x, found))
+        return found
+
+    def written_after(self, work: dist.Work) -> dist.Work:
+        """A work that is done when the results of `work` are where they belong."""
+        back = self._back
+
+        def write() -> None:
+            with torch.no_grad():
+                for x, found in back:
+                    x.copy_(found)
+
+        return after(work, write, self._written)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether two elements share memory."""
+    if x.numel() < 2:
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    offsets = torch.zeros((), dtype=torch.int64)
+    for stride, size in zip(x.stride(), x.shape, strict=True):
+        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size)
+    return len(set(offsets.flatten().tolist())) < x.numel()

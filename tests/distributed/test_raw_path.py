@@ -1,0 +1,336 @@
+"""Messages that are left raw take the backend's own collectives: its results, its handles, and nothing besides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from laconic import collectives
+from laconic.collectives import audit, lane, wire
+from laconic.collectives.choose import prepare, use_rates
+from laconic.collectives.lane import Work
+from laconic.collectives.works import PeerWork, RawWork
+from laconic.errors import CollectiveError, FormatError
+from laconic.train.worker import leave
+from tests.collectives.simulated import made_up_rates
+from tests.distributed.over_backend import all_gather_single, join, reduce_scatter_single
+from tests.distributed.processes import run_ranks, wait_until
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
+MOVED = (*SUMMED, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
+NUMELS = (1, 2, 7, 1000, 5000)
+
+
+def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 20
+    return x.abs().to(dtype) if dtype == torch.uint8 else x.to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def native(operation: str, x: Tensor, rank: int, world: int, op: dist.ReduceOp) -> Tensor | None:
+    """What gloo computes; types that it does not know are moved as bytes."""
+    x = x if x.dtype in SUMMED else bits(x)
+    n = x.numel() // world
+    if operation == "all_reduce":
+        y = x.clone()
+        dist.all_reduce(y, op)
+    elif operation == "broadcast":
+        y = x.clone()
+        dist.broadcast(y, world - 1)
+    elif operation == "all_gather":
+        y = x.new_empty(world * x.numel())
+        all_gather_single(y, x)
+    elif operation == "reduce_scatter":
+        y = x.new_empty(n)
+        reduce_scatter_single(y, x, op)
+    elif operation == "all_to_all":
+        y = torch.empty_like(x)
+        dist.all_to_all_single(y, x)
+    elif operation == "gather":
+        rows = [torch.empty_like(x) for _ in range(world)] if rank == 0 else None
+        dist.gather(x, rows, 0)
+        return torch.cat(rows) if rows else None
+    else:
+        y = x.new_empty(n)
+        dist.scatter(y, list(x.chunk(world)) if rank == 0 else None, 0)
+    return y
+
+
+def ours(operation: str, x: Tensor, rank: int, world: int, op: str, async_op: bool) -> tuple[Work, Tensor | None]:
+    n = x.numel() // world
+    if operation == "all_reduce":
+        y = x.clone()
+        return collectives.all_reduce(y, op=op, async_op=async_op), y
+    if operation == "broadcast":
+        y = x.clone()
+        return collectives.broadcast(y, world - 1, async_op=async_op), y
+    if operation == "all_gather":
+        y = x.new_empty(world, x.numel())
+        return collectives.all_gather(y, x, async_op=async_op), y
+    if operation == "reduce_scatter":
+        y = x.new_empty(n)
+        return collectives.reduce_scatter(y, x.view(world, n), op=op, async_op=async_op), y
+    if operation == "all_to_all":
+        y = torch.empty_like(x)
+        return collectives.all_to_all(y, x, async_op=async_op), y
+    if operation == "gather":
+        rows = x.new_empty(world * x.numel()) if rank == 0 else None
+        return collectives.gather(rows, x, 0, async_op=async_op), rows
+    y = x.new_empty(n)
+    return collectives.scatter(y, x if rank == 0 else None, 0, async_op=async_op), y
+
+
+MOVES = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
+SUMS = ("all_reduce", "reduce_scatter")
+
+
+def without_notices() -> None:
+    """From here on no message of ours may be announced, and no thread of ours be started."""
+
+    def refuse(*arguments: object, **more: object) -> None:
+        raise AssertionError("a call that is left raw was announced")
+
+    wire.Wire.__init__ = refuse  # type: ignore[assignment,method-assign]
+    lane._ThreadLane.__init__ = refuse  # type: ignore[assignment,method-assign]
+
+
+def through_the_functions(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    join("gloo", rank, world, folder, "gloo")
+    without_notices()
+    audit.reset()
+    cases = [(operation, dtype, "sum") for operation in MOVES for dtype in MOVED]
+    cases += [(operation, dtype, "sum") for operation in SUMS for dtype in SUMMED]
+    cases += [(operation, dtype, "avg") for operation in SUMS for dtype in SUMMED[:3]]
+    num_calls = 0
+    for operation, dtype, op in cases:
+        for numel in NUMELS:
+            whole = operation in ("all_to_all", "scatter", "reduce_scatter")
+            x = values(numel * (world if whole else 1), dtype, 10 * numel + rank)
+            expected = native(operation, x, rank, world, dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM)
+            for async_op in (False, True):
+                work, found = ours(operation, x, rank, world, op, async_op)
+                assert work.wait() is found
+                assert work.is_completed()
+                where = f"{operation} {dtype} {numel} {op}"
+                assert (found is None) == (expected is None), where
+                assert found is None or torch.equal(bits(found), bits(expected)), where
+                num_calls += 1
+    work, found = ours("all_reduce", values(10, torch.float32, rank), rank, world, "sum", True)
+    assert work.get_future().wait() is found
+    entries = audit.snapshot().entries
+    assert sum(entry.num_calls for entry in entries) == num_calls + 1
+    assert {entry.codec for entry in entries} == {"raw"}
+    (sums,) = (e for e in entries if (e.operation, e.dtype) == ("all_reduce", "bfloat16"))
+    # Twice for each op, rounded once per call.
+    assert sums.sent_nbytes == 4 * sum(round(2 * 2 * n * (world - 1) / world) for n in NUMELS)
+    if rank < 2:
+        sends_meet(rank)
+    refusals(rank, world)
+    dist.barrier()
+    leave(0)
+
+
+def sends_meet(rank: int) -> None:
+    """Both first send, waiting later, and messages of one kind keep their order."""
+    other = 1 - rank
+    sent = [values(1000, torch.bfloat16, seed + rank) for seed in range(6)]
+    got = [torch.empty_like(x) for x in sent]
+    works = [collectives.send(x, other, async_op=True) for x in sent]
+    works += [collectives.recv(x, other, async_op=True) for x in got]
+    for work in reversed(works):
+        work.wait()
+    for seed, x in enumerate(got):
+        assert torch.equal(x, values(1000, torch.bfloat16, seed + other))
+
+
+def refusals(rank: int, world: int) -> None:
+    """Arguments that mean nothing are refused before anything is sent."""
+    x = torch.zeros(4 * world)
+    for call in (
+        lambda: collectives.all_gather(x[:3], x),
+        lambda: collectives.all_reduce(torch.zeros(4, 4).t()[1:]),
+        lambda: collectives.all_to_all(x, x[: 4 * world - 1]),
+    ):
+        with pytest.raises(FormatError):
+            call()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_functions_give_what_the_backend_gives_and_announce_nothing(world: int, tmp_path: Path) -> None:
+    run_ranks(through_the_functions, (world, str(tmp_path)), world)
+
+
+def through_the_group(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    use_rates(made_up_rates(bytes_per_second=12.5e6))  # large messages would be coded
+    join("laconic", rank, world, folder, "laconic")
+    plain = dist.new_group(backend="gloo")
+    gloos = type(dist.all_reduce(torch.zeros(3), group=plain, async_op=True))
+    blocking = dist.AllreduceOptions()
+    blocking.asyncOp = False
+    threads = threading.active_count()
+    audit.reset()
+    x, rows = torch.randn(100).bfloat16(), torch.randn(100 * world).bfloat16()
+    calls: dict[str, Callable[[], dist.Work | None]] = {
+        "all_reduce": lambda: dist.all_reduce(x.clone(), async_op=True),
+        "broadcast": lambda: dist.broadcast(x, 0, async_op=True),
+        "all_gather": lambda: all_gather_single(rows.clone(), x, async_op=True),
+        "reduce_scatter": lambda: reduce_scatter_single(x.clone(), rows, async_op=True),
+        "all_to_all": lambda: dist.all_to_all_single(rows.clone(), rows, async_op=True),
+        "gather": lambda: dist.gather(x, list(rows.clone().chunk(world)) if rank == 0 else None, async_op=True),
+        "scatter": lambda: dist.scatter(x.clone(), list(rows.chunk(world)) if rank == 0 else None, async_op=True),
+        "send": lambda: dist.isend(x, (rank + 1) % world),
+        "recv": lambda: dist.irecv(x.clone(), (rank - 1) % world),
+    }
+    for _ in range(3):
+        works = [call() for call in calls.values()]
+        for name, work in zip(calls, works, strict=True):
+            assert isinstance(work, PeerWork if name in ("send", "recv") else RawWork), name
+            work.wait()
+    assert type(dist.group.WORLD.allreduce([x.clone()], blocking)) is gloos
+    entries = {entry.operation: entry for entry in audit.snapshot().entries}
+    assert {name: entry.num_calls for name, entry in entries.items()} == {
+        name: 3 + (name == "all_reduce") for name in calls if name != "recv"
+    }
+    assert entries["all_gather"].sent_nbytes == 3 * 200 * (world - 1)
+    assert threading.active_count() == threads
+    # Other sizes, reductions and layouts of what is known are decided for themselves.
+    audit.reset()
+    large = torch.full((1 << 20,), float(rank + 1))
+    dist.all_reduce(large)
+    assert torch.equal(large, torch.full((1 << 20,), sum(range(1, world + 1)) * 1.0))
+    y = torch.full((100,), float(rank))
+    dist.all_reduce(y, dist.ReduceOp.MAX)
+    assert y[0] == world - 1
+    by_codec = {(entry.operation, entry.codec): entry.num_calls for entry in audit.snapshot().entries}
+    assert by_codec == {("all_reduce", "tiered"): 1, ("all_reduce", "raw"): 1}
+    dist.barrier()
+    leave(0)
+
+
+def functions_over_the_group(rank: int, world: int, folder: str) -> None:
+    """The functions take a laconic group for what is inside of it: one lane, one set of rates, in any mixture."""
+    torch.set_num_threads(1)
+    use_rates(made_up_rates(bytes_per_second=12.5e6))
+    join("laconic", rank, world, folder, "laconic")
+    x = torch.randn(world, 100_000, generator=torch.Generator().manual_seed(0))
+    total = x.sum(0)
+    for number in range(8):
+        out, mine, other = torch.empty_like(x), x[rank].clone(), x[rank].clone()
+        works = [collectives.all_gather(out, x[rank], async_op=bool(number % 2))]
+        works.append(dist.all_reduce(mine, async_op=True))
+        works.append(collectives.all_reduce(other, async_op=number % 3 == 0))
+        small = torch.ones(3)
+        dist.all_reduce(small)
+        for work in works:
+            work.wait()
+        assert torch.equal(out, x)
+        assert torch.allclose(mine, total, atol=1e-4)
+        assert torch.allclose(other, total, atol=1e-4)
+    dist.barrier()
+    leave(0)
+
+
+def test_functions_and_calls_of_a_process_group_mix(tmp_path: Path) -> None:
+    run_ranks(functions_over_the_group, (2, str(tmp_path)), 2)
+
+
+def test_a_process_group_hands_raw_calls_on_and_their_handles_back(tmp_path: Path) -> None:
+    run_ranks(through_the_group, (2, str(tmp_path)), 2)
+
+
+def groups_share(rank: int, world: int, folder: str) -> None:
+    """What one group of this process has measured, others of its kind need not."""
+    from laconic.collectives import choose as choosing
+
+    torch.set_num_threads(1)
+    join("gloo", rank, world, folder, "gloo")
+    num_measured = 0
+    measure_link, measure_codecs = choosing.brief_link, choosing.brief_codecs
+
+    def count(function: Callable[..., object]) -> Callable[..., object]:
+        def counted(*arguments: object) -> object:
+            nonlocal num_measured
+            num_measured += 1
+            return function(*arguments)
+
+        return counted
+
+    choosing.brief_link, choosing.brief_codecs = count(measure_link), count(measure_codecs)  # type: ignore[assignment]
+    for number in range(4):
+        group = dist.new_group(backend="laconic:gloo") if number % 2 else dist.new_group()
+        if not number % 2:
+            prepare(group)
+        # A link and three codecs at once; the first group of a program pays for all.
+        assert num_measured == 2, number
+    pair = dist.new_group([0, world - 1])
+    if rank in (0, world - 1):
+        prepare(pair)
+        assert num_measured == 2
+        first = choosing._prepared[pair]["cpu"][1]
+        everyone: list[object] = [None, None]
+        dist.all_gather_object(everyone, first.digest, group=pair)
+        assert everyone[0] == everyone[1]
+    dist.barrier()
+    leave(0)
+
+
+def test_rates_are_measured_once_per_process(tmp_path: Path) -> None:
+    run_ranks(groups_share, (3, str(tmp_path)), 3)
+
+
+def survivor(rank: int, world: int, folder: str, fault: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=4 if fault == "stops" else 60),
+    )
+    x = torch.randn(1000)
+    for step in range(1000):
+        if rank == world - 1 and step == 3:
+            Path(folder, "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
+        try:
+            collectives.all_reduce(x.clone(), async_op=bool(step % 2)).wait()
+        except CollectiveError as error:
+            Path(folder, f"error.{rank}.txt").write_text(str(error))
+            time.sleep(5)  # rank 0 has the store
+            return
+
+
+@pytest.mark.parametrize(("fault", "world"), [("dies", 2), ("stops", 2), ("dies", 3)])
+def test_a_rank_that_is_lost_amid_raw_calls_is_named(tmp_path: Path, fault: str, world: int) -> None:
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=survivor, args=(rank, world, str(tmp_path), fault)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    try:
+        wait_until((tmp_path / "pid").exists, timeout_seconds=300)
+        for process in processes[:-1]:
+            process.join(timeout=180)
+            assert process.exitcode is not None, "still running"
+    finally:
+        for process in processes:
+            process.kill()
+    for rank in range(world - 1):
+        message = (tmp_path / f"error.{rank}.txt").read_text()
+        assert message.startswith(f"all_reduce broke off on rank {rank}: ")
+        assert f"; rank {world - 1} ended, stopped, raised an error" in message, message
