@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from laconic.errors import FormatError
 from laconic.formats import quantized_gradient, set_quantized_gradient
 from laconic.gradients import compress_gradients
-from laconic.optim import AdamW8bit, from_bitsandbytes_state, to_bitsandbytes_state
+from laconic.optim import AdamW8bit, from_bitsandbytes_state, to_adamw_state, to_bitsandbytes_state
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.worker import leave
 from laconic.train.world import World, join_world, read_environment
@@ -155,6 +155,19 @@ def pair(folder: Path, world: World) -> None:
     other_model, other = make(world)
     from_bitsandbytes_state(other, to_bitsandbytes_state(optimizer))
     write(folder, world, "converted", everything(other_model, other))
+
+    # Through torch's AdamW, by hand and by the functions for distributed checkpoints.
+    exact_model, _ = make(world)
+    exact = torch.optim.AdamW(exact_model.parameters())
+    exact.load_state_dict(to_adamw_state(optimizer))
+    other_model, other = make(world)
+    other.load_state_dict(exact.state_dict())
+    write(folder, world, "through torch", everything(other_model, other))
+    other_model, other = make(world)
+    set_optimizer_state_dict(other_model, other, get_optimizer_state_dict(exact_model, exact))
+    write(folder, world, "through torch's checkpoints", everything(other_model, other))
+    backward(exact_model, 0)
+    exact.step()
 
     # 3. Continued by fresh objects, from the checkpoint of two processes and from that of one.
     for name in ("two", "one"):

@@ -75,6 +75,15 @@ def test_gathered_states_are_taken_apart_again(folder: Path, alone: dict[str, Te
             assert (converted[name].double() - value.double()).abs().mean() <= tolerance, name
 
 
+@pytest.mark.parametrize("way", ["through torch", "through torch's checkpoints"])
+def test_shards_go_through_torchs_adamw_bit_for_bit(folder: Path, alone: dict[str, Tensor], way: str) -> None:
+    found = torch.load(folder / f"{way}.pt")
+    states = {name: value for name, value in alone.items() if " " in name}
+    assert states
+    for name, value in states.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("saved_by", ["two", "one"])
 def test_two_processes_continue_a_checkpoint(folder: Path, alone: dict[str, Tensor], saved_by: str) -> None:
     assert_same(torch.load(folder / f"from-{saved_by}.pt"), alone)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 import laconic.optim
 from laconic.errors import ConfigError, FormatError, ModelError, TrainingError
-from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats import CodedGradient, QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.buckets import Buckets
 from tests.activations.models import loss_of, make_ids, make_model
@@ -82,7 +82,7 @@ def test_one_backward_is_one_quantization(bits: int, dtype: torch.dtype) -> None
     gradients = compress_gradients(model, bits=bits)
     model(batch(1, dtype)).square().sum().backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is None
+        assert isinstance(parameter.grad, CodedGradient)
         stored, fresh = gradients.gradients()[name], QuantizedGradient.zeros(parameter.shape, bits)
         fresh.accumulate_(expected[name].to(dtype))
         assert torch.equal(stored.codes, fresh.codes)
@@ -124,7 +124,7 @@ def test_every_gradient_is_freed_before_the_next_one_is_there() -> None:
         gc.enable()
     assert len(alive) == len(list(model.parameters())) == len(gradients.gradients())
     assert most == 1
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(isinstance(parameter.grad, CodedGradient) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("bits", "bytes_per_element"), [(8, 1 + 4 / 128), (12, 1.5 + 8 / 128)])
@@ -183,7 +183,7 @@ def test_gradient_that_bypassed_the_hook_is_found() -> None:
     gradients = compress_gradients(model)
     model.first.weight.grad = torch.full((12, 12), 127.0)
     assert gradients.norm() == 127 * 12
-    assert model.first.weight.grad is None
+    assert isinstance(model.first.weight.grad, CodedGradient)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -230,7 +230,7 @@ def test_compressed_activations_and_gradients_train_together() -> None:
             loss = loss_of(model, ids)
             loss.backward()
             if gradients is not None:
-                assert all(parameter.grad is None for parameter in model.parameters())
+                assert all(isinstance(parameter.grad, CodedGradient) for parameter in model.parameters())
                 gradients.clip_(1.0)
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -420,24 +420,28 @@ def test_buckets_leave_in_one_order_whatever_arrives_first() -> None:
     buckets = Buckets([10, 10, 10, 30, 5], 20, lambda numbers: sent.append(numbers) or Done())
     buckets.expect(1)
     for number in (0, 1, 3):
-        buckets.arrived(number, f"p{number}")
+        buckets.arrived(number)
     assert sent == []
-    buckets.arrived(4, "p4")
+    buckets.arrived(4)
     assert sent == [[4], [3]]
-    buckets.arrived(2, "p2")
+    buckets.arrived(2)
     assert sent == [[4], [3], [2, 1], [0]]
     with pytest.raises(TrainingError, match="a gradient of p0 arrived after its reduction had started"):
-        buckets.arrived(0, "p0")
-    with pytest.raises(TrainingError, match=r"call reduce\(\), on every rank"):
-        buckets.forget()
+        buckets.check_open(0, "p0")
+    assert buckets.is_under_way
     buckets.finish()
     buckets.expect(2)
-    buckets.arrived(4, "p4")
+    buckets.arrived(4)
     assert buckets.num_launched == 0
     with pytest.raises(TrainingError, match="announced twice"):
         buckets.expect(1)
-    buckets.finish()
-    assert sent[4:] == [[4], [3], [2, 1], [0]]
+    buckets.fail()
+    for refused in (lambda: buckets.check_open(3, "p3"), lambda: buckets.expect(1)):
+        with pytest.raises(TrainingError, match=r"ended with an exception.* call zero_\(\)"):
+            refused()
+    buckets.settle(1)
+    assert sent[4:] == [[4]]
+    assert not buckets.is_under_way
     sent.clear()
     buckets.put_last([4, 2])
     buckets.finish()

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError, ModelError, TrainingError
+from laconic.formats import CodedGradient
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.train.worker import leave
 from tests.distributed.processes import run_ranks
@@ -95,8 +96,8 @@ def replicas(rank: int, group: dist.ProcessGroup, bits: int, overlap: bool) -> F
     if overlap:
         with gradients.last_micro_batch():
             loss(model, 10 + rank).backward()
-        assert gradients._buckets is not None
-        launched = gradients._buckets.num_launched, len(gradients._buckets._buckets)
+        assert gradients._reduction is not None
+        launched = gradients._reduction.buckets.num_launched, len(gradients._reduction.buckets._buckets)
     else:
         loss(model, 10 + rank).backward()
         launched = 0, 0
@@ -111,8 +112,8 @@ def several_backwards(rank: int, group: dist.ProcessGroup) -> Found:
     gradients = compress_gradients(model, group, bucket_nbytes=200, average=False)
     with gradients.last_micro_batch(num_backwards=2):
         loss(model, rank).backward()
-        assert gradients._buckets is not None
-        before = gradients._buckets.num_launched
+        assert gradients._reduction is not None
+        before = gradients._reduction.buckets.num_launched
         loss(model, 10 + rank).backward()
     gradients.reduce()
     return {"gradients": everything(gradients), "before": before}
@@ -170,7 +171,7 @@ def refusals(rank: int, group: dist.ProcessGroup) -> Found:
         "ddp": error_of(lambda: compress_gradients(DistributedDataParallel(inner), group)),
         "fsdp with a group": error_of(lambda: compress_gradients(fully_shard(Net()), group)),
         "reduced already": error_of(lambda: scale_too_early(group)),
-        "sharded too late": error_of(lambda: shard_too_late()),
+        "sharded too late": error_of(lambda: shard_too_late(group)),
     }
 
 
@@ -185,9 +186,9 @@ def scale_too_early(group: dist.ProcessGroup) -> None:
         gradients.reduce()
 
 
-def shard_too_late() -> None:
+def shard_too_late(group: dist.ProcessGroup) -> None:
     model = Net()
-    gradients = compress_gradients(model)
+    gradients = compress_gradients(model, group)
     fully_shard(model)
     loss(model, 0).backward()
     gradients.norm()
@@ -219,6 +220,29 @@ def shards(rank: int, group: dist.ProcessGroup, bits: int) -> Found:
     (loss(model, rank) * (torch.nan if rank == 1 else 1.0)).backward()
     nonfinite = gradients.found_nonfinite()
     return {"shapes": shapes, "norm": norm, "clipped": clipped, "full": full, "nonfinite": nonfinite}
+
+
+def sharded_later(rank: int, group: dist.ProcessGroup) -> Found:
+    """`fully_shard` after the store, and torch's own norm, clipping and optimizers on shards in codes."""
+    model = Net()
+    gradients = compress_gradients(model, bits=12)
+    for module in (model.first, model.last):
+        fully_shard(module)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kinds, norms = [], []
+    for step in range(3):
+        for seed in (rank, 10 + rank):
+            loss(model, 100 * step + seed).backward()
+        own = gradients.norm()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert isinstance(total, DTensor)
+        norms.append((own.item(), total.full_tensor().item(), gradients.norm().item()))
+        kinds.append(isinstance(model.first.weight.grad.to_local(), CodedGradient))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+    end = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    return {"norms": norms, "kinds": kinds, "end": end}
 
 
 class TwoLayers(nn.Module):
@@ -295,7 +319,7 @@ def pipeline(rank: int, group: dist.ProcessGroup, schedule_class: type, num_part
     inputs = (x,) if rank == 0 else ()
     targets = {"target": target} if own[-1] == num_parts - 1 else {}
     schedule.step(*inputs, **targets)
-    left = sum(parameter.grad is not None for parameter in parts.parameters())
+    left = sum(not isinstance(parameter.grad, CodedGradient) for parameter in parts.parameters())
     gradients.scale_(1 / MICRO_BATCHES)
     norm = gradients.norm(over=[group])
     found = {own[int(name[0])]: g.dequantize() for name, g in gradients.gradients().items() if "weight" in name}
@@ -314,6 +338,7 @@ SCENARIOS: dict[str, tuple[Callable[..., Found], tuple[Any, ...]]] = {
     "refusals": (refusals, ()),
     "shards-8": (shards, (8,)),
     "shards-12": (shards, (12,)),
+    "sharded later": (sharded_later, ()),
     "tensor-parallel": (tensor_parallel, ()),
     "fsdp over tp": (two_dimensions, ((2, 1), True)),
     "shards in replicas": (two_dimensions, ((2, 1), False)),
@@ -437,8 +462,8 @@ def test_replicas_start_and_stay_alike(found: list[dict[str, Found]]) -> None:
         ("number", "the number of trainable parameters is 2 on rank 0 and 10 on rank 1"),
         ("ddp", "ModelError: the model is a DistributedDataParallel, whose buckets keep every gradient"),
         ("fsdp with a group", "the model is sharded by FSDP2, which reduces gradients itself; pass group=None"),
+        ("sharded too late", "the model is sharded by FSDP2, which reduces gradients itself; pass group=None"),
         ("reduced already", "gradients are being reduced; call reduce(), on every rank, before this"),
-        ("sharded too late", "fully_shard was applied after compress_gradients; apply it first"),
     ],
 )
 def test_refusal_is_the_same_on_every_rank(found: list[dict[str, Found]], case: str, message: str) -> None:
@@ -462,6 +487,29 @@ def test_shards_are_stored_and_normed_over_the_mesh(found: list[dict[str, Found]
             assert relative_error(result["full"][name], exact) < bound, name
         assert result["nonfinite"]
     assert found[0][f"shards-{bits}"]["norm"] == found[1][f"shards-{bits}"]["norm"]
+
+
+def test_shards_in_codes_are_tensors_to_torch(found: list[dict[str, Found]]) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        pairs = [[loss(model, 100 * step + r), loss(model, 100 * step + 10 + r)] for r in range(WORLD)]
+        torch.stack([torch.stack(pair).sum() for pair in pairs]).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for rank in range(WORLD):
+            own, total, clipped = found[rank]["sharded later"]["norms"][step]
+            assert own == pytest.approx(norm.item(), rel=0.005)
+            assert total == pytest.approx(own, rel=1e-5)
+            assert clipped == pytest.approx(min(own, 0.1), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in range(WORLD):
+        assert found[rank]["sharded later"]["kinds"] == [True, True, True]
+        for name, parameter in model.named_parameters():
+            if "never" not in name:
+                torch.testing.assert_close(
+                    found[rank]["sharded later"]["end"][name], parameter.detach(), rtol=0, atol=2e-3
+                )
 
 
 @pytest.mark.parametrize("mesh", ["tensor-parallel", "fsdp over tp", "shards in replicas", "replicas of shards"])

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.gradient import GRADIENT_FORMAT, RESIDUAL_FORMAT
+from laconic.gradients import compress_gradients
 from laconic.ops import adamw8bit_
 from laconic.ops.adamw_scalars import largest_step
 from laconic.optim import AdamW8bit
@@ -320,7 +321,7 @@ def test_quantized_gradients_step_as_their_values_do(bits: int, shape: tuple[int
         two.grad = gradient.dequantize()
         first.step()
         second.step()
-        assert one.grad is None
+        assert quantized_gradient(one) is gradient
     assert torch.equal(one, two)
     assert same_state(first.state[one], second.state[two])
 
@@ -498,15 +499,16 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     p, optimizer = stepped()
     saved = optimizer.state_dict()
     exact = parameter(64, 256)
-    theirs = torch.optim.AdamW([exact])
+    fp32 = AdamW8bit([exact], min_8bit_numel=10**9)
     exact.grad = torch.ones(64, 256)
-    theirs.step()
+    fp32.step()
+    fp32.param_groups[0]["min_8bit_numel"] = 4096
 
     def changed(**entries: Any) -> dict[str, Any]:
         return saved | {"state": {0: saved["state"][0] | entries}}
 
     bad = [
-        (theirs.state_dict(), "the state of parameter 0 of group 0 is in fp32, .* laconic.optim.from_adamw_state"),
+        (fp32.state_dict(), "the state of parameter 0 of group 0 is in fp32, .* or set min_8bit_numel above"),
         (
             changed(exp_avg_scales=torch.zeros(64, 2)),
             r"exp_avg_scales of parameter 0 .* must be torch.float32 \(64, 1\)",
@@ -524,16 +526,14 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 # --- refusals ---
 
 
-def test_two_gradients_are_refused_before_anything_moves() -> None:
-    first, both = parameter(64, 64), parameter(64, 64)
-    first.grad = both.grad = torch.ones(64, 64)
-    set_quantized_gradient(both, quantized(torch.ones(64, 64), 8))
-    before = first.detach().clone()
-    optimizer = AdamW8bit([("first", first), ("both", both)])
-    with pytest.raises(FormatError, match=r"parameter both has a gradient in \.grad and a quantized one"):
-        optimizer.step()
-    assert torch.equal(first, before)
-    assert not optimizer.state[first]
+def test_a_parameter_has_one_gradient() -> None:
+    p = parameter(64, 64)
+    p.grad = torch.ones(64, 64)
+    set_quantized_gradient(p, quantized(torch.full((64, 64), 2.0), 8))
+    assert p.grad is not None
+    assert torch.equal(p.grad + 0, torch.full((64, 64), 2.0))
+    p.grad = torch.ones(64, 64)
+    assert quantized_gradient(p) is None
 
 
 def test_sparse_gradients_are_refused_with_the_remedy() -> None:
@@ -549,9 +549,8 @@ def test_other_gradients_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(FormatError, match=r"parameter 0 of group 0 is torch\.float64"):
         AdamW8bit([p]).step()
     p = parameter(4, 4)
-    set_quantized_gradient(p, quantized(torch.zeros(4, 5), 8))
     with pytest.raises(FormatError, match=r"has shape \(4, 5\), but .* has \(4, 4\)"):
-        AdamW8bit([p]).step()
+        set_quantized_gradient(p, quantized(torch.zeros(4, 5), 8))
     with pytest.raises(FormatError, match=r"gradient_factor has shape \(2,\), but it must be 0-dimensional"):
         AdamW8bit([p]).step(gradient_factor=torch.ones(2))
 
@@ -559,14 +558,115 @@ def test_other_gradients_that_cannot_be_read_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr is -1.0, but it must be at least 0"),
+        ({"lr": -1.0}, "lr is -1.0, but it must be finite and at least 0"),
+        ({"lr": torch.tensor([0.1, 0.2])}, r"lr is a tensor of shape \(2,\), but it must have one element"),
+        ({"lr": "1e-3"}, "lr is '1e-3', but it must be a number"),
+        ({"lr": None}, "lr is None, but it must be a number"),
+        ({"betas": 0.9}, "betas is 0.9, but it must be two numbers"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf, but it must be finite"),
+        ({"amsgrad": True}, r"amsgrad is True, but .* use torch\.optim\.AdamW"),
+        ({"capturable": True}, "capturable is True, but AdamW8bit reads the number of the step on the host"),
+        ({"differentiable": True}, "differentiable is True, but autograd does not follow"),
+        ({"foreach": True, "fused": True}, "foreach and fused are both True"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0, but it must be at least 0 and below 1"),
         ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0.1, but"),
-        ({"eps": -1e-8}, "eps is -1e-08, but it must be at least 0"),
-        ({"weight_decay": float("nan")}, "weight_decay is nan, but it must be at least 0"),
+        ({"eps": -1e-8}, "eps is -1e-08, but it must be finite and at least 0"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan, but it must be finite and at least 0"),
         ({"min_8bit_numel": -1}, "min_8bit_numel is -1, but"),
     ],
 )
 def test_hyperparameters_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdamW8bit([parameter(2, 2)], **options)
+
+
+# --- torch's own hyperparameters ---
+
+
+# What torch's own tests of AdamW try (torch.testing._internal.common_optimizers), times the ways to compute.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.01},
+    {"lr": torch.tensor(0.001)},
+    {"weight_decay": 0.1, "maximize": True},
+    {"weight_decay": 0.1, "amsgrad": True},
+    {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
+    {"eps": 0.1},
+    {"capturable": True},
+    {"differentiable": True},
+]
+WAYS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}]
+
+
+@pytest.mark.parametrize("options", [{**kind, **way} for kind in KINDS for way in WAYS], ids=str)
+def test_hyperparameters_of_torchs_tests_are_followed_or_refused(options: dict[str, Any]) -> None:
+    refused = [name for name in ("amsgrad", "capturable", "differentiable") if options.get(name)]
+    p, q = parameter(9, 300), parameter(9, 300)
+    if refused:
+        with pytest.raises(ConfigError, match=f"{refused[0]} is True, but"):
+            AdamW8bit([p], **options)
+        return
+    ours = AdamW8bit([p], **copy.deepcopy(options), min_8bit_numel=10**9)  # moments in fp32, so the same numbers
+    exact = torch.optim.AdamW([q], **{**copy.deepcopy(options), "foreach": False, "fused": False})
+    for seed in range(3):
+        p.grad = torch.randn(9, 300, generator=torch.Generator().manual_seed(seed))
+        q.grad = p.grad.clone()
+        ours.step()
+        exact.step()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_schedulers_tensor_rates_and_late_groups(bits: int | None) -> None:
+    ends = []
+    for kind in ("float", "tensor"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 128), nn.Tanh(), nn.Linear(128, 2))
+        if bits is not None:
+            compress_gradients(model, bits=bits)
+        rate = 1e-2 if kind == "float" else torch.tensor(1e-2)
+        optimizer = AdamW8bit([{"params": model[0].parameters(), "name": "first", "initial_lr": 1e-2}], lr=rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8, cycle_momentum=True)
+        for step in range(6):
+            if step == 2:
+                schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
+                optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-3, "weight_decay": 0.0})
+            model(torch.ones(3, 40)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < 2:
+                schedule.step()
+        assert optimizer.param_groups[0]["name"] == "first"
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="amsgrad is True"):
+        optimizer.add_param_group({"params": [parameter(3)], "amsgrad": True})
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    p = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(FormatError, match=r"parameter 0 of group 0 is torch\.complex64"):
+        AdamW8bit([p]).step()
+
+
+def test_what_is_written_to_groups_later_is_checked_before_anything_moves() -> None:
+    p = parameter(64, 64)
+    optimizer = AdamW8bit([p])
+    before = p.detach().clone()
+    for name, value in {"amsgrad": True, "capturable": True, "lr": float("nan")}.items():
+        p.grad = torch.ones(64, 64)
+        kept = optimizer.param_groups[0].get(name)
+        optimizer.param_groups[0][name] = value
+        with pytest.raises(ConfigError, match=f"{name} is {value}, but"):
+            optimizer.step()
+        optimizer.param_groups[0][name] = kept
+    assert torch.equal(p, before)
+    optimizer.step()
+    assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("bad", [None, {}, {"state": {}}, {"state": [], "param_groups": []}, [1]], ids=str)
+def test_what_is_no_state_dict_is_refused(bad: Any) -> None:
+    with pytest.raises(FormatError, match=r"the state dict is|state is a list"):
+        AdamW8bit([parameter(3)]).load_state_dict(bad)

@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from laconic.errors import FormatError
 from laconic.ops import dequantize_dynamic
-from laconic.optim import AdamW8bit, from_adamw_state, from_bitsandbytes_state, to_bitsandbytes_state
+from laconic.optim import (
+    AdamW8bit,
+    from_adamw_state,
+    from_bitsandbytes_state,
+    to_adamw_state,
+    to_bitsandbytes_state,
+)
 from laconic.optim.moments import MOMENTS, dequantize_moment
 
 SHAPES = [(32, 512), (70, 100), (9,)]
@@ -189,3 +200,122 @@ def test_other_adams_are_refused() -> None:
     train(ps, momentum, 1)
     with pytest.raises(FormatError, match="has momentum_buffer, but AdamW's has step, exp_avg and exp_avg_sq"):
         from_adamw_state(target, momentum.state_dict())
+
+
+# --- hosts that call load_state_dict themselves ---
+
+
+def test_states_go_to_torch_and_come_back_bit_for_bit() -> None:
+    ps = parameters()
+    groups = [{"params": ps[:2], "lr": torch.tensor(0.02), "initial_lr": 0.5}, {"params": ps[2:], "weight_decay": 0.3}]
+    source = AdamW8bit(groups, lr=0.01, betas=(0.8, 0.95), maximize=True)
+    train(ps, source, 3)
+    qs = [nn.Parameter(p.detach().clone()) for p in ps]
+    exact = torch.optim.AdamW([{"params": qs[:2]}, {"params": qs[2:]}])
+    exact.load_state_dict(to_adamw_state(source))
+    for ours, theirs in zip(source.param_groups, exact.param_groups, strict=True):
+        assert all(theirs[key] == value for key, value in ours.items() if key not in ("params", "min_8bit_numel"))
+        assert (theirs["amsgrad"], theirs["decoupled_weight_decay"], theirs["foreach"]) == (False, True, None)
+    for p, q in zip(ps, qs, strict=True):
+        assert exact.state[q]["step"].item() == 3
+        for moment in MOMENTS:
+            assert torch.equal(exact.state[q][moment], moment_of(source.state[p], moment))
+    rs = parameters()
+    back = AdamW8bit([{"params": rs[:2]}, {"params": rs[2:]}])
+    back.load_state_dict(exact.state_dict())
+    for p, r in zip(ps, rs, strict=True):
+        assert source.state[p].keys() == back.state[r].keys()
+        assert all(torch.equal(value, back.state[r][key]) for key, value in source.state[p].items())
+    assert back.param_groups[0]["min_8bit_numel"] == 4096
+    for one, optimizer in ((ps, source), (qs, exact)):  # both go on alike
+        before = [p.detach().clone() for p in one]
+        train(one, optimizer, 1, seed=5)
+        moved = [p.detach() - b for p, b in zip(one, before, strict=True)]
+        if optimizer is source:
+            expected = moved
+    for found, step in zip(moved, expected, strict=True):
+        assert (found - step).norm() < 0.01 * step.norm()  # AdamW8bit limits first moments that rounding made too large
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "bitsandbytes", "fp32"])
+def test_load_state_dict_converts(kind: str, request: pytest.FixtureRequest) -> None:
+    ps = parameters()
+    if kind == "bitsandbytes":
+        source = request.getfixturevalue("bnb").optim.AdamW8bit(ps, lr=0.01)
+    elif kind == "fp32":
+        source = AdamW8bit(ps, lr=0.01, min_8bit_numel=10**9)
+    else:
+        source = getattr(torch.optim, kind)(ps, lr=0.01)
+    train(ps, source, 3)
+    target = AdamW8bit(parameters(), lr=1.0)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert target.param_groups[0]["lr"] == 0.01
+    states = [target.state[p] for p in target.param_groups[0]["params"]]
+    assert all(state["step"].item() == 3 for state in states)
+    assert ("exp_avg_codes" in states[0]) == (kind != "fp32")
+    if kind != "bitsandbytes":
+        for p, state in zip(ps, states, strict=True):
+            exact = source.state[p]["exp_avg"]
+            assert (moment_of(state, "exp_avg") - exact).norm() <= 0.02 * exact.norm()
+
+
+def test_state_without_steps_brings_its_hyperparameters() -> None:
+    target = AdamW8bit(parameters(), min_8bit_numel=5)
+    target.load_state_dict(torch.optim.AdamW(parameters(), lr=0.25, betas=(0.5, 0.6)).state_dict())
+    group = target.param_groups[0]
+    assert (group["lr"], group["betas"], group["min_8bit_numel"]) == (0.25, (0.5, 0.6), 5)
+    train(group["params"], target, 1)
+
+
+def test_states_of_others_are_refused_and_nothing_changed() -> None:
+    target = AdamW8bit(ps := parameters(), lr=0.125)
+    train(ps, target, 1)
+    before = copy.deepcopy(target.state_dict())
+    for make, message in [
+        (lambda qs: torch.optim.SGD(qs, momentum=0.9), "is not that of an Adam: it has momentum_buffer, but no betas"),
+        (lambda qs: torch.optim.AdamW(qs, amsgrad=True), "amsgrad=True"),
+        (lambda qs: torch.optim.Adam(qs, weight_decay=0.1), "adds to gradients"),
+        (lambda qs: torch.optim.NAdam(qs), "has step, mu_product, exp_avg, exp_avg_sq"),
+    ]:
+        source = make(qs := parameters())
+        train(qs, source, 1)
+        with pytest.raises(FormatError, match=message):
+            target.load_state_dict(source.state_dict())
+    after = target.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][0][key], value) for key, value in before["state"][0].items())
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_torchs_adam_says_that_it_was_given_codes(kind: str) -> None:
+    source = AdamW8bit(ps := parameters())
+    train(ps, source, 1)
+    target = getattr(torch.optim, kind)(qs := parameters())
+    target.load_state_dict(source.state_dict())
+    before = [q.detach().clone() for q in qs]
+    with pytest.raises(FormatError, match=r"was given the state of an AdamW8bit.* laconic\.optim\.to_adamw_state"):
+        train(qs, target, 1)
+    assert all(torch.equal(q, b) for q, b in zip(qs, before, strict=True))
+
+
+def test_state_dicts_of_distributed_checkpoints_convert() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 4))
+    ps = list(model.parameters())
+    exact, ours = torch.optim.AdamW(ps, lr=0.01), AdamW8bit(ps, lr=1.0)
+    train(ps, exact, 3)
+    for p in ps:
+        p.grad = None
+    options = StateDictOptions(flatten_optimizer_state_dict=False)
+    set_optimizer_state_dict(model, ours, get_optimizer_state_dict(model, exact, options=options), options=options)
+    assert ours.param_groups[0]["lr"] == 0.01
+    assert ours.state[ps[0]]["exp_avg_codes"].dtype == torch.uint8
+    back = torch.optim.AdamW(ps)
+    back.load_state_dict(to_adamw_state(ours))
+    again = AdamW8bit(ps)
+    own = get_optimizer_state_dict(model, ours, options=options)
+    set_optimizer_state_dict(model, again, own, options=options)
+    for p in ps:
+        assert (back.state[p]["exp_avg_sq"] - exact.state[p]["exp_avg_sq"]).norm() < 0.03 * exact.state[p][
+            "exp_avg_sq"
+        ].norm()
+        assert all(torch.equal(value, again.state[p][key]) for key, value in ours.state[p].items())

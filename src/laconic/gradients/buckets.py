@@ -25,6 +25,7 @@ class Buckets:
         self._nbytes = nbytes
         self._bucket_nbytes = bucket_nbytes
         self._expected: dict[int, int] | None = None
+        self._failed = False
         self._works: list[Work[None]] = []
         self._last: frozenset[int] = frozenset()
         self._arrange()
@@ -34,33 +35,46 @@ class Buckets:
         """How many buckets are on their way."""
         return len(self._works)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the last backward has been announced and what it brings has not been reduced yet."""
+        return self._expected is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the announced backward ended with an exception."""
+        return self._failed
+
+    def fail(self) -> None:
+        """The announced backward has ended with an exception: nothing leaves any more before `settle`."""
+        self._failed = True
+
     def expect(self, num_backwards: int) -> None:
         """From now on each parameter's gradient arrives `num_backwards` times, and then its bucket may leave."""
+        self._check_sound()
         if self._expected is not None:
             raise TrainingError(
                 "the last micro-batch was announced twice without a reduction in between; call reduce() after it"
             )
         self._expected = dict.fromkeys(self._bucket_of, num_backwards)
 
-    def arrived(self, number: int, name: str) -> None:
-        """Parameter `number` has a new gradient. Raises TrainingError if its bucket has left."""
-        if self._expected is None:
-            return
-        if self._bucket_of[number] < len(self._works):
+    def check_open(self, number: int, name: str) -> None:
+        """Raises TrainingError if the bucket of parameter `number` has left, so that no gradient may come any more."""
+        self._check_sound()
+        if self._expected is not None and self._bucket_of[number] < len(self._works):
             raise TrainingError(
                 f"a gradient of {name} arrived after its reduction had started; inside last_micro_batch() each"
                 " parameter may get one gradient per backward: say how many backwards follow (num_backwards), use"
                 " checkpointing with use_reentrant=False, or leave last_micro_batch() out"
             )
+
+    def arrived(self, number: int) -> None:
+        """Parameter `number` has a new gradient, of which `check_open` has been asked."""
+        if self._expected is None:
+            return
         self._expected[number] -= 1
         while len(self._works) < len(self._buckets) and self._is_ready(self._buckets[len(self._works)]):
             self._launch()
-
-    def forget(self) -> None:
-        """Expect nothing any more. Raises TrainingError if a bucket has left already."""
-        if self._works:
-            raise TrainingError("gradients are being reduced; call reduce(), on every rank, before this")
-        self._expected = None
 
     def put_last(self, numbers: Iterable[int]) -> None:
         """Arrange buckets anew with some parameters, those without gradient, at the end, where they hold nobody up."""
@@ -71,11 +85,27 @@ class Buckets:
 
     def finish(self) -> None:
         """Reduce what has not left yet and wait for everything."""
-        while len(self._works) < len(self._buckets):
-            self._launch()
-        works, self._works, self._expected = self._works, [], None
-        for work in works:
-            work.wait()
+        self.settle(len(self._buckets))
+
+    def settle(self, num_launched: int) -> None:
+        """Launch buckets until `num_launched` of them have left, wait for all that have, and expect nothing more.
+
+        Ranks that give up a step have launched different numbers of buckets; settled to the same they stay in order.
+        """
+        try:
+            while len(self._works) < num_launched:
+                self._launch()
+            for work in self._works:
+                work.wait()
+        finally:
+            self._works, self._expected, self._failed = [], None, False
+
+    def _check_sound(self) -> None:
+        if self._failed:
+            raise TrainingError(
+                "the backward inside last_micro_batch() ended with an exception, so the gradients of this step are"
+                " incomplete; call zero_() of compress_gradients' result, on every rank, and start the step again"
+            )
 
     def _arrange(self) -> None:
         self._buckets: list[list[int]] = []

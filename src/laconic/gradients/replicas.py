@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from laconic.collectives.agreement import first_difference
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 
-__all__ = ["broadcast_state", "check_same_settings"]
+__all__ = ["broadcast_state", "check_same_settings", "largest_of_ranks", "settings_digest"]
 
 
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
@@ -39,6 +39,19 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
         f"{name} is {first.get(name, 'missing')} on rank {ranks[0]} and {other.get(name, 'missing')} on"
         f" rank {ranks[place]}, but all ranks of a group must agree; start every rank with the same settings"
     )
+
+
+def settings_digest(settings: Mapping[str, object]) -> int:
+    """A number below 2**62 that differs where settings do."""
+    return int.from_bytes(hashlib.sha256(json.dumps(settings, default=str).encode()).digest()[:8], "big") >> 2
+
+
+def largest_of_ranks(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The largest value of each number over the ranks of a group: one small all-reduce."""
+    values = torch.tensor(list(numbers), dtype=torch.int64).to(device)
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    found: list[int] = values.tolist()
+    return found
 
 
 @torch.no_grad()

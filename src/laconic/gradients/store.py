@@ -1,38 +1,34 @@
 """Gradients that live in 8 or 12 bits from the moment autograd makes them.
 
-AGoQ keeps the main gradient in 8 bits between micro-batches (arXiv 2605.00539). Here a hook folds each gradient into
-codes and frees it, in int8 blocks of 128, optionally with an int4 residual that makes it finer than bf16. Scaling, norm
-and clipping work on scales and codes. Ranks that hold the same parameters reduce the codes themselves, while backward
-goes on; nothing keeps a full-precision buffer as DDP's buckets do.
+AGoQ keeps the main gradient in 8 bits between micro-batches (arXiv 2605.00539). Here a hook turns each gradient into
+codes, in int8 blocks of 128, optionally with an int4 residual that makes it finer than bf16; `parameter.grad` is then a
+tensor made of codes, to which autograd adds the next gradient in one pass. Scaling, norm and clipping work on scales
+and codes. Ranks that hold the same parameters reduce the codes themselves, while backward goes on; nothing keeps a
+full-precision buffer as DDP's buckets do. turns.py says what may be done with a gradient when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from laconic.collectives.lane import Work
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
-from laconic.gradients.buckets import Buckets
-from laconic.gradients.reduce import all_reduce_quantized
+from laconic.gradients.members import Members, check_model
+from laconic.gradients.reduction import Reduction, settings_of, zeros_for
 from laconic.gradients.replicas import broadcast_state, check_same_settings
+from laconic.gradients.turns import Turn, TurnGuard, is_marked_reduced, is_zero, mark_reduced, turn_of
+from laconic.ops import DTYPES
 
 __all__ = ["CompressedGradients", "compress_gradients"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MARK = "_laconic_compresses_gradient"
 
 
 def compress_gradients(
@@ -44,35 +40,38 @@ def compress_gradients(
     broadcast: bool = True,
     bucket_nbytes: int = 8 << 20,
 ) -> CompressedGradients:
-    """Keep the gradients of a model in 8 or 12 bits, from the next backward on.
+    """Keep the gradients of a model in 8 or 12 bits, from now on.
 
     Arguments:
         model: any module, also an nn.ModuleList of pipeline stages or one that fully_shard was applied to; all its
             trainable parameters are float32, bfloat16 or float16. Not a DistributedDataParallel: its buckets keep every
             gradient in full precision, and the returned object reduces by itself.
         group: ranks that hold the same parameters and see different data; `reduce()` averages over them. None: nothing
-            is reduced here (one process; or FSDP2, which reduces before the gradient is stored).
+            is reduced here (one process; FSDP2, which reduces before the gradient is stored; or a
+            DistributedDataParallel that wraps the model afterwards).
         bits: 8 (int8, 1.03 bytes per element) or 12 (int8 + int4 residual, 1.56 bytes; finer than bf16).
         average: divide by the number of ranks; False adds up.
         broadcast: start with the parameters and buffers of the group's first rank, as DDP does.
         bucket_nbytes: gradients of about this many bytes are reduced together.
 
-    `laconic.formats.quantized_gradient(parameter)` finds a gradient; `parameter.grad` is None after each backward.
+    After backward `parameter.grad` is a tensor made of codes, which torch's optimizers, clip_grad_norm_, GradScaler and
+    zero_grad use as any other; `laconic.formats.quantized_gradient(parameter)` finds the codes. With a group nobody can
+    use a gradient before `reduce()`: TrainingError. Parameters that the model gets later, or that are unfrozen, join.
     Unlike DDP this broadcasts buffers once and not in every forward.
 
     Raises ModelError for a model that cannot be converted, FormatError for other bits, and ConfigError, on every rank
     alike, when the ranks of `group` differ in settings, parameters or versions.
     """
-    _check_model(model, group)
+    check_model(model, group)
     QuantizedGradient.zeros((0,), bits)  # refuses other bits
     if bucket_nbytes <= 0:
         raise ConfigError(f"bucket_nbytes is {bucket_nbytes}, but it must be positive")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if group is not None:
-        check_same_settings(_settings(parameters, bits, average, bucket_nbytes), group)
+        check_same_settings(settings_of(parameters, bits, average, bucket_nbytes), group)
         if broadcast:
             broadcast_state(model, group)
-    return CompressedGradients(model, parameters, group, bits, average, bucket_nbytes)
+    return CompressedGradients(model, group, bits, average, bucket_nbytes)
 
 
 class CompressedGradients:
@@ -88,32 +87,42 @@ class CompressedGradients:
         gradients.scale_(1 / len(micro_batches))
         norm = gradients.clip_(1.0)
         if norm.isfinite():                     # the same on every rank
-            optimizer.step()                    # one that reads quantized gradients, or dequantize_to_grad() before
-        gradients.zero_()
+            optimizer.step()                    # any; AdamW8bit reads the codes as they are
+        gradients.zero_()                       # or zero_grad() of the model or the optimizer
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        group: dist.ProcessGroup | None,
-        bits: int,
-        average: bool,
-        bucket_nbytes: int,
+        self, model: nn.Module, group: dist.ProcessGroup | None, bits: int, average: bool, bucket_nbytes: int
     ) -> None:
         self.bits = bits
         self.group = group
-        self.parameters = parameters
-        self._model = model
-        self._sharded_by_fsdp = _has_fsdp2(model)
-        self._average = average
-        self._unreduced = False
-        self._buckets = None if group is None else self._make_buckets(bucket_nbytes)
-        self._handles = []
-        for number, (name, parameter) in enumerate(parameters.items()):
-            setattr(parameter, _MARK, True)
-            hook = partial(self._arrived, number, name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._members = Members(model, self, self._arrived)
+        self._reduction = None if group is None else Reduction(group, bits, average, bucket_nbytes)
+        self.follow()
+        self._collect()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are kept here, by name."""
+        return self._members.parameters
+
+    @property
+    def has_group(self) -> bool:
+        """Whether gradients are reduced here."""
+        return self.group is not None
+
+    @property
+    def state(self) -> str:
+        """Where the step is: "empty", "accumulating", "reducing" (`reduce()` has to follow), "reduced" or "failed".
+
+        Without a group gradients are "accumulating" until they are zeroed, and may be used at any time.
+        """
+        if self._reduction is not None and self._reduction.is_under_way:
+            return "failed" if self._reduction.buckets.has_failed else "reducing"
+        present = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        if not present:
+            return "empty"
+        return "accumulating" if self.group is None or any(map(_is_local, present)) else "reduced"
 
     # --- backward ---
 
@@ -122,12 +131,19 @@ class CompressedGradients:
         """Let reduction start while the backward inside runs, because no gradient is added to this step after it.
 
         num_backwards: how many backwards inside reach each parameter (the micro-batches of a pipeline schedule).
-        Without a group nothing changes. `reduce()` has to follow.
+        Without a group nothing changes. `reduce()` has to follow; or `zero_()`, on every rank, which gives the step up.
+        If the inside raises, `zero_()` is the only way on.
         """
-        if self._buckets is not None:
-            self._collect()
-            self._buckets.expect(num_backwards)
-        yield
+        if self._reduction is None:
+            yield
+            return
+        self._collect()
+        self._reduction.buckets.expect(num_backwards)
+        try:
+            yield
+        except BaseException:
+            self._reduction.buckets.fail()
+            raise
 
     def reduce(self) -> None:
         """Average (or add up) the gradients over the group, in place; the same bytes on every rank.
@@ -135,25 +151,13 @@ class CompressedGradients:
         Every rank of the group calls it once per step. A parameter without gradient on some ranks counts as zero there;
         one without gradient on all ranks stays without. A block that is NaN or infinite on one rank becomes NaN on all.
         Without a group it returns at once.
+
+        Raises TrainingError, on every rank alike, when there is nothing to reduce because all gradients have been
+        reduced, and when a rank gave the step up; ConfigError when the ranks' parameters have become different.
         """
         self._collect()
-        if self.group is None or self._buckets is None:
-            return
-        arrived = torch.zeros(len(self.parameters), dtype=torch.uint8)
-        for number, parameter in enumerate(self.parameters.values()):
-            if quantized_gradient(parameter) is None:
-                set_quantized_gradient(parameter, self._zeros(parameter))
-            else:
-                arrived[number] = 1
-        self._buckets.finish()
-        arrived = arrived.to(self._device)
-        dist.all_reduce(arrived, dist.ReduceOp.MAX, group=self.group)
-        missing = {number for number, anywhere in enumerate(arrived.tolist()) if not anywhere}
-        for number, parameter in enumerate(self.parameters.values()):
-            if number in missing:
-                set_quantized_gradient(parameter, None)
-        self._buckets.put_last(missing)
-        self._unreduced = False
+        if self._reduction is not None:
+            self._reduction.run()
 
     # --- what an optimizer's step needs ---
 
@@ -165,8 +169,7 @@ class CompressedGradients:
         reduction is under way.
         """
         self._collect()
-        if self._buckets is not None:
-            self._buckets.forget()
+        self._check_not_reducing()
         scales: dict[torch.device, list[Tensor]] = {}
         for gradient in self.gradients().values():
             scales.setdefault(gradient.scales.device, []).extend(gradient.all_scales())
@@ -230,19 +233,20 @@ class CompressedGradients:
         return not bool(self.norm(over).isfinite())
 
     def zero_(self) -> None:
-        """Forget all gradients and free their memory, also those in `grad`.
+        """Forget all gradients and free their memory. Also done by zero_grad() of the model or an optimizer.
 
-        Raises TrainingError while a reduction is under way.
+        Inside of a step whose last micro-batch has begun this gives the step up: every rank has to call it, and a rank
+        that calls `reduce()` instead gets a TrainingError.
         """
-        if self._buckets is not None:
-            self._buckets.forget()
-        for parameter in self.parameters.values():
-            parameter.grad = None
-            set_quantized_gradient(parameter, None)
-        self._unreduced = False
+        try:
+            if self._reduction is not None:
+                self._reduction.abandon()
+        finally:
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def dequantize_to_grad(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Move gradients to `parameter.grad`, in the parameter's dtype, for an optimizer that knows nothing of codes.
+        """Make `parameter.grad` a plain tensor, in the parameter's dtype, for code that cannot use one made of codes.
 
         parameters: some of those compressed here; None: all. One after the other they are dequantized and their codes
         freed. An optimizer per parameter that steps in between keeps the peak at one full-precision gradient.
@@ -264,8 +268,8 @@ class CompressedGradients:
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
+            mark_reduced(value)
             parameter.grad = value
-            set_quantized_gradient(parameter, None)
 
     # --- looking at it ---
 
@@ -285,12 +289,8 @@ class CompressedGradients:
         return sum(gradient.nbytes for gradient in self.gradients().values())
 
     def remove(self) -> None:
-        """Take the hooks off: from now on gradients stay in `grad`. Those that are quantized stay so until `zero_`."""
-        for handle in self._handles:
-            handle.remove()
-        for parameter in self.parameters.values():
-            vars(parameter).pop(_MARK, None)
-        self._handles.clear()
+        """Take the hooks off: gradients that autograd makes from now on are plain, those in codes stay as they are."""
+        self._members.remove()
 
     def __str__(self) -> str:
         num_elements = sum(local_part(parameter).numel() for parameter in self.parameters.values())
@@ -302,64 +302,98 @@ class CompressedGradients:
 
     # --- inside ---
 
+    def follow(self) -> None:
+        """Take in parameters that the model has got, or that were unfrozen, since; leave those that are gone."""
+        if self._reduction is None:
+            self._members.follow()
+        elif not self._reduction.is_under_way and self._members.follow():  # else the next step takes what is new
+            self._reduction.take(self.parameters)
+
+    def before_step(self, parameter: nn.Parameter) -> None:
+        """Raises TrainingError if an optimizer must not use the parameter's gradient now."""
+        gradient = parameter.grad
+        if self.group is None or gradient is None:
+            return
+        coded = coded_gradient(parameter)
+        if coded is not None:
+            coded.check("read")
+        elif not is_marked_reduced(gradient) and not is_zero(gradient):
+            raise TrainingError(
+                f"the gradient of {self._members.place_of(parameter)[1]} holds only this rank's share, not reduced yet;"
+                " call reduce() of compress_gradients' result first, on every rank"
+            )
+
     @property
     def _device(self) -> torch.device:
         return local_part(next(iter(self.parameters.values()))).device
 
-    def _zeros(self, parameter: Tensor) -> QuantizedGradient:
-        local = local_part(parameter)
-        return QuantizedGradient.zeros(local.shape, self.bits, local.device)
-
-    def _arrived(self, number: int, name: str, parameter: Tensor) -> None:
-        """The hook: fold `parameter.grad` into the stored gradient and free it."""
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """The hook: make `parameter.grad` codes, if autograd has not added to codes."""
+        number, name = self._members.place_of(parameter)
+        buckets = None if self._reduction is None else self._reduction.buckets
+        if buckets is not None:
+            try:
+                buckets.check_open(number, name)
+            except TrainingError:
+                if coded_gradient(parameter) is None:  # set to None since, and made anew by this backward
+                    parameter.grad = None
+                raise
         self._fold(name, parameter)
-        if self._buckets is not None:
-            self._buckets.arrived(number, name)
+        if buckets is not None:
+            buckets.arrived(number)
 
     @torch.no_grad()
-    def _fold(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:
+    def _fold(self, name: str, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None or coded_gradient(parameter) is not None:
             return
-        gradient = _gradient_like(parameter, name)
-        stored = quantized_gradient(parameter)
-        if stored is None:
-            stored = self._zeros(parameter)
-        stored.accumulate_(gradient)
-        parameter.grad = None
-        set_quantized_gradient(parameter, stored)
-        self._unreduced = True
+        if gradient.requires_grad:
+            raise TrainingError(
+                f"the gradient of {name} is differentiable (create_graph=True), which codes are not; use"
+                " torch.autograd.grad for gradients that are differentiated again"
+            )
+        value = _gradient_like(parameter, name)
+        guard = None
+        if self._reduction is not None:
+            guard = TurnGuard(
+                name, self._reduction.average, Turn.REDUCED if is_marked_reduced(gradient) else Turn.LOCAL
+            )
+            if torch._C._current_graph_task_id() != -1:  # autograd has added to it
+                guard("add")
+        codes = zeros_for(parameter, self.bits)
+        codes.accumulate_(value)
+        set_quantized_gradient(parameter, codes, guard)
 
     def _collect(self) -> None:
-        """Fold gradients that came without a call of the hook, as a pipeline's separate weight backward leaves them."""
-        if self._sharded_by_fsdp != _has_fsdp2(self._model):
-            raise ModelError(
-                "fully_shard was applied after compress_gradients; apply it first, so that shards are stored"
-            )
+        """Take in parameters that joined, and gradients that came without a call of the hook."""
+        self.follow()
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self._fold(name, parameter)
+            self._fold(name, parameter)
 
     def _collect_reduced(self) -> None:
         self._collect()
-        if self._unreduced and self.group is not None:
+        self._check_not_reducing()
+        if self.group is not None and any(map(_is_local, self.parameters.values())):
             raise TrainingError("the gradients of this rank have not been reduced yet; call reduce() first")
 
-    def _make_buckets(self, bucket_nbytes: int) -> Buckets:
-        parameters = list(self.parameters.values())
+    def _check_not_reducing(self) -> None:
+        if self._reduction is not None and self._reduction.is_under_way:
+            raise TrainingError("gradients are being reduced; call reduce(), on every rank, before this")
 
-        def reduce(numbers: list[int]) -> Work[None]:
-            found = (quantized_gradient(parameters[number]) for number in numbers)
-            gradients = [gradient for gradient in found if gradient is not None]
-            return all_reduce_quantized(gradients, self.group, average=self._average)
 
-        nbytes = [local_part(parameter).numel() * self.bits // 8 for parameter in parameters]
-        return Buckets(nbytes, bucket_nbytes, reduce)
+def _is_local(parameter: nn.Parameter) -> bool:
+    return turn_of(parameter) in (Turn.LOCAL, Turn.IN_FLIGHT)
 
 
 def _gradient_like(parameter: Tensor, name: str) -> Tensor:
     """What this rank holds of parameter.grad, laid out as the parameter is. Raises ModelError if it is sparse."""
     gradient = parameter.grad
     assert gradient is not None
+    if gradient.dtype not in DTYPES:
+        raise ModelError(
+            f"the gradient of {name} is {str(gradient.dtype).removeprefix('torch.')}, but it can be compressed only"
+            " from float32, bfloat16 or float16; convert or freeze the parameter"
+        )
     if gradient.layout != torch.strided:
         raise ModelError(f"the gradient of {name} is sparse, but only dense ones can be compressed; use sparse=False")
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -376,53 +410,3 @@ def _sharded_over(parameter: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | Non
     # Not is_shard(): the strided shards of FSDP2 over tensor parallelism deny it.
     mesh_dims = tuple(at for at, placement in enumerate(parameter.placements) if not placement.is_replicate())
     return (parameter.device_mesh, mesh_dims) if mesh_dims else None
-
-
-def _has_fsdp2(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raises ModelError for a model whose gradients cannot be compressed."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
-    for name, module in model.named_modules():
-        where = f"module {name!r}" if name else "the model"
-        if isinstance(module, DistributedDataParallel):
-            raise ModelError(
-                f"{where} is a DistributedDataParallel, whose buckets keep every gradient in full precision; pass the"
-                " inner module with group=..., gradients are then reduced here, in few bytes"
-            )
-        if isinstance(module, FullyShardedDataParallel):
-            raise ModelError(f"{where} is a FullyShardedDataParallel of FSDP1; use fully_shard (FSDP2) instead")
-        if group is not None and isinstance(module, FSDPModule):
-            raise ModelError(f"{where} is sharded by FSDP2, which reduces gradients itself; pass group=None")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ModelError(f"{where} makes sparse gradients, but only dense ones can be compressed; use sparse=False")
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not trainable:
-        raise ModelError("the model has no parameter that requires a gradient, so there is nothing to compress")
-    for name, parameter in trainable:
-        if parameter.dtype not in _DTYPES:
-            raise ModelError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but its gradient can be compressed"
-                " only from float32, bfloat16 or float16; convert or freeze it"
-            )
-        if getattr(parameter, _MARK, False):
-            raise ModelError(f"the gradient of {name} is compressed already; call remove() on the first result before")
-
-
-def _settings(parameters: dict[str, nn.Parameter], bits: int, average: bool, bucket_nbytes: int) -> dict[str, object]:
-    """What must be equal on all ranks, by name."""
-    settings: dict[str, object] = {
-        "laconic's version": import_module("laconic").__version__,
-        "torch's version": torch.__version__,
-        "bits": bits,
-        "average": average,
-        "bucket_nbytes": bucket_nbytes,
-        "the number of trainable parameters": len(parameters),
-    }
-    for number, (name, parameter) in enumerate(parameters.items()):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        settings[f"trainable parameter {number}"] = f"{name} {list(local_part(parameter).shape)} {dtype}"
-    return settings

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from laconic.optim.adamw import AdamW8bit
-from laconic.optim.convert import from_adamw_state, from_bitsandbytes_state, to_bitsandbytes_state
+from laconic.optim.convert import (
+    from_adamw_state,
+    from_bitsandbytes_state,
+    to_adamw_state,
+    to_bitsandbytes_state,
+)
 
-__all__ = ["AdamW8bit", "from_adamw_state", "from_bitsandbytes_state", "to_bitsandbytes_state"]
+__all__ = ["AdamW8bit", "from_adamw_state", "from_bitsandbytes_state", "to_adamw_state", "to_bitsandbytes_state"]

@@ -5,6 +5,7 @@ docs/optim.md has the format, the bound on the size of a step and the measuremen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, overload
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from laconic.errors import ConfigError, FormatError
-from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
+from laconic.formats import QuantizedGradient
+from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
 from laconic.ops import DTYPES, adamw8bit_
 from laconic.optim.moments import check_state, is_8bit, new_state, parameter_name
@@ -36,8 +38,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Arguments, as in torch.optim.AdamW but for the last:
         params: parameters, or groups of them; float32, bfloat16 or float16, plain or DTensor (FSDP2).
-        lr, betas, eps, weight_decay: weight decay is decoupled from the gradient.
+        lr, betas, eps, weight_decay: weight decay is decoupled from the gradient; lr and betas may be tensors of one
+            element, which are read in each step.
         maximize: go up instead of down.
+        foreach, fused: how torch.optim.AdamW is to compute. A step is one fused pass per parameter in any case.
+        amsgrad, capturable, differentiable: refused when True: there is no maximum of second moments in 8 bits, the
+            number of the step is read on the host, and autograd does not follow what the step writes.
         min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
             (norms, biases) and parameters with less than 16 elements per index of their first dimension.
 
@@ -52,14 +58,23 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         min_8bit_numel: int = 4096,
     ) -> None:
+        if foreach and fused:
+            raise ConfigError("foreach and fused are both True, but they exclude each other; set one of them")
+        refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
+        _check_refused(refused)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -73,6 +88,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, as in torch. Raises ConfigError for one out of range."""
         _check_group({**self.defaults, **param_group})
+        _check_refused(param_group)
         super().add_param_group(param_group)
 
     @property
@@ -91,14 +107,15 @@ class AdamW8bit(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], float] | None = None, *, gradient_factor: Tensor | None = None
     ) -> float | None:
-        """Update every parameter that has a gradient: `grad`, or a quantized one (laconic.formats.quantized_gradient).
+        """Update every parameter that has a gradient; one in codes is read as it is.
 
         Arguments:
             closure: evaluates the model again and returns the loss.
             gradient_factor: a 0-dim tensor that every gradient is multiplied by as it is read, such as the coefficient
                 of clipping; the gradients themselves stay as they are, and the host does not wait for its value.
 
-        Raises FormatError, before anything changed, for a gradient that cannot be used.
+        Raises FormatError, before anything changed, for a gradient that cannot be used, and TrainingError for one in
+        codes that has not been reduced yet.
         """
         loss = None
         if closure is not None:
@@ -108,6 +125,10 @@ class AdamW8bit(torch.optim.Optimizer):
             raise FormatError(f"gradient_factor has shape {tuple(gradient_factor.shape)}, but it must be 0-dimensional")
         if isinstance(gradient_factor, DTensor):
             gradient_factor = gradient_factor.full_tensor()
+        for group in self.param_groups:  # schedulers and hosts write to groups
+            _check_refused(group)
+            if not math.isfinite(group["lr"]):
+                raise ConfigError(f"lr is {group['lr']}, but it must be finite")
         work = [(group, list(self._updates(group))) for group in self.param_groups]
         for group, updates in work:
             for update in updates:
@@ -120,36 +141,36 @@ class AdamW8bit(torch.optim.Optimizer):
             self._step_fp32(group, [u for u in updates if not is_8bit(self.state[u.parameter])], gradient_factor)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, quantized ones too; with `set_to_none` False they become zeros that stay allocated."""
-        super().zero_grad(set_to_none)
-        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
-            gradient = quantized_gradient(parameter)
-            if gradient is None:
-                continue
-            if set_to_none:
-                set_quantized_gradient(parameter, None)
-                continue
-            for part in (gradient.codes, gradient.scales, gradient.residual_codes, gradient.residual_scales):
-                if part is not None:
-                    part.zero_()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of an AdamW8bit returned; tensors are copied.
 
-        Raises FormatError, before anything changed, for a state that does not fit, and for those of other optimizers,
-        which laconic.optim.from_adamw_state and from_bitsandbytes_state convert.
+        States of torch.optim.AdamW (or Adam without weight decay) and of bitsandbytes are converted, as
+        laconic.optim.from_adamw_state and from_bitsandbytes_state do: what is larger than `min_8bit_numel` is rounded
+        to 8 bits.
+
+        Raises FormatError, before anything changed, for a state that does not fit, and for one of another optimizer.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise FormatError(f"the state dict is {found}, but it must have state and param_groups")
+        if not isinstance(state_dict["state"], Mapping):
+            raise FormatError(f"state is a {type(state_dict['state']).__name__}, but it must map parameters to states")
         checked: dict[Tensor, dict[str, Any]] = {}
 
-        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            from laconic.optim.convert import converted  # converters know this class
+
+            loaded = converted(self, loaded)
             for group, saved in zip(self.param_groups, loaded["param_groups"], strict=False):
+                _check_refused(saved, FormatError)
+                _check_group({**self.defaults, **saved})
                 for index, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
                     state = loaded["state"].get(key)
                     if state:
                         min_8bit_numel = saved.get("min_8bit_numel", group["min_8bit_numel"])
                         check_state(parameter_name(self, group, index), parameter, state, min_8bit_numel)
                         checked[parameter] = state
+            return loaded
 
         # The last of the hooks, so that it sees what is going to be loaded.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -170,25 +191,17 @@ class AdamW8bit(torch.optim.Optimizer):
     def _updates(self, group: Mapping[str, Any]) -> Iterator[_Update]:
         """The parameters of a group that have a gradient, each checked."""
         for index, parameter in enumerate(group["params"]):
-            dense, quantized = parameter.grad, quantized_gradient(parameter)
-            if dense is None and quantized is None:
+            dense, coded = parameter.grad, coded_gradient(parameter)
+            if dense is None:
                 continue
             name = parameter_name(self, group, index)
-            if dense is not None and quantized is not None:
-                raise FormatError(
-                    f"{name} has a gradient in .grad and a quantized one, but only one of them can be meant; clear the"
-                    " other with parameter.grad = None or laconic.formats.set_quantized_gradient(parameter, None)"
-                )
             if parameter.dtype not in DTYPES:
                 raise FormatError(f"{name} is {parameter.dtype}, but it must be float32, bfloat16 or float16")
-            if quantized is None:
+            if coded is None:
                 _check_dense(name, parameter, dense)
-            elif quantized.shape != local_part(parameter).shape:
-                raise FormatError(
-                    f"the quantized gradient of {name} has shape {tuple(quantized.shape)}, but the part of the"
-                    f" parameter on this process has {tuple(local_part(parameter).shape)}"
-                )
-            yield _Update(name, parameter, dense if quantized is None else quantized)
+            else:
+                coded.check("read")
+            yield _Update(name, parameter, dense if coded is None else coded.codes)
 
     def _step_8bit(self, group: Mapping[str, Any], update: _Update, factor: Tensor | None) -> None:
         parameter, gradient = local_part(update.parameter), update.gradient
@@ -274,14 +287,37 @@ def _check_dense(name: str, parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    for field, value, rule, holds in (
-        ("lr", group["lr"], "at least 0", group["lr"] >= 0),
-        ("betas[0]", beta1, "at least 0 and below 1", 0 <= beta1 < 1),
-        ("betas[1]", beta2, "at least 0 and below 1", 0 <= beta2 < 1),
-        ("eps", group["eps"], "at least 0", group["eps"] >= 0),
-        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
-        ("min_8bit_numel", group["min_8bit_numel"], "at least 0", group["min_8bit_numel"] >= 0),
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas is {betas!r}, but it must be two numbers")
+    for field, value, below in (
+        ("lr", group["lr"], math.inf),
+        ("betas[0]", betas[0], 1.0),
+        ("betas[1]", betas[1], 1.0),
+        ("eps", group["eps"], math.inf),
+        ("weight_decay", group["weight_decay"], math.inf),
+        ("min_8bit_numel", group["min_8bit_numel"], math.inf),
     ):
-        if not holds:
-            raise ConfigError(f"{field} is {value}, but it must be {rule}")
+        number = value
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigError(f"{field} is a tensor of shape {tuple(value.shape)}, but it must have one element")
+            number = value.item()
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ConfigError(f"{field} is {value!r}, but it must be a number")
+        if not 0 <= number < below:
+            rule = "finite and at least 0" if below == math.inf else "at least 0 and below 1"
+            raise ConfigError(f"{field} is {number}, but it must be {rule}")
+
+
+_REFUSED = {
+    "amsgrad": "AdamW8bit keeps no maximum of second moments; leave it out, or use torch.optim.AdamW",
+    "capturable": "AdamW8bit reads the number of the step on the host, which a CUDA graph cannot capture; leave it out",
+    "differentiable": "autograd does not follow what AdamW8bit writes; use torch.optim.AdamW to differentiate a step",
+}
+
+
+def _check_refused(group: Mapping[str, Any], error: type[ConfigError | FormatError] = ConfigError) -> None:
+    for name, why in _REFUSED.items():
+        if group.get(name):
+            raise error(f"{name} is {group[name]}, but {why}")

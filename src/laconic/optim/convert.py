@@ -1,5 +1,7 @@
 """States of other optimizers as those of AdamW8bit, and back: bitsandbytes' AdamW8bit, torch's AdamW.
 
+An optimizer of torch that was given codes by mistake says so at its next step.
+
 bitsandbytes cuts the flat parameter into blocks, AdamW8bit its rows. Where rows are multiples of 256 long these are the
 same blocks, and codes and scales are taken over as they are; elsewhere moments are rounded once more on the way.
 """
@@ -10,8 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.errors import FormatError
 from laconic.formats.shards import local_part
@@ -28,13 +33,19 @@ from laconic.optim.moments import (
     rows_of,
 )
 
-__all__ = ["from_adamw_state", "from_bitsandbytes_state", "to_bitsandbytes_state"]
+__all__ = ["converted", "from_adamw_state", "from_bitsandbytes_state", "to_adamw_state", "to_bitsandbytes_state"]
 
 _BNB_NUMBERS = {"exp_avg": "1", "exp_avg_sq": "2"}
 # Newer versions of bitsandbytes put tensors one level down in a state dict.
 _BNB_NESTED = "__bnb_optimizer_quant_state__"
 _BNB_GROUP: dict[str, Any] = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 _TORCH_GROUP = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_TORCH_DEFAULTS: dict[str, Any] = {
+    "amsgrad": False,
+    "capturable": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
 
 Moments = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 """By name: the moment itself, or codes uint8 [n] and scales fp32 [ceil(n / 256)] in flat blocks."""
@@ -47,6 +58,10 @@ def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> Non
     is, or plain tensors of its global shape, then the same on every process. Options of the groups are taken over too.
     Raises FormatError, before anything changed, for a state that does not fit, and for amsgrad.
     """
+    optimizer.load_state_dict(_from_adamw(optimizer, state_dict))
+
+
+def _from_adamw(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         if group.get("amsgrad"):
             raise FormatError("the state was made with amsgrad=True, but AdamW8bit keeps no maximum of second moments")
@@ -57,13 +72,13 @@ def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> Non
             )
 
     def moments_of(name: str, state: Mapping[str, Any]) -> Moments:
-        if not {"step", *MOMENTS} <= set(state):
+        if set(state) != {"step", *MOMENTS}:
             raise FormatError(
                 f"the state of {name} has {', '.join(map(str, state))}, but AdamW's has step, exp_avg and exp_avg_sq"
             )
         return {moment: state[moment] for moment in MOMENTS}
 
-    _load(optimizer, state_dict, moments_of, ignored=_TORCH_GROUP)
+    return _convert(optimizer, state_dict, moments_of, ignored=_TORCH_GROUP)
 
 
 def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> None:
@@ -73,7 +88,10 @@ def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any])
     dict, and takes its part. Options of the groups are taken over too. Raises FormatError, before anything changed, for
     a state that does not fit.
     """
+    optimizer.load_state_dict(_from_bitsandbytes(optimizer, state_dict))
 
+
+def _from_bitsandbytes(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     def moments_of(name: str, state: Mapping[str, Any]) -> Moments:
         flat = {**state, **state.get(_BNB_NESTED, {})}
         moments: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
@@ -99,7 +117,67 @@ def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any])
             moments[moment] = (value, scales)
         return moments
 
-    _load(optimizer, state_dict, moments_of, ignored=tuple(_BNB_GROUP))
+    return _convert(optimizer, state_dict, moments_of, ignored=tuple(_BNB_GROUP))
+
+
+def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as AdamW8bit's own: one of torch's AdamW or of bitsandbytes converted, any other as it is.
+
+    Raises FormatError for one of those two that does not fit.
+    """
+    states = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
+    if any("state1" in state or _BNB_NESTED in state for state in states):
+        return _from_bitsandbytes(optimizer, state_dict)
+    if any(is_8bit(state) for state in states) or all(
+        "min_8bit_numel" in group for group in state_dict["param_groups"]
+    ):
+        return state_dict
+    if any("betas" not in group for group in state_dict["param_groups"]):
+        keys = sorted({key for state in states for key in state} or set(state_dict["param_groups"][0]))
+        raise FormatError(
+            f"the state is not that of an Adam: it has {', '.join(keys)}, but no betas; states of AdamW8bit,"
+            " torch.optim.AdamW and bitsandbytes can be loaded"
+        )
+    return _from_adamw(optimizer, state_dict)
+
+
+def to_adamw_state(optimizer: AdamW8bit) -> dict[str, Any]:
+    """The state dict that a torch.optim.AdamW with the same parameters can load; tensors are copies in fp32.
+
+    Moments have exactly the values of their codes: `from_adamw_state` of the result is the same state, bit for bit.
+    Those of a DTensor are DTensors placed as it is. Options of the groups go along, with keys of others.
+    """
+    saved = optimizer.state_dict()
+    states: dict[Any, dict[str, Any]] = {}
+    groups = []
+    for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {name: value for name, value in packed.items() if name != "min_8bit_numel"}
+        groups.append(dict.fromkeys(_TORCH_GROUP, None) | _TORCH_DEFAULTS | options)
+        for parameter, key in zip(group["params"], packed["params"], strict=True):
+            state = optimizer.state.get(parameter, {})
+            if state:
+                moments = {moment: _exact(parameter, state, moment) for moment in MOMENTS}
+                states[key] = {"step": state["step"].clone(), **moments}
+    return {"state": states, "param_groups": groups}
+
+
+def _exact(parameter: Tensor, state: Mapping[str, Any], moment: str) -> Tensor:
+    """A moment in fp32, placed as the parameter is."""
+    if not is_8bit(state):
+        value: Tensor = state[moment].clone()
+        return value
+    codes, scales = (local_part(state[f"{moment}_{part}"]) for part in ("codes", "scales"))
+    exact = dequantize_moment(codes, scales, signed=MOMENTS[moment])
+    if not isinstance(parameter, DTensor):
+        return exact
+    return DTensor.from_local(
+        exact,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=state[f"{moment}_codes"].stride(),
+    )
 
 
 def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
@@ -134,13 +212,13 @@ def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def _load(
+def _convert(
     optimizer: AdamW8bit,
     state_dict: Mapping[str, Any],
     moments_of: Callable[[str, Mapping[str, Any]], Moments],
     ignored: tuple[str, ...],
-) -> None:
-    """Give the optimizer what `moments_of` finds in each parameter's state."""
+) -> dict[str, Any]:
+    """A state dict of AdamW8bit with what `moments_of` finds in each parameter's state."""
     groups = []
     if len(optimizer.param_groups) != len(state_dict["param_groups"]):
         raise FormatError(
@@ -160,7 +238,7 @@ def _load(
                 _fill(name, parameter, moment, fresh, value)
             fresh["step"].fill_(float(state["step"]))
             states[key] = fresh
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    return {"state": states, "param_groups": groups}
 
 
 def _parameters(
@@ -206,11 +284,36 @@ def _fill(
         parts = {moment: exact}
     else:
         if exact is not None:
-            codes, scales = quantize_moment(exact, signed=signed)
+            codes, scales = _quantize_again(exact, signed=signed)
         parts = {f"{moment}_codes": codes, f"{moment}_scales": scales}
     for key, part in parts.items():
         assert part is not None
         _write(fresh[key], part, whole=not isinstance(found, DTensor))
+
+
+def _quantize_again(exact: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a moment; those it came from, if it was dequantized from codes.
+
+    The signed map has a level 1, but none at -1: the largest magnitude of a block is a little below its scale where it
+    is negative. So for such blocks the scale that this implies is tried, and taken where it gives every value exactly.
+    """
+    codes, scales = quantize_moment(exact, signed=signed)
+    if not signed or exact.numel() == 0:
+        return codes, scales
+    rows, length = rows_of(exact.shape)
+    levels = torch.tensor(dynamic_map(signed).levels, device=exact.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    blocks = F.pad(exact.reshape(rows, length), (0, -length % STATE_BLOCK_SIZE)).view(rows, -1, STATE_BLOCK_SIZE)
+    lowest = blocks.amin(-1)
+    is_largest = (lowest < 0) & (-lowest >= blocks.amax(-1))
+    implied = lowest / levels[0]
+    padded_codes = F.pad(codes.reshape(rows, length), (0, -length % STATE_BLOCK_SIZE)).view(blocks.shape).clone()
+    for scale in (implied, implied.nextafter(torch.zeros_like(implied)), implied.nextafter(2 * implied)):
+        found = torch.bucketize(blocks / scale.unsqueeze(-1), middles)
+        fits = is_largest & (levels[found] * scale.unsqueeze(-1) == blocks).all(-1)
+        scales[fits] = scale[fits]
+        padded_codes[fits] = found[fits].to(torch.uint8)
+    return padded_codes.view(rows, -1)[:, :length].reshape(exact.shape), scales
 
 
 def _write(target: Tensor, value: Tensor, whole: bool) -> None:
@@ -233,3 +336,15 @@ def _in_flat_blocks(codes: Tensor, scales: Tensor, signed: bool) -> tuple[Tensor
     exact = dequantize_moment(codes, scales, signed=signed)
     flat_codes, flat_scales = quantize_dynamic(exact.reshape(1, -1), signed=signed)
     return flat_codes.view(codes.shape), flat_scales.flatten()
+
+
+def _refuse_codes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """torch's Adam takes any state dict; with codes in it it would fail at this step with a KeyError."""
+    if isinstance(optimizer, torch.optim.Adam) and any(is_8bit(state) for state in optimizer.state.values()):
+        raise FormatError(
+            f"this {type(optimizer).__name__} was given the state of an AdamW8bit, whose moments are codes; load"
+            " laconic.optim.to_adamw_state(optimizer) instead"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_codes)

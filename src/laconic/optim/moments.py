@@ -110,8 +110,7 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
     if set(state) != expected:
         raise FormatError(
             f"the state of {name} has {', '.join(sorted(map(str, state)))}, but AdamW8bit keeps"
-            f" {', '.join(sorted(expected))}; convert a state of bitsandbytes with"
-            " laconic.optim.from_bitsandbytes_state"
+            f" {', '.join(sorted(expected))}; states of torch.optim.AdamW and bitsandbytes can be loaded, no others"
         )
     if not is_8bit(state) and wants_8bit(parameter, min_8bit_numel):
         raise FormatError(

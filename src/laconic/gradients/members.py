@@ -1,0 +1,131 @@
+"""Which parameters' gradients a store keeps: those of a model that require one, also when the model changes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from laconic.errors import ModelError
+from laconic.gradients.turns import Owner, own, owner_of, release
+from laconic.ops import DTYPES
+
+__all__ = ["Members", "check_model"]
+
+
+class Members:
+    """Parameters by name, each with a hook that is called when autograd has made its gradient.
+
+    Parameters that are added, replaced (by fully_shard, adapters, a new head) or unfrozen join when somebody looks;
+    those that are gone from the model leave. One that was trainable once stays when it is frozen: it may have a
+    gradient.
+    """
+
+    def __init__(self, model: nn.Module, owner: Owner, hook: Callable[[nn.Parameter], None]) -> None:
+        """`hook` is given the parameter."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._model = model
+        self._owner = owner
+        self._hook = hook
+        self._handles: dict[int, RemovableHandle] = {}
+        self._places: dict[int, tuple[int, str]] = {}
+        self._removed = False
+
+    def follow(self) -> bool:
+        """Take in what the model is now; whether that is something else than before.
+
+        Raises ModelError, before anything changed, for a parameter whose gradient cannot be compressed.
+        """
+        if self._removed:
+            return False
+        found = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) in self._handles or (parameter.requires_grad and owner_of(parameter) is None)
+        }
+        for parameter in self.parameters.values():
+            handle = self._handles[id(parameter)]
+            if handle.id not in (parameter._post_accumulate_grad_hooks or ()):  # swapped for a tensor of another type
+                self._hook_on(parameter)
+        if len(found) == len(self.parameters) and all(
+            name == other and one is two
+            for (name, one), (other, two) in zip(found.items(), self.parameters.items(), strict=True)
+        ):
+            return False
+        check_modules(self._model, dist_group=self._owner.has_group)
+        for name, parameter in found.items():
+            if id(parameter) not in self._handles:
+                check_dtype(name, parameter)
+        for parameter in self.parameters.values():
+            if all(parameter is not other for other in found.values()):
+                self._handles.pop(id(parameter)).remove()
+                release(parameter)
+        for parameter in found.values():
+            if id(parameter) not in self._handles:
+                own(parameter, self._owner)
+                self._hook_on(parameter)
+        self.parameters.clear()
+        self.parameters.update(found)
+        self._places = {id(parameter): place for place, parameter in zip(enumerate(found), found.values(), strict=True)}
+        return True
+
+    def _hook_on(self, parameter: nn.Parameter) -> None:
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hook)
+        self._handles[id(parameter)] = handle
+
+    def place_of(self, parameter: Tensor) -> tuple[int, str]:
+        """The parameter's number and name."""
+        return self._places[id(parameter)]
+
+    def remove(self) -> None:
+        """Take all hooks off, for good."""
+        self._removed = True
+        for handle in self._handles.values():
+            handle.remove()
+        for parameter in self.parameters.values():
+            release(parameter)
+        self._handles.clear()
+
+
+def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raises ModelError for a model whose gradients cannot be compressed."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
+    check_modules(model, dist_group=group is not None)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ModelError("the model has no parameter that requires a gradient, so there is nothing to compress")
+    for name, parameter in trainable:
+        check_dtype(name, parameter)
+        if owner_of(parameter) is not None:
+            raise ModelError(f"the gradient of {name} is compressed already; call remove() on the first result before")
+
+
+def check_modules(model: nn.Module, dist_group: bool) -> None:
+    """Raises ModelError for wrappers and layers that gradients in codes do not go with; `dist_group`: reduced here."""
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ModelError(
+                f"{where} is a DistributedDataParallel, whose buckets keep every gradient in full precision; pass the"
+                " inner module with group=..., gradients are then reduced here, in few bytes"
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            raise ModelError(f"{where} is a FullyShardedDataParallel of FSDP1; use fully_shard (FSDP2) instead")
+        if dist_group and isinstance(module, FSDPModule):
+            raise ModelError(f"{where} is sharded by FSDP2, which reduces gradients itself; pass group=None")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ModelError(f"{where} makes sparse gradients, but only dense ones can be compressed; use sparse=False")
+
+
+def check_dtype(name: str, parameter: Tensor) -> None:
+    """Raises ModelError for a parameter of a type whose gradient cannot be compressed."""
+    if parameter.dtype not in DTYPES:
+        raise ModelError(
+            f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but its gradient can be compressed"
+            " only from float32, bfloat16 or float16; convert or freeze it"
+        )
