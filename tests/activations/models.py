@@ -52,6 +52,8 @@ def make_model(family: str, **overrides: Any) -> nn.Module:
         sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "loss_type": "ForCausalLM"}
     if family in MIXTURES:
         sizes["num_experts_per_tok"] = 2
+    if family == "gpt_neox":
+        sizes.pop("num_key_value_heads")
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = AutoConfig.for_model(
         family, **{**sizes, **special, **FAMILIES.get(family, {}), **MIXTURES.get(family, {}), **overrides}

@@ -75,6 +75,14 @@ def test_the_second_run_gives_the_gradients_of_autograd(family: str, dropout: fl
             assert relative_error(grad, expected[name]) < 1e-5, name
 
 
+def test_eager_attention_of_every_family_trains(family: str) -> None:
+    model, ids = model_with(family, 0.0, attn_implementation="eager"), make_ids(length=24)
+    loss, expected, _ = train_step(model, ids)
+    got_loss, got, _ = train_step(converted(model, bits=8), ids)
+    assert torch.equal(got_loss, loss)
+    assert relative_error(everything(got), everything(expected)) < 0.03
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_forward_is_bit_identical_and_the_error_is_that_of_the_format(implementation: str) -> None:
     model, ids = make_model("llama", attn_implementation=implementation), make_ids()

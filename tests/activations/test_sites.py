@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_specs_tell_the_families_apart() -> None:
     assert first("llama", "mlp") == MlpSpec("gate_proj", "up_proj", "down_proj", "act_fn", "silu")
     assert first("gemma2", "mlp") == MlpSpec("gate_proj", "up_proj", "down_proj", "act_fn", "gelu_tanh")
     assert first("phi3", "mlp") == MlpSpec("gate_up_proj", None, "down_proj", "activation_fn", "silu", fused=True)
-    assert first("gpt2", "mlp") == MlpSpec("c_fc", None, "c_proj", "act", "gelu_tanh", dropout="dropout")
+    assert first("gpt2", "mlp") == MlpSpec("c_fc", None, "c_proj", "act", "gelu_tanh")
 
 
 def test_a_site_knows_its_layer_and_its_shape() -> None:
@@ -156,3 +157,34 @@ def test_parametrized_and_derived_linears_are_left_alone() -> None:
 
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     assert find_sites(nn.Sequential(Quantized(4, 4), normed)) == []
+
+
+class ChannelsFirst(nn.Module):
+    """A norm over the second of four dimensions, and over the last of any other number."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4:
+            return self(x.permute(0, 2, 3, 1).flatten(1, 2)).unflatten(1, (x.shape[2], x.shape[3])).permute(0, 3, 1, 2)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("features", [3, 5, 8])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda features: nn.GroupNorm(1, features),
+        lambda features: nn.InstanceNorm1d(features, affine=True),
+        lambda features: nn.BatchNorm1d(features, track_running_stats=False),
+        ChannelsFirst,
+    ],
+)
+def test_a_norm_over_other_dimensions_than_the_last_is_none(norm: Callable[[int], nn.Module], features: int) -> None:
+    assert find_sites(nn.Sequential(norm(features))) == []
+
+
+def test_a_module_that_gets_its_shape_later_is_no_site() -> None:
+    assert find_sites(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 4)))[0].name == "2"

@@ -174,6 +174,7 @@ def test_inductor_saves_the_same_bytes_and_is_as_close_as_it_is_without_us() -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@pytest.mark.timeout(1800)
 def test_the_benchmark_runs_and_compiled_layers_keep_what_eager_ones_do() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "compiled", "--smoke"], capture_output=True, text=True, check=False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,11 +12,14 @@ from laconic.activations.attention import AttentionCore, attention_core_of
 from laconic.activations.checkpoint import LayerForward, is_checkpointed_layer
 from laconic.activations.choice import Choice, Recompute
 from laconic.activations.experts import ExpertsForward, RouterForward
-from laconic.activations.forwards import LinearForward, MlpForward, NormForward, RecomputedMlpForward, SiteForward
-from laconic.activations.head import CausalForward, HeadForward, find_head
+from laconic.activations.feedforward import MlpForward, RecomputedMlpForward
+from laconic.activations.follow import follow
+from laconic.activations.forwards import LinearForward, NormForward, SiteForward
+from laconic.activations.head import CausalForward, CausalHead, HeadForward, find_head
 from laconic.activations.hooks import HooksForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
-from laconic.activations.report import Report, make_report, measure, sample_inputs
+from laconic.activations.replacement import Replacement, check_module, replacements_of
+from laconic.activations.report import Measurement, Report, brief, make_report, measure, measure_first, sample_inputs
 from laconic.activations.sites import Site, find_sites
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
@@ -77,16 +80,20 @@ def compress_activations(
             hidden states, without holding its logits (see `linear_cross_entropy`): calls with labels and gradients
             return the loss, and logits of no tokens.
         example_inputs: keyword arguments of a training forward, for measuring bytes; made up for Hugging Face models.
-        sequence_length: tokens of the measuring forward when its inputs are made up.
+            The measuring forward leaves the model, its buffers and all random states as they were.
+        sequence_length: tokens of the measuring forward when its inputs are made up, fewer if the model has fewer
+            positions.
 
     Returns:
-        What was found and what is kept; `print` it. `left_exact` names what keeps tensors as before.
+        What was found and what is kept; `print` it. `left_exact` names what keeps tensors as before; `unmeasured` says
+        why there are no measured bytes, if so.
 
-    Raises:
+    Raises, and then leaves the model as it was:
         FormatError: bits, format, block_size, scale_dtype, attention or checkpoint is not supported.
-        ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have, or
-            the loss is not one that can be chunked.
+        ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have,
+            the loss is not one that can be chunked, or the model is no module.
     """
+    check_module(model)
     if mode not in ("sites", "hooks"):
         raise ModelError(f"mode is {mode!r}, but it must be 'sites' or 'hooks'")
     if loss not in ("exact", "chunked"):
@@ -120,73 +127,111 @@ def compress_activations(
         raise ModelError("mode='hooks' packs all saved tensors alike; policy=, plan= and attention= need mode='sites'")
 
     head = find_head(model) if loss == "chunked" else None
-    sample = sample_inputs(model, example_inputs, sequence_length)
-    before = None if sample is None else measure(model, *sample)
+    before, inputs, unmeasured = measure_first(model, sample_inputs(model, example_inputs, sequence_length))
+    try:
+        if mode == "hooks":
+            if block_format is not None:
+                HooksForward(model, block_format).install()
+        else:
+            assert plan is not None
+            _convert(model, sites, plan, head, None if block_format is None else input_format)
+        after = None
+        if before is not None:
+            try:
+                after = measure(model, inputs, before.tokens)
+            except Exception as error:
+                raise ModelError(
+                    f"{type(model).__name__} runs on the inputs of the measuring forward, but not with compressed "
+                    f"activations ({brief(error)}); it is left as it was. Leave sites exact that it may come from: "
+                    f"attention='exact', or a policy that answers None"
+                ) from error
+        return _report(model, mode, sites, plan, head, (before, after), unmeasured)
+    except BaseException:
+        _take_out(model)
+        raise
+
+
+def _convert(
+    model: nn.Module,
+    sites: Sequence[Site],
+    plan: ActivationPlan,
+    head: CausalHead | None,
+    input_format: BlockFormat | None,
+) -> None:
     modules = dict(model.named_modules())
-    if mode == "hooks":
-        if block_format is not None:
-            model.forward = HooksForward(model, block_format)
-    else:
-        assert plan is not None
-        for site in sites:
-            if head is not None and site.name == head.projection:
-                chosen = plan.choices.get(site.name)
-                assert not isinstance(chosen, Recompute)  # which the plan's check refuses for linear layers
-                projection = HeadForward(modules[site.name], site, chosen, head.spec)
-                modules[site.name].forward = projection.__call__
-                modules[head.name].forward = CausalForward(modules[head.name], projection)
-            else:
-                _convert(modules[site.name], site, plan)
-        for name, module in modules.items():
-            if name in plan.layers:
-                module.forward = LayerForward(module, plan.layers[name], recompute=True).__call__
-            elif is_checkpointed_layer(module) and block_format is not None and input_format is not None:
-                module.forward = LayerForward(module, input_format, recompute=False).__call__
-    after = None if sample is None else measure(model, *sample)
+    choices = {site.name: None if plan.recomputes(site) else plan.choices.get(site.name) for site in sites}
+    if head is not None:
+        site = next(site for site in sites if site.name == head.projection)
+        chosen = plan.choices.get(site.name)
+        assert not isinstance(chosen, Recompute)  # which the plan's check refuses for linear layers
+        projection = HeadForward(modules[site.name], site, chosen, head.spec)
+        projection.install()
+        CausalForward(modules[head.name], projection).install()
+    others = [site for site in sites if head is None or site.name != head.projection]
+    _install([(modules[site.name], site, choices[site.name]) for site in others])
+    for name, module in modules.items():
+        if name in plan.layers:
+            LayerForward(module, plan.layers[name], recompute=True).install()
+        elif is_checkpointed_layer(module) and input_format is not None:
+            LayerForward(module, input_format, recompute=False).install()
+    follow(model, choices, _install)
+
+
+def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
+    """Gives modules that are sites the forwards that their choices ask for."""
+    recomputed = []
+    for module, site, choice in chosen:
+        if isinstance(choice, Recompute):
+            recomputed.append(RecomputedMlpForward(module, site))
+            recomputed[-1].install()
+        elif choice is not None and site.kind == "attention":
+            AttentionCore(module, site, choice)
+        elif choice is not None:
+            _FORWARDS[site.kind](module, site, choice).install()
+    for block in recomputed:
+        block.note_projections()
+
+
+def _report(
+    model: nn.Module,
+    mode: str,
+    sites: Sequence[Site],
+    plan: ActivationPlan | None,
+    head: CausalHead | None,
+    measured: tuple[Measurement | None, Measurement | None],
+    unmeasured: str | None,
+) -> Report:
+    modules = dict(model.named_modules())
     found = _forwards(model)
-    origins = {id(f.module): f.origin for f in found if isinstance(f, SiteForward)}
+    origins = {id(f.module): f.origin for f in found if isinstance(f, SiteForward) and f.origin is not None}
     rows: list[tuple[Site, Choice, str | None]] = []
-    if plan is not None:
-        for site in sites:
-            choice = Recompute() if plan.recomputes(site) else plan.choices.get(site.name)
-            if head is not None and site.name == head.projection:
-                choice = None  # with labels, which is how it is measured
-            rows.append((site, choice, origins.get(id(modules[site.name]))))
+    for site in sites if plan is not None else ():
+        assert plan is not None
+        choice = Recompute() if plan.recomputes(site) else plan.choices.get(site.name)
+        if head is not None and site.name == head.projection:
+            choice = None  # with labels, which is how it is measured
+        rows.append((site, choice, origins.get(id(modules[site.name]))))
     checkpointed = {id(f.module): f.format for f in found if isinstance(f, LayerForward) and f.is_checkpointed}
     layers = {name: checkpointed[id(module)] for name, module in modules.items() if id(module) in checkpointed}
-    return make_report(model, mode, rows, layers, before, after)
-
-
-def _convert(module: nn.Module, site: Site, plan: ActivationPlan) -> None:
-    choice = plan.choices.get(site.name)
-    if choice is None or plan.recomputes(site):
-        return
-    # The bound method, not the object: torch.compile then guards its code, and layers share a graph.
-    if isinstance(choice, Recompute):
-        module.forward = RecomputedMlpForward(module, site).__call__
-    elif site.kind == "attention":
-        AttentionCore(module, site, choice)
-    else:
-        module.forward = _FORWARDS[site.kind](module, site, choice).__call__
+    return make_report(model, mode, rows, layers, *measured, unmeasured)
 
 
 def decompress_activations(model: nn.Module) -> nn.Module:
     """Gives every module of `model` the forward it had before `compress_activations`; returns the model.
 
     Raises:
-        ModelError: nothing in the model is compressed.
+        ModelError: nothing in the model is compressed, or it is no module.
     """
-    forwards = _forwards(model)
-    if not forwards:
+    check_module(model)
+    if not _forwards(model):
         raise ModelError(f"{type(model).__name__} has no compressed activations, so there is nothing to take out")
-    for forward in forwards:
-        if isinstance(forward, AttentionCore):
-            forward.remove()
-        elif forward.replaced is None:
-            del forward.module.forward
-        else:
-            forward.module.forward = forward.replaced
+    _take_out(model)
     return model
+
+
+def _take_out(model: nn.Module) -> None:
+    for forward in _forwards(model):
+        forward.remove()
 
 
 def _format(argument: str, value: str | BlockFormat, block_size: int, scale_dtype: torch.dtype) -> BlockFormat | None:
@@ -200,12 +245,11 @@ def _format(argument: str, value: str | BlockFormat, block_size: int, scale_dtyp
     return BlockFormat(value, block_size=block_size, scale_dtype=scale_dtype)
 
 
-Forward = SiteForward | HooksForward | CausalForward | AttentionCore | LayerForward
-
-
-def _forwards(model: nn.Module) -> list[Forward]:
-    """What is ours in a model."""
-    modules = list(model.modules())
-    methods = [module.__dict__.get("forward") for module in modules]
-    candidates = [getattr(method, "__self__", method) for method in methods] + [attention_core_of(m) for m in modules]
-    return [found for found in candidates if isinstance(found, Forward)]
+def _forwards(model: nn.Module) -> list[Replacement | AttentionCore]:
+    """What is ours in a model; of several forwards of one module the outermost first."""
+    found: list[Replacement | AttentionCore] = []
+    for module in model.modules():
+        found += replacements_of(module)
+        core = attention_core_of(module)
+        found += [] if core is None else [core]
+    return found

@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
+from laconic.activations.derivatives import first_derivative, is_transformed
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
-from laconic.activations.replay import Replay
+from laconic.activations.replay import Replay, forgetting
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.errors import ModelError
@@ -82,7 +82,8 @@ class AttentionCore:
 
     def __call__(self, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """attend(module, query, key, value, ...) with query [batch, heads, tokens, head_dim]."""
-        if len(args) < 4 or not torch.is_grad_enabled() or runs_twice():
+        args, kwargs = _positional(args, kwargs)
+        if len(args) < 4 or not torch.is_grad_enabled() or runs_twice() or is_transformed():
             return attend(*args, **kwargs)
         module, query, key, value, *rest = args
         packable = all(_packable(x) for x in (query, key, value))
@@ -109,11 +110,12 @@ class AttentionCore:
         self, attend: Callable[..., Any], module: nn.Module, qkv: Tensors, own: dict[str, Tensor], others: Any
     ) -> Any:
         # 1. The value, by the module's own code.
-        replay = Replay(qkv[0].device)
+        replay = Replay(qkv[0].device, module)
         leaves, spec = tree_flatten(others)
-        with torch.no_grad():
+        with forgetting():
             results, random_state = replay.run(lambda: attend(module, *qkv, *others[0], **others[1]))
         outputs, results_spec = tree_flatten(results)
+        outputs = [value.detach() if isinstance(value, Tensor) else value for value in outputs]
         found = tuple(index for index, value in enumerate(outputs) if isinstance(value, Tensor))
 
         # 2. What backward gets instead of it.
@@ -172,6 +174,15 @@ class AttentionCore:
                 )
             stack.extend(next_node for next_node, _ in node.next_functions)
         self._checked = True
+
+
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments, with query, key and value by position also where they were given by name."""
+    missing = ("query", "key", "value")[max(0, len(args) - 1) :]
+    if not missing or not all(name in kwargs for name in missing):
+        return args, kwargs
+    rest = {name: value for name, value in kwargs.items() if name not in missing}
+    return (*args, *(kwargs[name] for name in missing)), rest
 
 
 class _Here:
@@ -255,7 +266,7 @@ class _Attention(torch.autograd.Function):
         return tuple(_same_storage(value) for value in values)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         second: Any = ctx.memo.take(ctx.saved_tensors)
         wanted = [leaf for leaf in second.leaves if leaf.requires_grad]

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from laconic.activations.derivatives import is_transformed
+from laconic.activations.kept import in_range
+from laconic.activations.replacement import Replacement
+from laconic.activations.replay import forgets
 from laconic.activations.tracker import observe
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import DTYPES
@@ -27,13 +31,18 @@ __all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "runs_twice"]
 
 
 def runs_twice() -> bool:
-    """Whether what runs now is inside of a checkpointed region: in its first run, or in the second one in backward."""
+    """Whether what is kept now lives for one layer's backward, or is not kept at all.
+
+    So it is inside of a checkpointed region, in its first run or in the second one in backward, and where code runs for
+    its value alone.
+    """
     if torch.compiler.is_compiling():
         return False
     if torch._C._current_graph_task_id() != -1:  # a forward during backward
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+    checkpointed = hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+    return checkpointed or forgets()
 
 
 EIGHT_BITS = BlockFormat("int8")
@@ -70,7 +79,7 @@ def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
         return packed
 
     def unpack(saved: Tensor | BlockTensor) -> Tensor:
-        return saved.dequantize() if isinstance(saved, BlockTensor) else saved
+        return in_range(saved.dequantize()) if isinstance(saved, BlockTensor) else saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -80,7 +89,7 @@ def _packable(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES and x.requires_grad
 
 
-class LayerForward:
+class LayerForward(Replacement):
     """The forward of a layer whose input is kept packed wherever the layer is checkpointed.
 
     Args:
@@ -90,16 +99,9 @@ class LayerForward:
     """
 
     def __init__(self, module: nn.Module, format: BlockFormat | None, recompute: bool) -> None:
-        self.module = module
+        super().__init__(module)
         self.format = format
         self.recompute = recompute
-        self.replaced = module.__dict__.get("forward")
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def is_checkpointed(self) -> bool:
@@ -111,7 +113,10 @@ class LayerForward:
         return self.module.training and bool(getattr(self.module, "gradient_checkpointing", False))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.is_checkpointed or runs_twice():
+        args, kwargs = self.positional(args, kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.is_checkpointed:
+            return self.original(*args, **kwargs)
+        if runs_twice() or is_transformed():
             return self.original(*args, **kwargs)
         if self._checkpoints_itself:
             with packed_inputs(args, self.format):

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
+from laconic.activations.derivatives import first_derivative
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import Memo, keep
-from laconic.activations.replay import Replay
+from laconic.activations.replay import Replay, forgetting
 from laconic.activations.rerun import graft, rebuilt
 
 __all__ = ["ExpertsForward", "RouterForward"]
@@ -64,7 +64,7 @@ class _LinearOf(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and not kwargs and args[1].shape == self._shape:
             x, weight, *bias = args
-            with torch.no_grad():
+            with forgetting():
                 value = func(*args)
             return functions.linear(x, weight, value, False, self._format, bias=bias[0] if bias else None)
         result = func(*args, **kwargs)
@@ -74,7 +74,13 @@ class _LinearOf(TorchFunctionMode):
 class ExpertsForward(SiteForward):
     """Keeps what rebuilds the tokens' hidden states; the rest is made again in backward."""
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.positional(args, kwargs)
+        if not args:
+            return self.original(**kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x, *self.module.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -87,8 +93,8 @@ class ExpertsForward(SiteForward):
             return graft(result, again, "experts")
 
         # 1. The value, by the module's own code.
-        replay = Replay(x.device)
-        with torch.no_grad():
+        replay = Replay(x.device, self.module)
+        with forgetting():
             value, random_state = replay.run(lambda: self.original(x, *args, **kwargs))
 
         # 2. What backward gets instead of all that was made on the way.
@@ -149,7 +155,7 @@ class _Experts(torch.autograd.Function):
         return value[0].detach()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         saved = ctx.saved_tensors

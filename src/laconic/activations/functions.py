@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from laconic.activations.choice import Packing
+from laconic.activations.derivatives import first_derivative
 from laconic.activations.kept import Kept, Tensors, attach, derive, found, keep, take_all
 from laconic.activations.traceable import argument_class, traceable
 
@@ -141,7 +141,7 @@ class _Norm(torch.autograd.Function):
         return value[0].detach()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, *saved = ctx.saved_tensors
         x = ctx.memo.take(tuple(saved), after=grad).float()
@@ -229,7 +229,7 @@ class _Linear(torch.autograd.Function):
         return value[0].detach()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
         rows = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
@@ -261,71 +261,67 @@ def cast(x: Tensor, y: Tensor) -> Tensor:
 
 
 @traceable
-def activate(
-    gate: Tensor, value: Tensor, activation: str, side_by_side: bool, format: Packing, *, up: Tensor | None = None
-) -> Tensor:
-    """`value`, the inside of a feed-forward site, with a backward that keeps gate and up packed.
-
-    It is act(gate) * up, or act(gate) without up. The result, the input of the down projection, can be rebuilt too.
+def activate(x: Tensor, value: Tensor, activation: str, format: Packing) -> Tensor:
+    """`value`, an activation of x, with a backward that keeps x packed; the result can be rebuilt from that too.
 
     Args:
-        gate: [..., features]; gate and up in one, [..., 2 * features], if `side_by_side`.
-        value: [..., features], what the module computed from them without gradients.
+        x: [..., features].
+        value: [..., features], what the module computed from x.
         activation: a name in `ACTIVATIONS`.
-        format: how gate and up are packed.
-        up: [..., features] or None.
+        format: how x is packed if nobody keeps it yet.
     """
-    kept_gate, kept_up = keep(gate, format, "mlp"), None if up is None else keep(up, format, "mlp")
-    if side_by_side:
-        kept_gate, kept_up = (derive(_half(index), (kept_gate,), (), "mlp") for index in (0, 1))
-    kept_act = derive(ACTIVATIONS[activation].forward, (kept_gate,), (), "mlp")
-    kept: tuple[Kept, ...]
-    if kept_up is None:
-        kept, product = (kept_gate,), kept_act
-    else:
-        # Both the down projection's input and the gradient of up want act(gate), so it is rebuilt once for the two.
-        kept, product = (kept_gate, kept_up, kept_act), derive(torch.mul, (kept_act, kept_up), (), "mlp")
-    saved = [tensor for part in kept for tensor in part.tensors]
-    z: Tensor = _Activate.apply(gate, up, kept, activation, (value,), *saved)
-    attach(z, product)
-    return z
-
-
-def _half(index: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.chunk(2, -1)[index]
+    kept = keep(x, format, "mlp")
+    y: Tensor = _Activate.apply(x, kept, activation, (value,), *kept.tensors)
+    attach(y, derive(ACTIVATIONS[activation].forward, (kept,), (), "mlp"))
+    return y
 
 
 class _Activate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor | None,
-        kept: tuple[Kept, ...],
-        activation: str,
-        value: tuple[Tensor],
-        *saved: Tensor,
-    ) -> Tensor:
-        for part in kept:
-            part.memo.announce()
-        ctx.memos, ctx.origin = tuple(part.memo for part in kept), kept[0].origin
-        ctx.counts = tuple(len(part.tensors) for part in kept)
-        ctx.activation = ACTIVATIONS[activation]
-        ctx.side_by_side = up is None and len(kept) > 1
+    def forward(ctx: Any, x: Tensor, kept: Kept, activation: str, value: tuple[Tensor], *saved: Tensor) -> Tensor:
+        kept.memo.announce()
+        ctx.memo, ctx.origin, ctx.activation = kept.memo, kept.origin, ACTIVATIONS[activation]
         ctx.save_for_backward(*saved)
         return value[0].detach()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved: Tensors = ctx.saved_tensors
-        values = take_all(ctx.memos, ctx.counts, saved, after=grad)
-        tail = [None] * (3 + len(saved))
-        if len(values) == 1:
-            return (ctx.activation.backward(grad, values[0]), None, *tail)
-        gate, up, activated = values
-        dgate = ctx.activation.backward(grad * up, gate)
-        dup = grad * activated
-        if ctx.side_by_side:
-            return (torch.cat((dgate, dup), -1), None, *tail)
-        return (dgate, dup, *tail)
+        x = ctx.memo.take(saved, after=grad)
+        return (ctx.activation.backward(grad, x), *[None] * (3 + len(saved)))
+
+
+@traceable
+def multiply(a: Tensor, b: Tensor, format: Packing) -> Tensor:
+    """a * b, with a backward that keeps what rebuilds the two if one can be rebuilt; then the product can be too.
+
+    Args:
+        a, b: [..., features], alike in shape and dtype.
+        format: how the other one is packed.
+    """
+    if found(a) is None and found(b) is None:
+        return a * b
+    kept = keep(a, format, "mlp"), keep(b, format, "mlp")
+    saved = [tensor for part in kept for tensor in part.tensors]
+    y: Tensor = _Multiply.apply(a, b, kept, *saved)
+    attach(y, derive(torch.mul, kept, (), "mlp"))
+    return y
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, kept: tuple[Kept, Kept], *saved: Tensor) -> Tensor:
+        for part in kept:
+            part.memo.announce()
+        ctx.memos = tuple(part.memo for part in kept)
+        ctx.counts = tuple(len(part.tensors) for part in kept)
+        ctx.save_for_backward(*saved)
+        return a * b
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved: Tensors = ctx.saved_tensors
+        a, b = take_all(ctx.memos, ctx.counts, saved, after=grad)
+        return (grad * b, grad * a, None, *[None] * len(saved))

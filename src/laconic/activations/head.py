@@ -12,9 +12,11 @@ and has to give the loss that the formula gives.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -24,13 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations.choice import Packing
+from laconic.activations.derivatives import is_transformed
 from laconic.activations.forwards import LinearForward
 from laconic.activations.loss import LossSpec, check_range, mean, token_losses
+from laconic.activations.replacement import ModelReplacement
 from laconic.activations.sites import Site
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head"]
+__all__ = ["BodyForward", "CausalForward", "CausalHead", "HeadForward", "find_head", "say_inactive"]
 
 _IGNORED = -100
 """The label of tokens that do not count, in every Hugging Face loss for causal language models."""
@@ -107,7 +111,7 @@ class HeadForward(LinearForward):
         return logits.view(*x.shape[:-2], 0, logits.shape[-1]).clone() if x.dim() > 1 else logits
 
 
-class CausalForward:
+class CausalForward(ModelReplacement):
     """Replaces the forward of a causal language model: the original one, with the loss computed by its projection.
 
     With labels and gradients enabled, the output's `logits` hold no tokens. All other calls are the original's: without
@@ -119,41 +123,61 @@ class CausalForward:
     """
 
     def __init__(self, module: nn.Module, head: HeadForward) -> None:
-        self.module = module
+        super().__init__(module)
         self.head = head
         self.loss_function = _attribute(module, "loss_function")
-        self.replaced = module.__dict__.get("forward")
+        self.is_running = False
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+    def install(self) -> None:
+        super().install()
+        body = _attribute(self.module, "base_model")
+        if isinstance(body, nn.Module) and body is not self.module:
+            BodyForward(body, self).install()
 
     # What is inside of the model is compiled; this frame only hands labels over.
     @torch.compiler.disable(
         recursive=False, reason="laconic: the loss is computed in chunks outside of compiled graphs"
     )
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         request = self._request(args, kwargs)
-        if request is None:
-            return self.original(*args, **kwargs)
-        with self._standing_in(request):
-            return self.original(*args, **kwargs)
+        self.is_running = True
+        try:
+            with nullcontext() if request is None else self._standing_in(request):
+                return self.original(*args, **kwargs)
+        finally:
+            self.is_running = False
 
     def _request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
         """What the projection is asked for in this call, None if the original does everything."""
-        if not torch.is_grad_enabled() or _attribute(self.module, "loss_function") is not self.loss_function:
+        if not torch.is_grad_enabled() or is_transformed():
             return None
         given = inspect.signature(type(self.module).forward).bind_partial(self.module, *args, **kwargs)
         given.apply_defaults()
         arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
-        labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
-        kept = arguments.get("logits_to_keep", 0)
-        others = arguments.get("ignore_index", _IGNORED) != _IGNORED or not isinstance(kept, int) or kept != 0
-        if not isinstance(labels, Tensor) or others:
+        reason = self._obstacle(arguments)
+        if reason is not None:
+            if self.module.training:
+                say_inactive(reason)
             return None
+        labels, shifted = arguments["labels"], arguments.get("shift_labels")
         return _Request(_shift(labels) if shifted is None else shifted, arguments.get("num_items_in_batch"))
+
+    def _obstacle(self, arguments: dict[str, Any]) -> str | None:
+        """Why a call with these arguments needs all logits, None if it does not."""
+        if _attribute(self.module, "loss_function") is not self.loss_function:
+            return "another loss_function was given to the model after the conversion"
+        if _attribute(self.module, "get_output_embeddings")() is not self.head.module:
+            return "the output projection was replaced or adapted after the conversion"
+        if not isinstance(arguments.get("labels"), Tensor):
+            return (
+                "the model was called without labels, so its loss is computed from the logits elsewhere, as Hugging "
+                "Face's Trainer does for label_smoothing_factor and compute_loss_func; hand the labels to the model, "
+                "or compute the loss by laconic.linear_cross_entropy, which knows label smoothing"
+            )
+        if arguments.get("ignore_index", _IGNORED) != _IGNORED:
+            return f"ignore_index is {arguments['ignore_index']}, and only {_IGNORED} is served"
+        kept = arguments.get("logits_to_keep", 0)
+        return None if isinstance(kept, int) and kept == 0 else "logits_to_keep asks for the logits of some tokens"
 
     @contextmanager
     def _standing_in(self, request: _Request) -> Iterator[None]:
@@ -174,6 +198,29 @@ class CausalForward:
             del self.module.__dict__["_loss_function"]
             if own is not None:
                 self.module.__dict__["_loss_function"] = own
+
+
+class BodyForward(ModelReplacement):
+    """Replaces the forward of the model below the head, only to say when a host calls it past the head, as TRL does."""
+
+    def __init__(self, module: nn.Module, causal: CausalForward) -> None:
+        super().__init__(module)
+        self.causal = causal
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        past_head = self.causal.enabled and not self.causal.is_running
+        if past_head and self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            say_inactive(
+                "the loss is computed from hidden states past the model's own head, as TRL's SFTTrainer does; how much"
+                " it keeps is the host's choice there"
+            )
+        return self.original(*args, **kwargs)
+
+
+@cache
+def say_inactive(reason: str) -> None:
+    """Warns once that the chunked loss has no part in what runs."""
+    logging.getLogger("laconic").warning("loss='chunked' is inactive: %s", reason)
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -33,7 +33,7 @@ from laconic.activations.choice import Offload, Packing
 from laconic.activations.offload import lane_of
 from laconic.formats import BlockTensor
 
-__all__ = ["Kept", "Memo", "attach", "derive", "found", "found_or_held", "keep", "pack", "take_all"]
+__all__ = ["Kept", "Memo", "attach", "derive", "found", "found_or_held", "in_range", "keep", "pack", "take_all"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -79,10 +79,18 @@ class Memo:
             tensors: what was saved.
             after: the incoming gradient of the backward that asks.
         """
-        value = self._value if self._value is not None else self._rebuild(tensors, after)
+        value = self._value if self._value is not None else in_range(self._rebuild(tensors, after))
         self._readers -= 1
         self._value = value if self._readers > 0 else None
         return value
+
+
+def in_range(value: Tensor) -> Tensor:
+    """A rebuilt value whose rounding has not led out of the range of float16; all other dtypes have room enough."""
+    if not isinstance(value, Tensor) or value.dtype != torch.float16:
+        return value
+    largest = torch.finfo(torch.float16).max
+    return value.clamp(-largest, largest)
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,7 @@ def found(x: Tensor) -> Kept | None:
     if not of_base:
         return note.kept
     shape = x.shape
-    return derive(lambda value: value.view(shape), (note.kept,), (), note.kept.origin)
+    return derive(lambda value: value.reshape(shape), (note.kept,), (), note.kept.origin)
 
 
 def _producer_holds(x: Tensor) -> bool:

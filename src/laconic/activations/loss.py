@@ -28,10 +28,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from laconic.activations.derivatives import first_derivative, is_transformed
+from laconic.activations.kept import in_range
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
 
@@ -103,6 +104,11 @@ def linear_cross_entropy(
     """
     spec = LossSpec(ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale)
     _check(hidden, weight, bias, labels, spec, chunk_tokens, reduction, num_items)
+    if is_transformed():
+        raise ModelError(
+            "linear_cross_entropy is called under a torch.func transform or forward-mode AD, for which its chunks have "
+            "no derivative; call torch.nn.functional.cross_entropy on the logits there"
+        )
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device, torch.int64)
     check_range(targets, weight.shape[0], ignore_index)
     losses, _ = token_losses(rows, weight, bias, targets, spec, chunk_tokens, format)
@@ -251,14 +257,14 @@ class _TokenLosses(torch.autograd.Function):
         return losses.masked_fill_(labels == spec.ignore_index, 0.0), logits
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, labels, lse, *saved = ctx.saved_tensors
         tiles: _Tiles = ctx.tiles
         hidden = saved[0]
         if ctx.format is not None:
             shape = torch.Size((tiles.num_tokens, weight.shape[1]))
-            hidden = BlockTensor(saved[0], saved[1], ctx.format, shape, tiles.dtype).dequantize()
+            hidden = in_range(BlockTensor(saved[0], saved[1], ctx.format, shape, tiles.dtype).dequantize())
         grad = torch.where(labels == ctx.spec.ignore_index, 0.0, grad)
         with torch.autocast(hidden.device.type, enabled=False):
             if lse is None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+
+from laconic.activations.trial import outcome
 
 __all__ = ["ExpertsSpec", "RouterSpec", "experts_of", "router_of"]
 
@@ -58,7 +58,7 @@ def experts_of(module: nn.Module) -> ExpertsSpec | None:
             (index, weights * torch.tensor([1.0, 0.0])),
             (index, weights * torch.tensor([0.0, 1.0])),
         ]
-        outs = [_results(module, parameters, x, *trial) for trial in trials]
+        outs = [outcome(module, parameters, x, *trial, training=False) for trial in trials]
         if all(isinstance(out, Tensor) and out.shape == x.shape for out in outs):
             whole, flipped, first, second = outs
             if _same(flipped, whole) and _same(first + second, whole) and not _same(first, second):
@@ -74,7 +74,7 @@ def _sorted_experts_of(module: nn.Module) -> ExpertsSpec | None:
         counts = torch.zeros(3, num_experts, dtype=torch.int64)
         counts[0, 0], counts[1, 1], counts[2, 1] = 3, 2, 3
         trials = ((x, counts[0] + counts[1]), (x[:3], counts[0]), (x[3:], counts[1]), (x[:3], counts[2]))
-        outs = [_results(module, parameters, *trial) for trial in trials]
+        outs = [outcome(module, parameters, *trial, training=False) for trial in trials]
         if all(
             isinstance(out, Tensor) and out.shape == trial[0].shape for out, trial in zip(outs, trials, strict=True)
         ):
@@ -121,7 +121,7 @@ def router_of(module: nn.Module) -> RouterSpec | None:
     tensors = {name: torch.randn(p.shape, generator=generator) for name, p in module.named_parameters()}
     buffers = {name: torch.zeros(b.shape, dtype=b.dtype) for name, b in module.named_buffers()}
     x = torch.randn(3, weight.shape[1], generator=generator)
-    out = _results(module, {**tensors, **buffers}, x)
+    out = outcome(module, {**tensors, **buffers}, x, training=False)
     if not isinstance(out, tuple) or not all(isinstance(part, Tensor) for part in out):
         return None
     logits = F.linear(x, tensors["weight"], tensors.get("bias"))
@@ -134,15 +134,6 @@ def _num_arguments(module: nn.Module) -> int:
         return len(inspect.signature(type(module).forward).parameters) - 1
     except (TypeError, ValueError):
         return 0
-
-
-def _results(module: nn.Module, tensors: dict[str, Tensor], *args: Tensor) -> Any:
-    """What the module returns with other parameters and buffers, or None if it cannot be called like this."""
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return functional_call(module, tensors, args)
-    except Exception:  # whatever it is, it is not a module of the kind looked for
-        return None
 
 
 def _same(got: Tensor, expected: Tensor) -> bool:

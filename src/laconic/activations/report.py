@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations.choice import Choice, Offload, Recompute
+from laconic.activations.preserve import preserved
 from laconic.activations.sites import Site
 from laconic.activations.tracker import SavedTensorTracker, kind_of
 from laconic.errors import ModelError
@@ -57,7 +58,7 @@ class Report:
     """What `compress_activations` did.
 
     rows: every site in model order, then every other module that keeps tensors, left exact. before, after: the measured
-    forwards; None if the model could not be run without example inputs. dtype: of the model's parameters.
+    forwards; None if the model could not be run, and then `unmeasured` says why. dtype: of the model's parameters.
     """
 
     mode: str
@@ -66,6 +67,7 @@ class Report:
     before: Measurement | None = None
     after: Measurement | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
+    unmeasured: str | None = None
 
     @property
     def before_nbytes_per_token(self) -> float | None:
@@ -96,6 +98,7 @@ class Report:
         return {
             "mode": self.mode,
             "reference_dtype": str(self.dtype).removeprefix("torch."),
+            "unmeasured": self.unmeasured,
             "tokens": 0 if self.before is None else self.before.tokens,
             "before_nbytes_per_token": self.before_nbytes_per_token,
             "after_nbytes_per_token": self.after_nbytes_per_token,
@@ -145,7 +148,7 @@ class Report:
         lines.insert(1, "-" * len(lines[0]))
         before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
         if before is None or after is None:
-            lines.append("bytes unknown: pass example_inputs= to have them measured")
+            lines.append(f"bytes unknown: {self.unmeasured}")
         else:
             saved = f"{before / after:.2f}x less" if after else "nothing is kept"
             dtype = str(self.dtype).removeprefix("torch.")
@@ -157,29 +160,58 @@ class Report:
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measurement:
-    """Runs one forward and counts what it keeps for backward. Random state and gradients stay as they were."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad(), SavedTensorTracker(model) as tracker:
+    """Runs one forward and counts what it keeps for backward. Everything in the model stays as it was."""
+    with preserved(model, inputs), torch.enable_grad(), SavedTensorTracker(model) as tracker:
         model(**inputs)
     return Measurement(tokens, dict(tracker.by_module))
 
 
+Sample = tuple[dict[str, Any], int]
+"""Keyword arguments of a forward, and how many tokens they hold."""
+
+
+def measure_first(model: nn.Module, samples: Sequence[Sample]) -> tuple[Measurement | None, dict[str, Any], str | None]:
+    """The measurement of the first sample that the model runs on, and its inputs; or why there is none."""
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        return None, {}, "the model has parameters that get their shape in its first forward; run it once before"
+    if not samples:
+        return None, {}, f"inputs of {type(model).__name__} cannot be made up; pass example_inputs="
+    reasons = []
+    for inputs, tokens in samples:
+        try:
+            return measure(model, inputs, tokens), inputs, None
+        except Exception as error:  # a model may ask for anything
+            reasons.append(brief(error))
+    where = {p.device.type for p in model.parameters()}
+    remedy = "its parameters hold no values" if where == {"meta"} else "pass example_inputs= that its forward takes"
+    return None, {}, f"the measuring forward failed ({reasons[0]}); {remedy}"
+
+
+def brief(error: Exception) -> str:
+    """An error as one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+
+
 def sample_inputs(
     model: nn.Module, example_inputs: Mapping[str, Any] | None, sequence_length: int
-) -> tuple[dict[str, Any], int] | None:
-    """Inputs for a measuring forward and how many tokens they hold; None if they cannot be made up.
+) -> tuple[Sample, ...]:
+    """Inputs for a measuring forward, the likeliest to be taken first; none if they cannot be made up.
 
     Args:
-        model: a Hugging Face causal language model (inputs are made up: zeros of shape [1, sequence_length] as tokens
-            and labels), or any module with `example_inputs`.
+        model: a Hugging Face model that takes tokens and labels (inputs are made up: one token [1,
+            sequence_length] times, the same or one class as labels), or any module with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. Tokens are the product of all dimensions but the last
             of the first floating-point tensor, or of all dimensions of the first integer tensor.
+
+    Raises:
+        ModelError: `example_inputs` holds no tensor.
     """
     if example_inputs is not None:
         for value in example_inputs.values():
             if isinstance(value, Tensor) and value.dim() > 0:
                 shape = value.shape[:-1] if value.is_floating_point() else value.shape
-                return dict(example_inputs), max(1, shape.numel())
+                return ((dict(example_inputs), max(1, shape.numel())),)
         raise ModelError(
             "example_inputs holds no tensor of one dimension or more, so tokens cannot be counted; "
             "pass the keyword arguments of a training forward"
@@ -188,14 +220,35 @@ def sample_inputs(
     get_base_model = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()
     accepted = inspect.signature(type(inner).forward).parameters
-    if not hasattr(inner, "config") or not {"input_ids", "labels"} <= set(accepted):
-        return None
-    device = next(model.parameters()).device
-    ids = torch.zeros(1, sequence_length, dtype=torch.int64, device=device)
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
-    return inputs, sequence_length
+    device = next((p.device for p in model.parameters()), None)
+    if not hasattr(inner, "config") or not {"input_ids", "labels"} <= set(accepted) or device is None:
+        return ()
+    length = min(sequence_length, _num_positions(inner.config) or sequence_length)
+    samples = []
+    for tokens in dict.fromkeys((length, max(1, length // 2))):  # some positions may be reserved
+        ids = torch.full((1, tokens), _usual_token(inner.config), dtype=torch.int64, device=device)
+        classes = torch.zeros(1, dtype=torch.int64, device=device)
+        # Of the next token or of each token, of one class for the sequence, of one number for it.
+        for labels in (ids, classes, classes.float()):
+            inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
+            if "use_cache" in accepted:
+                inputs["use_cache"] = False
+            samples.append((inputs, tokens))
+    return tuple(samples)
+
+
+def _usual_token(config: Any) -> int:
+    """The first token that no Hugging Face configuration gives a meaning, such as that of padding."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id")
+    special = {getattr(config, name, None) for name in names}
+    return next((token for token in range(len(special) + 1) if token not in special), 0)
+
+
+def _num_positions(config: Any) -> int | None:
+    """How many positions a Hugging Face configuration allows for, as far as it says so."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    found = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
+    return min(found, default=None)
 
 
 def saved_nbytes_per_token(
@@ -215,18 +268,14 @@ def saved_nbytes_per_token(
         example_inputs: keyword arguments of the forward.
 
     Raises:
-        ModelError: inputs cannot be made up for this model and none are given.
+        ModelError: no inputs are given and none that the model runs on can be made up; says why.
     """
-    sample = sample_inputs(model, example_inputs, sequence_length)
-    if sample is None:
-        raise ModelError(
-            f"{type(model).__name__} is no Hugging Face causal language model, so its inputs cannot be made up; "
-            f"pass example_inputs="
-        )
-    inputs, tokens = sample
+    samples = sample_inputs(model, example_inputs, sequence_length)
     with _cast(model, dtype):
-        measurement = measure(model, inputs, tokens)
-    return sum(measurement.by_module.values()) / tokens
+        measurement, _, why = measure_first(model, samples)
+    if measurement is None:
+        raise ModelError(f"the bytes of {type(model).__name__} cannot be measured: {why}")
+    return sum(measurement.by_module.values()) / measurement.tokens
 
 
 @contextmanager
@@ -249,6 +298,7 @@ def make_report(
     layers: Mapping[str, BlockFormat | None],
     before: Measurement | None,
     after: Measurement | None,
+    unmeasured: str | None,
 ) -> Report:
     """Puts sites, the input formats of layers that are computed again, and measurements together."""
     kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
@@ -286,7 +336,7 @@ def make_report(
         if name in others and name not in owners and name not in layers
     ]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    return Report(mode, dtype, tuple(rows), before, after, kinds)
+    return Report(mode, dtype, tuple(rows), before, after, kinds, unmeasured)
 
 
 def _described(choice: Choice) -> tuple[int, str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from laconic.activations.choice import Packing
+from laconic.activations.derivatives import first_derivative
 from laconic.activations.kept import Kept, Memo, attach, keep, pack
 from laconic.activations.traceable import traceable
 
@@ -54,6 +54,6 @@ class _PassOn(torch.autograd.Function):
         return value[0].detach()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

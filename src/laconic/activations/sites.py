@@ -1,9 +1,13 @@
 """Finds the places in a model where backward needs a tensor.
 
-A module is recognized by what it computes, not by its class name: a candidate that has the right parts is run once on a
-few random numbers and compared with the formula it seems to follow. So Llama's, Gemma's and OLMo's norms are told apart
-by their values, a model class nobody has heard of is recognized if it computes the same thing, and one that looks
-familiar but does something else is left alone.
+A module is recognized by what it computes, not by its class name: a candidate that has the right parts is run on a few
+random numbers and compared with the formula it seems to follow. So Llama's, Gemma's and OLMo's norms are told apart by
+their values, a model class nobody has heard of is recognized if it computes the same thing, and one that looks familiar
+but does something else is left alone.
+
+A formula stands only for modules without parts (norm, linear, activation), and only if they compute it in training and
+in evaluation alike. Whatever is put together from them (feed-forward block, attention, experts, router) runs its own
+code, so what that does beyond the formula, such as dropout, is done.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
+from laconic.activations.trial import has_settings, outcome, own_forward, settled
 
 __all__ = ["AttentionSpec", "LinearSpec", "MlpSpec", "Site", "find_sites"]
 
@@ -35,7 +39,8 @@ class LinearSpec:
 class MlpSpec:
     """A feed-forward block: down(act(gate(x)) * up(x)), or down(act(gate(x))) if `up` is None.
 
-    gate, up, down, act, dropout: names of the children. fused: `gate` returns gate and up side by side.
+    gate, up, down, act: names of the children. fused: `gate` returns gate and up side by side. That is what it computes
+    in evaluation; in training there may be dropout, noise and the like anywhere in it.
     """
 
     gate: str
@@ -44,7 +49,6 @@ class MlpSpec:
     act: str
     activation: str
     fused: bool = False
-    dropout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def find_sites(model: nn.Module) -> list[Site]:
 def _sites(model: nn.Module) -> Iterator[Site]:
     for name, module in model.named_modules():
         layer = _layer_of(name)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
+            continue  # it becomes another module in its first forward
         if (linear := _linear(module)) is not None:
             width = _weight_of(module).shape[0 if linear.transposed else 1]
             yield Site(name, "linear", layer, (width,), linear)
@@ -116,10 +122,19 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _linear(module: nn.Module) -> LinearSpec | None:
     # Subclasses may do more than multiply (quantized weights, parametrizations): only the plain classes are known.
     if type(module) is nn.Linear:
-        return LinearSpec(transposed=False)
-    if _is_conv1d(module):
-        return LinearSpec(transposed=True)
-    return None
+        return LinearSpec(transposed=False) if own_forward(module) is None else None
+    return LinearSpec(transposed=True) if _is_conv1d(module) and _multiplies(module) else None
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module of the name and the parts of GPT-2's Conv1D computes what that does."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(3, generator=generator)}
+    x = torch.randn(2, 4, generator=generator)
+    if module._parameters.keys() != tensors.keys() or not has_settings(module):
+        return False
+    got = settled(module, tensors, x, attributes={"nf": 3})
+    return got is not None and _same(got, torch.addmm(tensors["bias"], x, tensors["weight"]))
 
 
 # Norms
@@ -133,8 +148,10 @@ def _weight_of(module: nn.Module) -> Tensor:
 
 def _norm(module: nn.Module) -> NormSpec | None:
     """The normalization a leaf module computes over its last dimension, found by running it on random numbers."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or any(True for _ in module.children()):
+    weight = module._parameters.get("weight")  # not the attribute: a parametrized one is computed anew, and may change
+    if weight is None or weight.dim() != 1:
+        return None
+    if any(True for _ in module.children()) or not has_settings(module):
         return None
     if not set(module._parameters) <= {"weight", "bias"} or len(module._buffers) > 0:
         return None
@@ -143,33 +160,28 @@ def _norm(module: nn.Module) -> NormSpec | None:
         return None  # its epsilon then depends on the dtype of the input
     if not isinstance(eps, float):
         return None
-    # Few numbers of small size make epsilon and the offset of the weight show in the result.
+    # Few numbers of small size make epsilon and the offset of the weight show in the result. With several dimensions,
+    # none before the last of its length: a norm over the second one (GroupNorm, channels first) may look alike in two.
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, weight.numel(), generator=generator) * eps**0.5
+    features = weight.numel()
+    others = 3 if features != 3 else 5
+    shapes = ((2, features), (2, others, features), (2, others, 2, features))
+    xs = [torch.randn(shape, generator=generator) * eps**0.5 for shape in shapes]
     parameters = {
-        name: torch.randn(weight.numel(), generator=generator)
+        name: torch.randn(features, generator=generator)
         for name, parameter in module._parameters.items()
         if parameter is not None
     }
-    got = _run(module, parameters, x)
-    if got is None or got.shape != x.shape:
-        return None
+    found = [settled(module, parameters, x) for x in xs]
     candidates = [NormSpec("rms", eps), NormSpec("rms", eps, unit_offset=True), NormSpec("layer", eps)]
     bias = parameters.get("bias")
     for spec in candidates:
-        if (bias is None or spec.kind == "layer") and _same(got, normalize(x, parameters["weight"], bias, spec)):
+        if (bias is None or spec.kind == "layer") and all(
+            got is not None and _same(got, normalize(x, parameters["weight"], bias, spec))
+            for x, got in zip(xs, found, strict=True)
+        ):
             return spec
     return None
-
-
-def _run(module: nn.Module, parameters: dict[str, Tensor], *args: Tensor) -> Tensor | None:
-    """The module's output with other parameters, or None if it cannot be called like this."""
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            out = functional_call(module, parameters, args)
-    except Exception:  # whatever it is, it is not a module of the kind looked for
-        return None
-    return out if isinstance(out, Tensor) else None
 
 
 def _same(got: Tensor, expected: Tensor) -> bool:
@@ -179,7 +191,7 @@ def _same(got: Tensor, expected: Tensor) -> bool:
 # Feed-forward blocks
 
 # Children of the feed-forward blocks in use: gate, up, down. Names only propose; the values decide.
-_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 _FUSED = (("gate_up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
 _PLAIN = (
     ("c_fc", "c_proj"),
@@ -187,6 +199,7 @@ _PLAIN = (
     ("fc_in", "fc_out"),
     ("up_proj", "down_proj"),
     ("dense_h_to_4h", "dense_4h_to_h"),
+    ("wi", "wo"),
 )
 _ACT = ("act_fn", "act", "activation_fn", "activation_function")
 
@@ -204,13 +217,12 @@ def _mlp(module: nn.Module) -> MlpSpec | None:
     activation = None if act is None else _activation(children[act])
     if act is None or activation is None:
         return None
-    dropout = next((name for name, child in children.items() if type(child) is nn.Dropout), None)
-    proposals = [MlpSpec(g, u, d, act, activation, dropout=dropout) for g, u, d in _GATED]
-    proposals += [MlpSpec(g, None, d, act, activation, fused=True, dropout=dropout) for g, d in _FUSED]
-    proposals += [MlpSpec(g, None, d, act, activation, dropout=dropout) for g, d in _PLAIN]
+    proposals = [MlpSpec(g, u, d, act, activation) for g, u, d in _GATED]
+    proposals += [MlpSpec(g, None, d, act, activation, fused=True) for g, d in _FUSED]
+    proposals += [MlpSpec(g, None, d, act, activation) for g, d in _PLAIN]
     for spec in proposals:
-        names = {spec.gate, spec.down, spec.act} | {name for name in (spec.up, spec.dropout) if name is not None}
-        if names == set(children) and _computes(module, spec):
+        names = {spec.gate, spec.down} | ({spec.up} if spec.up is not None else set())
+        if names <= set(children) and _computes(module, spec):
             return spec
     return None
 
@@ -231,41 +243,29 @@ def _computes(module: nn.Module, spec: MlpSpec) -> bool:
         for parameter in stand_ins[name].parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
     x = torch.randn(3, narrow, generator=generator)
-    trial = _with_children(module, stand_ins)
-    got = _run(trial, {}, x)
-    if got is None:
-        return False
     h = stand_ins[spec.gate](x)
-    function: Callable[[Tensor], Tensor] = ACTIVATIONS[spec.activation].forward
-    if spec.fused:
-        gate, up = h.chunk(2, -1)
-        inside = function(gate) * up
-    else:
-        inside = function(h) if spec.up is None else function(h) * stand_ins[spec.up](x)
-    return _same(got, stand_ins[spec.down](inside).detach())
 
+    def inside(act: Callable[[Tensor], Tensor]) -> Tensor:
+        if spec.fused:
+            gate, up = h.chunk(2, -1)
+            return act(gate) * up
+        return act(h) if spec.up is None else act(h) * stand_ins[spec.up](x)
 
-def _with_children(module: nn.Module, replaced: dict[str, nn.Linear]) -> nn.Module:
-    """A shallow twin of `module` in eval mode with some children replaced; the module itself stays as it is."""
-    twin = module.__class__.__new__(module.__class__)
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_modules"] = {**module._modules, **replaced}
-    twin.__dict__["training"] = False
-    # Dropout is elementwise and outside of the formula.
-    for name, child in twin._modules.items():
-        if type(child) is nn.Dropout:
-            twin._modules[name] = nn.Identity()
-    return twin
+    # With another activation, too: the block may have one and call a function instead.
+    for act, replaced in ((ACTIVATIONS[spec.activation].forward, {}), (torch.tanh, {spec.act: nn.Tanh()})):
+        got = outcome(module, {}, x, training=False, children={**stand_ins, **replaced})
+        if not isinstance(got, Tensor) or not _same(got, stand_ins[spec.down](inside(act)).detach()):
+            return False
+    return True
 
 
 def _activation(module: nn.Module) -> str | None:
-    """The name in `ACTIVATIONS` of what an elementwise module computes."""
-    if any(True for _ in module.parameters()):
+    """The name in `ACTIVATIONS` of what an elementwise module without parts computes."""
+    if any(True for _ in module.parameters()) or any(True for _ in module.children()) or not has_settings(module):
         return None
     x = torch.linspace(-8, 8, 1001)
-    given = x.clone()
-    got = _run(module, {}, given)
-    if got is None or not torch.equal(given, x):  # one that works in place would overwrite what is to be kept
+    got = settled(module, {}, x)  # one that works in place, and would overwrite what is to be kept, is not
+    if got is None:
         return None
     return next((name for name, function in ACTIVATIONS.items() if _same(got, function.forward(x))), None)
 

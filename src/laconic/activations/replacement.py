@@ -1,0 +1,203 @@
+"""A forward that takes the place of a module's own and looks like it from outside.
+
+It is stored as the module's `forward`, so parameters, names, hooks and checkpoints of the module stay untouched, and a
+model with such forwards can be copied and pickled. Name, documentation, signature and keyword arguments are those of
+the original: Hugging Face's Trainer, for one, drops the columns of a data set that the signature does not name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from laconic.errors import ModelError
+
+__all__ = ["ModelReplacement", "Replacement", "check_module", "replacements_of"]
+
+
+class Replacement:
+    """Base of the replaced forwards: a callable, `install`ed as the forward of a module until `remove`d.
+
+    Args:
+        module: whose forward is replaced.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owner = type(module)
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+        self._first_name = _first_name(self._before, is_bound=self.replaced is not None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} has to define __call__")
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same arguments, with the first one by position also where it was given by name."""
+        if args or self._first_name not in kwargs:
+            return args, kwargs
+        rest = {name: value for name, value in kwargs.items() if name != self._first_name}
+        return (kwargs[self._first_name],), rest
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A module leads to its forward and that to the module, so `forward` is asked for before there is a state.
+        return _blank, (type(self), self._owner), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    @property
+    def _before(self) -> Callable[..., Any]:
+        replaced = self.__dict__.get("replaced")
+        return self._owner.forward if replaced is None else replaced
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """This callable as a bound method that has the name, the documentation and the signature of the original.
+
+        A bound method and not the object, because torch.compile then guards its code, and layers share a graph. A
+        pickled method is looked up under its name, which is that of this property.
+        """
+        is_own = self.__dict__.get("replaced") is None
+        return MethodType(_like(self._before) if is_own else _like_bound(self._before), self)
+
+    def install(self) -> None:
+        """Puts it in the place of the module's forward."""
+        self.module.forward = self.forward
+
+    def remove(self) -> None:
+        """Gives the module the forward back that was there before."""
+        if self.replaced is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.replaced
+
+
+def _blank(cls: type[Replacement], owner: type[nn.Module]) -> Replacement:
+    """A replacement that is being unpickled or copied, without its state."""
+    blank = cls.__new__(cls)
+    blank._owner = owner
+    return blank
+
+
+class ModelReplacement(Replacement):
+    """Base of the forwards of whole models, which hosts wrap and rebind.
+
+    Accelerate takes the function of a bound method and binds it to the model instead, so here the object itself is
+    stored. Where a host has put something around it, it cannot be taken out; `remove` then turns it off.
+    """
+
+    enabled = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._resemble()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # bound to the model by a host
+            args = args[1:]
+        return self.run(*args, **kwargs) if self.enabled else self.original(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward while it is enabled."""
+        raise TypeError(f"{type(self).__name__} has to define run")
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    def remove(self) -> None:
+        if self.module.__dict__.get("forward") is self:
+            super().remove()
+        else:
+            self.enabled = False
+
+    def _resemble(self) -> None:
+        functools.update_wrapper(self, self._before, updated=())
+        self.__dict__.pop("__qualname__", None)  # pickle would take the object for a function and look it up
+        signature = _signature(self._before)
+        if signature is not None:
+            parameters = list(signature.parameters.values())[0 if self.replaced is not None else 1 :]
+            self.__signature__ = signature.replace(parameters=parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("__")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._resemble()
+
+
+def replacements_of(module: nn.Module) -> Iterator[Replacement]:
+    """What stands in for a module's forward, the outermost first, also under what hosts have wrapped around it."""
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
+        if isinstance(owner, Replacement):
+            if not isinstance(owner, ModelReplacement) or owner.enabled:
+                yield owner
+            forward = owner.replaced
+        else:
+            forward = getattr(forward, "__wrapped__", None)
+
+
+def check_module(model: object) -> None:
+    """Refuses with a ModelError what is no module, such as the name of a model."""
+    if not isinstance(model, nn.Module):
+        given = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
+        raise ModelError(
+            f"model is {given}, but it must be a torch.nn.Module; load it first, for example with "
+            f"transformers.AutoModelForCausalLM.from_pretrained"
+        )
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):  # not written in Python
+        return None
+
+
+def _first_name(forward: Callable[..., Any], is_bound: bool) -> str | None:
+    """The name under which a forward takes its first argument; None if that has to be given by position."""
+    signature = _signature(forward)
+    parameters = [] if signature is None else list(signature.parameters.values())[0 if is_bound else 1 :]
+    by_name = parameters and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return parameters[0].name if by_name else None
+
+
+def _like_bound(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls its first argument with the rest and looks like `original`, which takes the rest only."""
+
+    def forward(replacement: Replacement, /, *args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    functools.update_wrapper(forward, original, updated=())
+    forward.__name__ = "forward"  # under which a pickled method is looked up
+    signature = _signature(original)
+    if signature is not None:
+        this = inspect.Parameter("replacement", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [this, *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return forward
+
+
+@functools.lru_cache(maxsize=1024)
+def _like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the forward of a class, which takes a module first; one function for all modules of the class."""
+
+    def forward(replacement: Replacement, /, *args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    functools.update_wrapper(forward, original, updated=())
+    forward.__name__ = "forward"
+    return forward

@@ -1,0 +1,388 @@
+"""Forwards that are put in the place of others look like them, take what they take, and come out again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import laconic
+from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
+from laconic.activations.forwards import SiteForward
+from laconic.activations.replacement import ModelReplacement, Replacement, replacements_of
+from laconic.errors import ModelError
+from laconic.formats import BlockFormat
+from tests.activations.models import (
+    FAMILIES,
+    MIXTURES,
+    gradients_of,
+    loss_of,
+    make_ids,
+    make_model,
+    relative_error,
+)
+
+
+def _compressed(family: str, **options: Any) -> nn.Module:
+    model = make_model(family)
+    laconic.compress_activations(model, **options)
+    return model
+
+
+def _planned() -> nn.Module:
+    """A model whose first layer is computed again, and whose feed-forward blocks are."""
+    model = make_model("llama")
+    sites = find_sites(model)
+    choices = {site.name: Recompute() if site.kind == "mlp" else BlockFormat("int8") for site in sites}
+    laconic.compress_activations(model, plan=ActivationPlan(choices, {"model.layers.0": BlockFormat("int8")}))
+    return model
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    **{family: lambda family=family: _compressed(family) for family in (*FAMILIES, *MIXTURES)},  # type: ignore[misc]
+    "plan": _planned,
+    "chunked": lambda: _compressed("llama", loss="chunked"),
+    "hooks": lambda: _compressed("llama", mode="hooks"),
+}
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _looks(model: nn.Module) -> set[type]:
+    """Compares every replaced forward with the one of the module's class; the classes that were seen."""
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        for replacement in replacements_of(module):
+            seen.add(type(replacement))
+        if "forward" not in vars(module):
+            continue
+        original = type(module).forward
+        assert inspect.signature(module.forward) == inspect.signature(original.__get__(module)), name
+        assert module.forward.__name__ == original.__name__ == "forward", name
+        assert module.forward.__doc__ == original.__doc__, name
+        assert inspect.unwrap(module.forward) is inspect.unwrap(original), name
+    return seen
+
+
+def _calls(model: nn.Module) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """With what the modules whose forward is replaced are called in a training step."""
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls.setdefault(name, (args, kwargs)) and None, with_kwargs=True
+        )
+        for name, module in model.named_modules()
+        if "forward" in vars(module)
+    ]
+    loss_of(model, make_ids(length=24))
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def _result(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, int]:
+    """What a call returns, and how many bytes it saves."""
+
+    def fresh(x: Any) -> Any:
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+    torch.manual_seed(0)
+    with SavedTensorTracker(module) as tracker:
+        result = module(*map(fresh, args), **{name: fresh(value) for name, value in kwargs.items()})
+    return result, tracker.nbytes
+
+
+def _takes_names(model: nn.Module) -> None:
+    """Calls every module whose forward is replaced with all its arguments by name."""
+    for name, (args, kwargs) in _calls(model).items():
+        module = model.get_submodule(name)
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        own = next(iter(bound.signature.parameters))
+        by_name = dict(bound.arguments)
+        del by_name[own]
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                by_name |= by_name.pop(parameter.name, {})
+        try:
+            with torch.no_grad():
+                type(module).forward(module, **by_name)
+        except TypeError:  # transformers' experts of GPT-OSS have other names behind their signature
+            with pytest.raises(TypeError):
+                module(**by_name)
+            continue
+        expected, saved = _result(module, args, kwargs)
+        got, saved_by_name = _result(module, (), by_name)
+        torch.testing.assert_close(_tensors(got), _tensors(expected), rtol=0, atol=0)
+        assert saved_by_name == saved, name
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    values = result.values() if hasattr(result, "values") else result if isinstance(result, tuple | list) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "plan", "chunked", "hooks"])
+def test_every_replaced_forward_looks_like_the_original_and_takes_names(case: str) -> None:
+    model = CASES[case]()
+    assert _looks(model)
+    _takes_names(model)
+    _looks(pickle.loads(pickle.dumps(model)))
+    _looks(copy.deepcopy(model))
+    laconic.decompress_activations(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_takes_names(case: str) -> None:
+    model = CASES[case]()
+    _looks(model)
+    _takes_names(model)
+
+
+def test_no_kind_of_replaced_forward_is_left_out() -> None:
+    seen = set().union(*(_looks(CASES[case]()) for case in ("llama", "mixtral", "plan", "chunked", "hooks")))
+    bases = {SiteForward, ModelReplacement}
+    assert {cls for cls in _subclasses(Replacement) if cls.__module__.startswith("laconic")} - bases <= seen
+
+
+def test_a_forward_of_ones_own_is_resembled_too() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def mine(x: Tensor, scale: float = 2.0) -> Tensor:
+        """Scales."""
+        return x * scale
+
+    model.forward = mine
+    laconic.compress_activations(model, mode="hooks")
+    assert inspect.signature(model.forward) == inspect.signature(mine)
+    assert model.forward.__doc__ == "Scales."
+    x = torch.randn(2, 64)
+    assert torch.equal(model(x=x, scale=3.0), x * 3)
+    assert torch.equal(model(x=x), x * 2)
+    laconic.decompress_activations(model)
+    assert model.forward is mine
+
+
+def test_attention_takes_query_key_and_value_by_name() -> None:
+    model = _compressed("llama")
+    module = model.model.layers[0].self_attn
+    query, key, value = (torch.randn(1, 4, 8, 16, requires_grad=True) for _ in range(3))
+    from laconic.activations.attention import attention_core_of
+
+    core = attention_core_of(module)
+    assert core is not None
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, None]:
+        return (query @ key.mT).softmax(-1) @ value, None
+
+    for kwargs in (
+        {"query": query, "key": key, "value": value, "mask": None},
+        {"value": value, "mask": None, "key": key, "query": query},
+    ):
+        output, _ = core(attend, module, **kwargs)
+        assert type(output.grad_fn).__name__ == "_AttentionBackward"
+        assert torch.equal(output, attend(module, query, key, value, None)[0])
+
+
+# Derivatives of other kinds
+
+
+def blocks(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, **options)
+    return model, twin, torch.randn(64, 64)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for jvp
+@pytest.mark.parametrize("options", [{}, {"mode": "hooks"}])
+def test_functional_transforms_are_exact(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    from laconic.activations.derivatives import _say_it_is_exact
+
+    model, twin, x = blocks(options)
+    _say_it_is_exact.cache_clear()
+
+    def of(module: nn.Module) -> list[Tensor]:
+        parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(module, parameters, (x,)).square().sum()
+
+        results = [*grad(loss)(parameters, x).values(), jvp(module, (x,), (x,))[1]]
+        results += vmap(grad(loss), in_dims=(None, 0))(parameters, x[:3]).values()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            results.append(torch.autograd.forward_ad.unpack_dual(module(dual)).tangent)
+        return results
+
+    with caplog.at_level("WARNING", logger="laconic"):
+        got = of(twin)
+    assert all(torch.equal(a, b) for a, b in zip(got, of(model), strict=True))
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "run the original forwards" in caplog.records[0].message
+
+
+def test_a_functional_call_without_a_transform_is_compressed() -> None:
+    model, twin, x = blocks({"bits": 8})
+    results = []
+    for module in (model, twin):
+        parameters = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+        functional_call(module, parameters, (x,)).square().sum().backward()
+        results.append(torch.cat([p.grad.flatten() for p in parameters.values()]))  # type: ignore[union-attr]
+    assert 0 < relative_error(results[1], results[0]) < 0.02
+
+
+@pytest.mark.parametrize("penalty", [lambda y: y.sum(), lambda y: y.square().sum()])
+def test_a_second_derivative_is_refused_and_never_left_out(penalty: Callable[[Tensor], Tensor]) -> None:
+    # The gradient of a sum needs no gradient itself, and still depends on the weights.
+    _, twin, x = blocks({})
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(penalty(twin(x)), x, create_graph=True)
+    with pytest.raises(ModelError, match=r"a second derivative \(create_graph=True\) reaches what laconic"):
+        dx.square().sum().backward()
+
+
+def test_hooks_know_second_derivatives() -> None:
+    model, twin, x = blocks({"bits": 8, "mode": "hooks"})
+    x.requires_grad_()
+    for module in (model, twin):
+        (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+    expected, got = gradients_of(model), gradients_of(twin)
+    assert all(relative_error(got[name], expected[name]) < 0.05 for name in got)
+
+
+def test_the_chunked_loss_is_refused_under_a_transform() -> None:
+    weight, labels = torch.randn(32, 16), torch.arange(4)
+    with pytest.raises(ModelError, match=r"linear_cross_entropy is called under a torch\.func transform"):
+        grad(lambda x: laconic.linear_cross_entropy(x, weight, labels))(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("call", [laconic.compress_activations, laconic.decompress_activations])
+def test_what_is_no_module_is_refused(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(ModelError, match=r"model is 'gpt2', but it must be a torch\.nn\.Module; load it first"):
+        call("gpt2")
+    with pytest.raises(ModelError, match=r"model is of type list, but"):
+        call([nn.Linear(4, 4)])
+
+
+# Converted twice, and wrapped by hosts
+
+
+@pytest.mark.parametrize("first", ["sites", "hooks"])
+@pytest.mark.parametrize("second", ["sites", "hooks"])
+def test_a_model_is_converted_once(first: Any, second: Any) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)))
+    laconic.compress_activations(model[0], mode=first)
+    for outer in (model[0], model):
+        with pytest.raises(ModelError, match="has compressed activations already"):
+            laconic.compress_activations(outer, mode=second)
+
+
+def test_hooks_inside_of_hooks_are_refused() -> None:
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(64, 64))), torch.randn(64, 64)
+    laconic.compress_activations(model, mode="hooks")
+    laconic.compress_activations(model[0], mode="hooks")
+    with pytest.raises(ModelError, match="Sequential is compressed with mode='hooks' inside of Sequential"):
+        model(x)
+    laconic.decompress_activations(model[0])  # also takes nothing from the outer one
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "chunked"}, {"mode": "hooks"}])
+def test_a_model_that_accelerate_has_wrapped_trains_and_comes_out_again(options: dict[str, Any]) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make_model("llama"), make_ids()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, **options)
+    losses = []
+    for each in (model, twin):
+        prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(each)
+        losses.append(loss_of(prepared, ids))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
+    with pytest.raises(ModelError, match="has compressed activations already"):
+        laconic.compress_activations(twin)
+    got, expected = gradients_of(twin), gradients_of(model)
+    assert all(relative_error(got[name], expected[name]) < 0.05 for name in got)
+    laconic.decompress_activations(twin)
+    with SavedTensorTracker(twin) as tracker:
+        loss_of(twin, ids)
+    with SavedTensorTracker(model) as exact:
+        loss_of(model, ids)
+    assert tracker.nbytes == exact.nbytes
+
+
+# Layers that come later
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks transformers the old way
+@pytest.mark.parametrize("loss", ["exact", "chunked"])
+def test_adapters_added_later_are_compressed_like_those_added_before(
+    loss: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+    before = get_peft_model(make_model("llama"), config)
+    laconic.compress_activations(before, loss=loss)
+    after = make_model("llama")
+    laconic.compress_activations(after, loss=loss)
+    after = get_peft_model(after, config)
+    after.load_state_dict(before.state_dict())
+    ids, found = make_ids(), []
+    with caplog.at_level(logging.INFO, logger="laconic"):
+        for model in (before, after, copy.deepcopy(after), pickle.loads(pickle.dumps(after))):
+            with SavedTensorTracker(model) as tracker:
+                value = loss_of(model, ids)
+            value.backward()
+            found.append((value, tracker.nbytes, gradients_of(model)))
+    assert (
+        "layers that came in the place of compressed ones: model.layers.0.self_attn.q_proj.lora_A.default"
+        in caplog.text
+    )
+    for value, nbytes, grads in found[1:]:
+        assert torch.equal(value, found[0][0])
+        assert nbytes == found[0][1]
+        assert all(torch.equal(grad, found[0][2][name]) for name, grad in grads.items())
+    laconic.decompress_activations(after)
+    assert not any("forward" in vars(module) for module in after.modules())
+
+
+def test_a_layer_in_the_place_of_another_inherits_its_choice() -> None:
+    model, ids = _compressed("llama", bits=8), make_ids()
+    with SavedTensorTracker(model) as expected:
+        loss_of(model, ids)
+    model.model.layers[1] = make_model("llama").model.layers[1]
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 160, bias=False)
+    with SavedTensorTracker(model) as tracker:
+        loss_of(model, ids)
+    assert tracker.nbytes == expected.nbytes
+
+
+def test_a_layer_in_the_place_of_nothing_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = _compressed("llama"), make_ids()
+    model.model.extra = nn.Linear(64, 64)
+    for _ in range(2):
+        loss_of(model, ids)
+    (record,) = caplog.records
+    assert "1 layers came after compress_activations and stay exact" in record.message
+    assert "model.extra" in record.message
