@@ -20,7 +20,7 @@ import torch.distributed as dist
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line, LinkRates
 from laconic.moe.balancer import ExpertBalancer
-from laconic.moe.huggingface import RouterGate
+from laconic.moe.huggingface import GivenRouting
 from laconic.train.loop import Trainer
 from laconic.train.worker import leave
 from laconic.train.world import join_world, read_environment
@@ -164,20 +164,21 @@ class Spread(Pair):
 
 @contextmanager
 def spoilt_router(here: bool, steps: set[int]) -> Iterator[None]:
-    """Make all router logits NaN in training in these steps (0-based), if `here`."""
-    step, forward = Trainer.step, RouterGate.forward
+    """Make all routing weights NaN in training in these steps (0-based), if `here`."""
+    step, routing = Trainer.step, GivenRouting.routing
     current = {"step": 0}
 
     def counted_step(self: Any, number: int, stop: Any) -> Any:
         current["step"] = number
         return step(self, number, stop)
 
-    def spoilt_forward(self: Any, x: torch.Tensor) -> Any:
-        return forward(self, x * float("nan") if here and self.training and current["step"] in steps else x)
+    def spoilt_routing(self: Any, indices: torch.Tensor, weights: torch.Tensor) -> Any:
+        spoilt = here and torch.is_grad_enabled() and current["step"] in steps
+        return routing(self, indices, weights * float("nan") if spoilt else weights)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", counted_step)
-        patch.setattr(RouterGate, "forward", spoilt_forward)
+        patch.setattr(GivenRouting, "routing", spoilt_routing)
         yield
 
 

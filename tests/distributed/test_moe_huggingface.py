@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats.shards import local_part
@@ -19,11 +20,13 @@ from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
 from laconic.moe.moves import ExpertMover
+from laconic.moe.pipeline import PipelineSchedule
 from laconic.optim import AdamW8bit
 from tests.activations.models import make_ids, make_model
 from tests.moe.worlds import run_world
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"]
+"""What each layout is tried on; tests/moe/huggingface/test_families.py tries all that transformers has."""
 BATCH = 4
 
 
@@ -106,12 +109,74 @@ def pair_is_like_one_process() -> None:
     assert_like_one_process("mixtral", grid, dispatcher=lambda grid: HierarchicalDispatcher(grid.levels, 1))
 
 
+def assert_gradients_are_means(reference: nn.Module, model: nn.Module, tolerance: float = 1e-10) -> None:
+    for (name, parameter), one in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None, name
+        assert one.grad is not None, name
+        assert close(whole(parameter.grad), one.grad, tolerance), name
+
+
+def mean_gradients(family: str, ids: Tensor) -> nn.Module:
+    """The whole model with the gradients of the mean of all processes' losses."""
+    reference = tiny(family)
+    loss_on(reference, ids).backward()
+    for parameter in reference.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return reference
+
+
+def ddp_averages_everything(grids: list[dict[str, int]]) -> None:
+    """Experts too, in each backward; micro-batches add up."""
+    for sizes in grids:
+        model, ids = tiny("qwen3_moe"), own_ids(1)
+        reference = mean_gradients("qwen3_moe", ids)
+        done = parallelize(model, Grid(**sizes))
+        wrapped = DistributedDataParallel(model)
+        with wrapped.no_sync():
+            (loss_on(wrapped, ids) / 2).backward()
+        (loss_on(wrapped, ids) / 2).backward()
+        assert_gradients_are_means(reference, model)
+        with pytest.raises(ConfigError, match="last forward was that of DistributedDataParallel"):
+            done.reduce_gradients()
+        # Without the wrapper it is the caller's again.
+        model.zero_grad()
+        loss_on(model, ids).backward()
+        done.reduce_gradients()
+        assert_gradients_are_means(reference, model)
+
+
+def checkpointed_layers_in_chunks_run_in_one_piece() -> None:
+    model, ids = tiny("mixtral"), own_ids(1)
+    reference = mean_gradients("mixtral", ids)
+    done = parallelize(model, Grid(ep=2), schedule=PipelineSchedule(2))
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match="runs in one piece"):
+        loss_on(model.train(), ids).backward()
+    done.reduce_gradients()
+    assert_gradients_are_means(reference, model)
+
+
+def compiled_models_break_their_graph_at_experts() -> None:
+    for wrap in (lambda model: model, DistributedDataParallel):
+        model, ids = tiny("qwen3_moe"), own_ids(1)
+        reference = mean_gradients("qwen3_moe", ids)
+        done = parallelize(model, Grid(ep=2))
+        compiled = torch.compile(wrap(model), backend="aot_eager")
+        loss_on(compiled, ids).backward()
+        if compiled._orig_mod is model:
+            done.reduce_gradients()
+        assert_gradients_are_means(reference, model, 1e-6)
+
+
 def a_rank_without_tokens_takes_part() -> None:
     model, reference = tiny("mixtral"), tiny("mixtral")
     done = parallelize(model, init_device_mesh("cpu", (2,)))
-    layer, block = done.layers["model.layers.0.mlp"], reference.model.layers[0].mlp
+    layer, block = done.layers["model.layers.0.mlp.experts"], reference.model.layers[0].mlp
+    spread = model.model.layers[0].mlp
     x = torch.randn(1, 5 if dist.get_rank() == 0 else 0, 64, dtype=torch.float64, requires_grad=True)
-    y = layer(x)
+    y = spread(x)
     assert y.shape == x.shape
     y.sum().backward()
     if dist.get_rank() == 0:
@@ -233,8 +298,15 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         experts_change_places,
         misfits_are_refused,
         partial(files_are_those_of_the_whole_model, tmp_path),
+        partial(ddp_averages_everything, [{"ep": 2}, {"ep": 1}]),
+        checkpointed_layers_in_chunks_run_in_one_piece,
     ]
     run_world(scenarios, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_pair_computes_what_one_process_does_compiled(tmp_path: Path) -> None:
+    run_world([compiled_models_break_their_graph_at_experts], 2, tmp_path)
 
 
 def test_a_checkpoint_goes_on_in_another_world(tmp_path: Path) -> None:
@@ -258,6 +330,7 @@ def four_in_two_replicas() -> None:
     for family in ("qwen3_moe", "deepseek_v3"):
         assert_like_one_process(family, grid)
         assert_like_one_process(family, grid, shard=True)
+    ddp_averages_everything([{"ep": 2}, {"ep": 4}])
 
 
 @pytest.mark.slow

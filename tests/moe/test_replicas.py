@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.collectives import Raw
-from laconic.errors import ModelError
+from laconic.collectives import Raw, operations
+from laconic.errors import ConfigError, ModelError
+from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate
 from laconic.moe.grid import Grid
 from laconic.moe.parm import make_dispatcher
@@ -116,6 +118,55 @@ def models_without_layers_are_refused() -> None:
             function(nn.Linear(2, 2), grid)  # type: ignore[operator]
 
 
+def gradients_travel_in_buckets() -> None:
+    """As many collectives as buckets, one after the other in the same order, with the sums of one per parameter."""
+    grid = Grid(1, 2, 1)
+    sent: list[int] = []
+    plain = operations.all_reduce
+
+    def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return plain(tensor, *args, **kwargs)
+
+    found: dict[str, dict[str, Tensor]] = {}
+    numbers: dict[str, list[int]] = {}
+    for kind, nbytes in {"one each": 1, "some": 2000, "default": None}.items():
+        model = make_model().to(torch.float64)
+        for module in model.modules():
+            if isinstance(module, MoELayer):
+                assert isinstance(module.experts, GatedExperts)
+                module.experts = expert_shard(module.experts, grid)
+                module.dispatcher = make_dispatcher(grid, "joint", codec=Raw())
+        for number, parameter in enumerate(model.parameters()):
+            value = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(100 * number + dist.get_rank())
+            )
+            parameter.grad = None if number == 1 else value.double()
+        sent.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operations, "all_reduce", count)
+            reduce_gradients(model, grid, codec=Raw(), **({} if nbytes is None else {"bucket_nbytes": nbytes}))
+        found[kind] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        numbers[kind] = list(sent)
+    assert len(numbers["one each"]) == len(found["default"])
+    assert len(numbers["one each"]) > len(numbers["some"]) > len(numbers["default"]) == 2  # dense ones and experts
+    assert sum(numbers["one each"]) == sum(numbers["default"])
+    for kind in ("some", "default"):
+        for name, value in found["one each"].items():
+            assert torch.equal(found[kind][name], value), name
+
+
+def refused_gradients() -> None:
+    grid = Grid(1, 1, 1)
+    model = make_model()
+    with pytest.raises(ConfigError, match="bucket_nbytes is 0, but it must be positive"):
+        reduce_gradients(model, grid, bucket_nbytes=0)
+    parameter = next(model.parameters())
+    set_quantized_gradient(parameter, QuantizedGradient.zeros(parameter.shape, 8))
+    with pytest.raises(ModelError, match=r"is in codes, .* call reduce\(\) of its result"):
+        reduce_gradients(model, grid)
+
+
 def trained(*layouts: tuple[int, int, int, str]) -> list[Scenario]:
     return [partial(losses_are_those_of_one_process, *layout, fsdp) for layout in layouts for fsdp in (False, True)]
 
@@ -125,6 +176,8 @@ TWO = [
     partial(losses_are_those_of_one_process, 1, 2, 1, "joint", True, torch.float32),
     partial(losses_are_those_of_one_process, 1, 1, 1, "joint", True, torch.float32),
     models_without_layers_are_refused,
+    gradients_travel_in_buckets,
+    refused_gradients,
 ]
 FOUR = trained((1, 2, 1, "joint"), (2, 2, 1, "s2"), (2, 2, 2, "s1"), (2, 1, 2, "baseline"), (2, 2, 1, "sharded"))
 

@@ -24,7 +24,7 @@ from laconic.moe.grouped import grouped_mm
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
-from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses
+from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses, moe_layers
 from laconic.moe.moves import ExpertMover, Moved
 from laconic.moe.order import DenseOrder, Order, SortedOrder
 from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
@@ -53,6 +53,7 @@ __all__ = [
     "reduce_in_windows",
     "Hook",
     "auxiliary_losses",
+    "moe_layers",
     "Routing",
     "SoftRouting",
     "Gate",

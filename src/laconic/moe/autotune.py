@@ -35,8 +35,8 @@ from laconic.moe.agreement import first_answer, gather_counts
 from laconic.moe.drift import Drift, RoutingStatistics, RoutingWatch
 from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
-from laconic.moe.huggingface import Parallelized
-from laconic.moe.layer import MoELayer
+from laconic.moe.huggingface import ExpertsLayer, Parallelized
+from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.levels import Levels
 from laconic.moe.measure import measure_moe
 from laconic.moe.measure_layer import measure_layer, race, shape_of
@@ -249,7 +249,9 @@ class Autotuned:
         plans = tuple(one.plan for one in raced)
         if (kind, plans) not in self._races:
             installs = [partial(self.install, name, plan) for plan in plans]
-            taken = race(self.layers[name], x, installs, self._ranks)
+            layer = self.layers[name]
+            given = self._watches[name].routing if isinstance(layer, ExpertsLayer) else None
+            taken = race(layer, x, installs, self._ranks, given)
             self._races[kind, plans] = dict(zip(plans, taken, strict=True))
         measured = self._races[kind, plans]
         missed = [fmean(measured[one.plan][way] - _routes(one)[way].seconds for one in raced) for way in (0, 1)]
@@ -295,7 +297,7 @@ def autotune(
         example: the model's input, or a function that runs it; run once, without gradients, to see sizes and routing.
         rates: of the cluster; None: the file of `laconic profile --moe` (first rank's), else they are measured now.
         codecs: of rows; the default ones change no bit. Others, as Blockwise(BlockFormat("int8")), round values.
-        degrees: numbers of chunks that are tried.
+        degrees: numbers of chunks that are tried; 1 alone where transformers checkpoints layers without use_reentrant.
         drift: when to price again.
         num_raced: at most so many of the candidates that are predicted to be fastest are run on the example, and the
             fastest of those is taken, in one piece unless chunks turn out clearly faster; what the predictions missed
@@ -306,7 +308,7 @@ def autotune(
     """
     grid = mesh if mesh is not None or not isinstance(model, Parallelized) else model.grid
     module = model.model if isinstance(model, Parallelized) else model
-    layers = {name or "layer": one for name, one in module.named_modules() if isinstance(one, MoELayer)}
+    layers = {name or "layer": one for name, one in moe_layers(module).items()}
     if not layers:
         raise ConfigError(
             f"{type(module).__name__} has no MoELayer, but autotune chooses for those; call laconic.moe.parallelize"
@@ -319,11 +321,23 @@ def autotune(
     grid = Grid.from_mesh(grid) if isinstance(grid, DeviceMesh) else grid
     if not any(codec.name == "raw" for codec in codecs):
         codecs = (Raw(), *codecs)
+    if _is_checkpointed(module):
+        degrees = (1,)  # such layers run in one piece, see PipelineSchedule
     tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, drift or Drift(), num_raced)
     tuned.begin(example if not isinstance(example, Tensor) else partial(module, example))
     if report is not None and dist.get_rank() == 0:
         report(str(tuned))
     return tuned
+
+
+def _is_checkpointed(model: nn.Module) -> bool:
+    """Whether transformers computes layers of `model` again in backward by non-reentrant checkpoints."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if not getattr(function, "keywords", {}).get("use_reentrant", False):
+                return True
+    return False
 
 
 def _agreed(rates: MoERates | None) -> MoERates | None:

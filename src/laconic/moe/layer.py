@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
@@ -15,7 +16,7 @@ from laconic.moe.hooks import Hook
 from laconic.moe.order import Order, SortedOrder
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["MoELayer", "Schedule", "auxiliary_losses"]
+__all__ = ["MoELayer", "Schedule", "auxiliary_losses", "moe_layers"]
 
 
 class Schedule(Protocol):
@@ -84,15 +85,33 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [..., M] of tokens x [..., M], in x's dtype; any number of tokens, also none."""
+        return self.run(x)
+
+    def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
+        """`forward`, with what another one than the gate has decided if `routing` is given.
+
+        torch.compile breaks its graph here for layers over several processes, and compiles what is around them.
+        Raises RoutingError for a routing of other tokens, or with a dispatcher whose gate sees a part of the tokens.
+        """
+        if torch.compiler.is_compiling() and not isinstance(self.dispatcher, LocalDispatcher):
+            return _run_uncompiled(self, x, routing)
+        return self._run(x, routing)
+
+    def _run(self, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
         batch: dict[str, Any] = {"x": x}
         self._call("before_start", batch)
         x = batch["x"]
         batch["x"] = x.reshape(-1, x.shape[-1])
         shares = self.dispatcher if isinstance(self.dispatcher, SharesTokens) else None
+        if routing is not None and (shares is not None or routing.num_tokens != len(batch["x"])):
+            raise RoutingError(
+                f"routing is of {routing.num_tokens} tokens, but {type(self.dispatcher).__name__} gets"
+                f" {len(batch['x'])}{' and routes parts of them itself' if shares else ''}; route the tokens that come"
+            )
         if shares is not None:
             batch["x"], batch["routing"], state = shares.route(self.gate, batch["x"])
         else:
-            batch["routing"] = self.gate(batch["x"])
+            batch["routing"] = self.gate(batch["x"]) if routing is None else routing
         self._call("before_dispatch", batch)
         self._record(batch["routing"])
         batch["out"] = self._routed(batch)
@@ -155,6 +174,11 @@ class MoELayer(nn.Module):
         return {**self.__dict__, "losses": {}, "load": None}
 
 
+@torch.compiler.disable
+def _run_uncompiled(layer: MoELayer, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
+    return layer._run(x, routing)
+
+
 def num_experts_of(experts: nn.Module) -> int:
     """`experts.num_experts`, or for other modules the first dimension of its first parameter."""
     number = getattr(experts, "num_experts", None)
@@ -166,10 +190,23 @@ def num_experts_of(experts: nn.Module) -> int:
     return first.shape[0]
 
 
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """All layers of `model` by name, in the order of its modules.
+
+    Those of `parallelize` bear the names of the experts that they stand behind.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        layer = module if isinstance(module, MoELayer) else module.__dict__.get("layer")
+        if isinstance(layer, MoELayer):
+            found[name] = layer
+    return found
+
+
 def auxiliary_losses(model: nn.Module) -> Mapping[str, Tensor]:
     """Sums of the losses that the layers of `model` left in their last forward, by name; empty if there are none."""
     sums: dict[str, Tensor] = {}
-    for module in model.modules():
-        for name, loss in module.losses.items() if isinstance(module, MoELayer) else ():
+    for layer in moe_layers(model).values():
+        for name, loss in layer.losses.items():
             sums[name] = sums[name] + loss if name in sums else loss
     return sums

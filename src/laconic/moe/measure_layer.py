@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median
@@ -90,19 +90,29 @@ def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
     return Line(fit.alpha_seconds, fit.seconds_per_row, fit.error)
 
 
-def race(layer: MoELayer, x: Tensor, installs: Sequence[Callable[[], None]], ranks: Ranks) -> list[tuple[float, float]]:
+def race(
+    layer: MoELayer,
+    x: Tensor,
+    installs: Sequence[Callable[[], None]],
+    ranks: Ranks,
+    routing: Routing | None = None,
+) -> list[tuple[float, float]]:
     """Seconds of the whole layer on tokens x, forward and backward, after each of `installs`; they take turns.
 
     In heats: what is clearly slower leaves, so that most repeats go to what is close together (successive halving).
-    All ranks call it together. Hooks of the layer rest, and what a forward leaves is as it was before.
+    All ranks call it together. Hooks of the layer rest, and what a forward leaves is as it was before. `routing`: in
+    place of the gate's.
     """
     x = x.detach().requires_grad_()
     wanted = [x, *_trainable(layer)]
+    if routing is not None:
+        weights = routing.weights.detach().clone().requires_grad_()
+        routing, wanted = replace(routing, weights=weights), [*wanted, weights]
     left = layer.hooks, layer.losses, layer.load, layer.num_dropped
 
     def run(install: Callable[[], None]) -> Tensor:
         install()
-        return layer(x)
+        return layer.run(x, routing)
 
     layer.hooks = ()
     try:

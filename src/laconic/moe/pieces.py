@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.errors import ScheduleError
 from laconic.moe.dispatch import Dispatched
 from laconic.moe.layer import MoELayer
 from laconic.moe.wires import Exchanged, Parcel, Wires
+from laconic.ops.derivatives import first_derivatives
 
 __all__ = ["Compute", "Executes", "Flow", "Run", "one_call"]
 
@@ -175,7 +175,11 @@ class _Joined(torch.autograd.Function):
         return run.take_out()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives(
+        ScheduleError,
+        "a second derivative (create_graph=True) reaches a layer in chunks, which has none; run the layer without a"
+        " PipelineSchedule for such steps",
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = ctx.run.backward(grads[0].contiguous())
         cast = (grad.to(dtype) for grad, dtype in zip(found, ctx.dtypes, strict=False))

@@ -8,6 +8,7 @@ issue the same collectives in the same order on each group.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -129,11 +130,19 @@ class PipelineSchedule:
     def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
         """See `Schedule.run`. Hooks see slices. Raises ScheduleError for a dispatcher that has no pieces."""
         inner = layer.dispatcher.inner if isinstance(layer.dispatcher, S1Dispatcher) else layer.dispatcher
-        if isinstance(inner, LocalDispatcher):
+        if not isinstance(inner, LocalDispatcher) and (whole := _is_checkpointed()):
+            warnings.warn(
+                "torch.utils.checkpoint with use_reentrant=False (Hugging Face's default) is around a layer in chunks,"
+                " and would compute it again for every chunk, so the layer runs in one piece; use_reentrant=True keeps"
+                " chunks",
+                stacklevel=2,
+            )
+        else:
+            whole = isinstance(inner, LocalDispatcher)
+        if whole:
             layer.dispatch(batch)
             layer.compute(batch)
             return layer.combine(batch)
-        _refuse_checkpoint()
         exchanged = _exchanged(inner, batch["x"], batch["routing"], layer.order, self.num_slices)
         run = Run(self, layer, batch, exchanged)
         with one_call(layer.experts, run.forward) as call:
@@ -233,11 +242,7 @@ def _exchanged(dispatcher: Dispatcher, x: Tensor, routing: Routing, order: Order
     )
 
 
-def _refuse_checkpoint() -> None:
-    """Non-reentrant checkpoints compute a region again for every backward that reaches it: here for each slice."""
+def _is_checkpointed() -> bool:
+    """Whether a non-reentrant checkpoint is around, which would compute its region again for every slice."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        raise ScheduleError(
-            "torch.utils.checkpoint with use_reentrant=False is around a layer in pieces, which it would compute again"
-            " for every slice; use use_reentrant=True, or leave the layer out"
-        )
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -7,21 +7,27 @@ N_DP, not by N_EDP.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from laconic.collectives import operations
 from laconic.collectives.codec import Codec
-from laconic.errors import ModelError
+from laconic.errors import ConfigError, ModelError
+from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.moe.grid import Grid
-from laconic.moe.layer import MoELayer
+from laconic.moe.layer import MoELayer, moe_layers
 
-__all__ = ["fully_shard_layers", "reduce_gradients"]
+__all__ = ["average_expert_gradients", "fully_shard_layers", "reduce_gradients"]
+
+BUCKET_NBYTES = 25 << 20
+"""Bytes of gradients that travel together, as in DDP."""
 
 
 def fully_shard_layers(model: nn.Module, grid: Grid, *, units: Iterable[nn.Module] = (), **options: Any) -> FSDPModule:
@@ -61,28 +67,84 @@ def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> s
     return set()
 
 
-def reduce_gradients(model: nn.Module, grid: Grid, *, codec: Codec | str = "auto") -> None:
+def reduce_gradients(
+    model: nn.Module, grid: Grid, *, codec: Codec | str = "auto", bucket_nbytes: int = BUCKET_NBYTES
+) -> None:
     """What DDP does, for a model without a wrapper: call it after backward, on all ranks.
 
-    Gradients that a rank does not have count as zero where another may have one. Raises ModelError if there is no
-    MoELayer.
+    Gradients of one dtype and device travel in buckets of about `bucket_nbytes` bytes, in the order of the model's
+    parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
+    where another may have one.
+
+    Raises ModelError, before anything is sent, if there is no MoELayer or a gradient is in codes (compress_gradients
+    reduces those itself), ConfigError for a bucket_nbytes that is not positive.
     """
+    if bucket_nbytes <= 0:
+        raise ConfigError(f"bucket_nbytes is {bucket_nbytes}, but it must be positive")
     of_experts = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
-    for parameter in model.parameters():
+    held: dict[tuple[bool, torch.dtype, torch.device], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        if quantized_gradient(parameter) is not None:
+            raise ModelError(
+                f"the gradient of {name} is in codes, which reduce_gradients cannot add; give compress_gradients the"
+                " group and call reduce() of its result"
+            )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        expert = id(parameter) in of_experts
         # Of a DTensor (experts of parallelize) what is here.
-        held = local_part(parameter.grad)
-        grad = held.contiguous()
-        operations.all_reduce(grad, grid.edp if expert else grid.dp, codec=codec)
-        held.copy_(grad.div_(grid.layout.dp))
+        gradient = local_part(parameter.grad)
+        held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)
+    for (expert, _, _), gradients in held.items():
+        for bucket in _buckets(gradients, bucket_nbytes):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            operations.all_reduce(flat, grid.edp if expert else grid.dp, codec=codec)
+            parts = flat.div_(grid.layout.dp).split([gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+
+def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive gradients that together are about that large; one that is larger goes alone."""
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for gradient in gradients:
+        if bucket and nbytes + gradient.nbytes > bucket_nbytes:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(gradient)
+        nbytes += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> None:
+    """Average the gradients of `experts` as autograd makes them, in backwards for which `active` is true.
+
+    For a wrapper that averages everything else and leaves experts alone, as DDP does. Each backward averages what it
+    adds, so accumulation over micro-batches is right too.
+    """
+    for parameter in experts.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_averaged, grid=grid, active=active))
+
+
+def _averaged(grad: Tensor, *, grid: Grid, active: Callable[[], bool]) -> Tensor:
+    if not active():
+        return grad
+    grad = grad / grid.layout.dp
+    if grid.layout.edp > 1:
+        held = local_part(grad)
+        summed = held.contiguous()
+        dist.all_reduce(summed, group=grid.edp)
+        if summed is not held:
+            held.copy_(summed)
+    return grad
 
 
 def _layers(model: nn.Module) -> list[MoELayer]:
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = [*moe_layers(model).values()]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no MoELayer, so there are no experts to treat apart; use fully_shard or DDP"

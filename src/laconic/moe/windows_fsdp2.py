@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from laconic.collectives.fsdp2 import ReduceScatter, num_shards, param_groups, replicates
 from laconic.errors import ModelError, ScheduleError
-from laconic.moe.layer import MoELayer
+from laconic.moe.layer import moe_layers
 from laconic.moe.windows import DenseGradients
 
 __all__ = ["reduce_in_windows"]
@@ -39,7 +39,7 @@ def reduce_in_windows(model: nn.Module, gradients: DenseGradients) -> int:
     Raises ModelError for units whose result is needed at once: over a 2-D mesh (HSDP), with an all-reduce hook, a
     divide factor, or offloaded to the host.
     """
-    of_experts = {id(one) for m in model.modules() if isinstance(m, MoELayer) for one in m.experts.modules()}
+    of_experts = {id(one) for layer in moe_layers(model).values() for one in layer.experts.modules()}
     own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     number = 0
     for name, unit in model.named_modules():

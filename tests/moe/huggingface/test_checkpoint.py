@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +100,16 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"not a pickle")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load_sharded(tmp_path, model)
+
+
+def test_a_hostile_index_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    model = torch.nn.Linear(2, 2)
+    save_sharded(tmp_path / "dcp", model)
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint that can be read: .* asks for \S+\.mkdir"):
+        load_sharded(tmp_path / "dcp", model)
+    assert not (tmp_path / "executed").exists()

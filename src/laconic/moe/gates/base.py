@@ -178,15 +178,15 @@ def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.to(dtype), weight.to(dtype))
 
 
-def checked(logits: Tensor) -> Tensor:
-    """`logits` [n, E]; raises RoutingError if one is NaN or infinite."""
+def checked(values: Tensor, name: str = "router logits") -> Tensor:
+    """`values` [n, E] or [n, k]; raises RoutingError, calling them `name`, if one is NaN or infinite."""
     with torch.no_grad():
-        good = logits.isfinite().all(-1)
+        good = values.isfinite().all(-1)
         if not bool(good.all()):
             bad = (~good).nonzero().squeeze(1)
-            what = "NaN" if bool(logits[bad[0]].isnan().any()) else "infinite"
+            what = "NaN" if bool(values[bad[0]].isnan().any()) else "infinite"
             raise RoutingError(
-                f"router logits of {len(bad)} of {len(logits)} tokens are not finite, the first is token {int(bad[0])} "
+                f"{name} of {len(bad)} of {len(values)} tokens are not finite, the first is token {int(bad[0])} "
                 f"({what}); look for the layer in front that overflows, or lower the learning rate"
             )
-    return logits
+    return values

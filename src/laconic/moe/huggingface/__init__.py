@@ -6,17 +6,17 @@ from laconic.moe.huggingface.apply import Parallelized, parallelize
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.checkpoint import load_sharded, save_sharded
 from laconic.moe.huggingface.experts import FusedExperts
-from laconic.moe.huggingface.gate import RouterGate
-from laconic.moe.huggingface.layer import BlockLayer
+from laconic.moe.huggingface.gate import GivenRouting
+from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import gathered_state_dict
 
 __all__ = [
     "parallelize",
     "Parallelized",
-    "BlockLayer",
+    "ExpertsLayer",
     "Block",
     "find_blocks",
-    "RouterGate",
+    "GivenRouting",
     "FusedExperts",
     "gathered_state_dict",
     "save_sharded",

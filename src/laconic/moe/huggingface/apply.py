@@ -1,4 +1,4 @@
-"""Puts MoELayers in the place of a Hugging Face model's mixture-of-experts blocks, and their experts on many processes.
+"""Puts the experts of a Hugging Face model's mixture-of-experts blocks behind MoELayers, and on many processes.
 
 Names stay: every parameter is found where it was, so state dicts, `save_pretrained` and optimizer states keep their
 keys. With expert parallelism (EP) the experts' parameters are DTensors, sharded along the experts over the grid's `ep`
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
@@ -22,13 +23,13 @@ from laconic.moe.dispatch import Dispatcher, LocalDispatcher
 from laconic.moe.flat import FlatDispatcher
 from laconic.moe.grid import Grid
 from laconic.moe.hooks import Hook
-from laconic.moe.huggingface.blocks import Block, find_blocks
+from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
 from laconic.moe.huggingface.experts import FusedExperts, check
-from laconic.moe.huggingface.gate import RouterGate
+from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.gradients import clip
-from laconic.moe.huggingface.layer import BlockLayer
+from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
-from laconic.moe.layer import MoELayer, Schedule
+from laconic.moe.layer import Schedule, moe_layers
 from laconic.moe.order import Order
 from laconic.moe.placement import Placement
 from laconic.moe.replicas import fully_shard_layers, reduce_gradients
@@ -41,10 +42,12 @@ class Parallelized:
     """What `parallelize` did to a model, and what a training loop needs to know of it."""
 
     model: nn.Module
-    layers: dict[str, BlockLayer]
-    """The layers by the names of the blocks they replaced."""
+    layers: dict[str, ExpertsLayer]
+    """The layers by the names of the experts they stand behind."""
     grid: Grid | None
     """Who holds which experts; None if no mesh was given."""
+    left: tuple[str, ...] = ()
+    """Modules that seem to hold experts of another kind, which every process keeps whole."""
 
     def experts(self) -> list[nn.Parameter]:
         """The parameters of all layers' experts: under EP those of other processes are others'."""
@@ -63,10 +66,17 @@ class Parallelized:
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
 
-        For a model that FSDP2 does not take care of. All processes call it. Without a grid it does nothing.
+        For a model that neither FSDP2 nor DDP takes care of. All processes call it. Without a grid it does nothing.
+        Raises ConfigError if the last forward was DDP's, in whose backward gradients have become the mean already.
         """
-        if self.grid is not None:
-            reduce_gradients(self.model, self.grid, codec=codec)
+        if self.grid is None:
+            return
+        if any(layer.ran_under_ddp for layer in self.layers.values()):
+            raise ConfigError(
+                "reduce_gradients is called, but the last forward was that of DistributedDataParallel, which averages"
+                " gradients in backward, those of experts too; leave the call out"
+            )
+        reduce_gradients(self.model, self.grid, codec=codec)
 
     def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
         """FSDP2: experts over those that have the same (edp), the rest over dp; see laconic.moe.fully_shard_layers.
@@ -90,10 +100,9 @@ class Parallelized:
         ep = 1 if self.grid is None else self.grid.layout.ep
         lines = [f"{len(self.layers)} mixture-of-experts blocks, experts over {ep} processes"]
         for name, layer in self.layers.items():
-            block = layer.block
-            shared = "" if block.shared is None else ", and shared ones"
-            here = f"{block.num_experts // ep} here" if ep > 1 else "all here"
-            lines.append(f"  {name}: {block.top_k} of {block.num_experts} experts ({here}){shared}")
+            num_experts = layer.gate.num_experts
+            lines.append(f"  {name}: {num_experts} experts ({f'{num_experts // ep} here' if ep > 1 else 'all here'})")
+        lines += [f"  left as it is, whole on every process: {name}" for name in self.left]
         return "\n".join(lines)
 
 
@@ -109,30 +118,36 @@ def parallelize(
     movable: bool = False,
     check_logits: bool = True,
 ) -> Parallelized:
-    """Replace the mixture-of-experts blocks of `model` in place by layers of laconic.moe with the same outputs.
+    """Put the experts of `model` in place behind layers of laconic.moe with the same outputs.
 
-    Call it on all processes, after loading weights and before DDP, FSDP2 and the optimizer.
+    Call it on all processes, after loading weights and before DDP, FSDP2 and the optimizer. Routers, shared experts and
+    whatever else a block has stay the model's own code. DDP leaves experts alone by itself, and their gradients become
+    the mean of all processes' in its backward.
 
     Arguments:
-        model: a Hugging Face model whose blocks have fused experts (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2 and V3, and
-            others built the same way); all processes have the same weights.
+        model: a Hugging Face model with fused experts (transformers' ExpertsInterface: Mixtral, Qwen3-MoE, DeepSeek-V3,
+            GPT-OSS and most others); all processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
             spread: of E experts, process r of an EP group keeps numbers r E / N_EP and following. None keeps all.
         codec: what rows are in the all-to-all, see laconic.collectives.
         order, schedule, hooks: of the layers, see MoELayer. `dispatcher` makes each layer's from the grid.
         movable: give each layer a Placement, so that a laconic.moe.ExpertMover can move its experts.
-        check_logits: refuse router logits that are not finite, which waits for a GPU once in each block.
+        check_logits: refuse routing weights that are not finite, as those of NaN logits are, which waits for a GPU once
+            in each block.
 
-    Raises ModelError if there are no such blocks, or one is not understood, or experts are sharded already, and
+    Raises ModelError if there are no fused experts, or some compute something else, or are sharded already, and
     ConfigError if E / N_EP is no whole number or the mesh does not fit. Nothing is changed then.
     """
-    blocks = find_blocks(model)
+    blocks, left = find_blocks(model), tuple(unknown_experts(model))
     if not blocks:
-        again = any(isinstance(module, MoELayer) for module in model.modules())
-        raise ModelError(
-            f"{type(model).__name__} has no mixture-of-experts block of Hugging Face transformers"
-            + (" left, since it is parallelized already" if again else "; blocks with fused experts are looked for")
+        reason = (
+            " left, since it is parallelized already"
+            if moe_layers(model)
+            else f"; what {', '.join(left[:3])} holds does not follow transformers' ExpertsInterface"
+            if left
+            else "; fused experts are looked for"
         )
+        raise ModelError(f"{type(model).__name__} has no mixture-of-experts block of Hugging Face transformers{reason}")
     grid = Grid.from_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
@@ -140,57 +155,60 @@ def parallelize(
 
     ep = 1 if grid is None else grid.layout.ep
     hooks = tuple(hooks)
-    layers: dict[str, BlockLayer] = {}
+    layers: dict[str, ExpertsLayer] = {}
     for name, block in blocks.items():
         original = model.get_submodule(name)
-        held = original.get_submodule(block.experts)
         parameters = {
             key: parameter if grid is None or ep == 1 else _shard(parameter, grid)
-            for key, parameter in held.named_parameters()
+            for key, parameter in original.named_parameters()
         }
-        layer = BlockLayer(
+        experts = FusedExperts(original, parameters)
+        layers[name] = ExpertsLayer(
             original,
-            block,
-            RouterGate(original.get_submodule(block.router), block.num_experts, block.top_k, check_logits),
-            FusedExperts(held, parameters),
+            GivenRouting(block.num_experts, check_logits),
+            experts,
             order,
             _spread(grid, codec) if dispatcher is None else dispatcher(grid),
             schedule=schedule,
             hooks=hooks,
-            placement=Placement(block.num_experts) if movable else None,
+            placement=Placement(block.num_experts, experts.get_parameter("down_proj").device) if movable else None,
+            grid=grid,
         )
         owner, _, child = name.rpartition(".")
-        setattr(model.get_submodule(owner), child, layer)
-        # Free the whole experts before the next block's are cut.
-        held._parameters.clear()
-        layers[name] = layer
+        setattr(model.get_submodule(owner), child, experts)
+        # Free the whole experts before the next ones are cut.
+        original._parameters.clear()
+    if ep > 1:
+        sharded = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in sharded]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if ep > 1 and hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = save_gathered(model)
-    return Parallelized(model, layers, grid)
+    return Parallelized(model, layers, grid, left)
 
 
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:
-    tried: set[tuple[type, int]] = set()
+    tried: set[tuple[object, ...]] = set()
     for name, block in blocks.items():
-        experts = model.get_submodule(name).get_submodule(block.experts)
-        where = f"{name}.{block.experts}"
+        experts = model.get_submodule(name)
         if any(isinstance(p, DTensor) for p in experts.parameters()) or getattr(experts, "_is_expert_parallel", False):
             raise ModelError(
-                f"{where} is sharded already; parallelize a model before fully_shard, and load it unsharded"
+                f"{name} is sharded already; parallelize a model before fully_shard, and load it unsharded"
             )
         if grid is not None and block.num_experts % grid.layout.ep:
             fitting = [n for n in range(1, block.num_experts + 1) if block.num_experts % n == 0]
             raise ConfigError(
-                f"{where} has {block.num_experts} experts, which ep = {grid.layout.ep} processes cannot share evenly;"
+                f"{name} has {block.num_experts} experts, which ep = {grid.layout.ep} processes cannot share evenly;"
                 f" let ep be one of {fitting}"
             )
-        for child in (block.router, block.experts):
-            if "forward" in model.get_submodule(name).get_submodule(child).__dict__:
-                raise ModelError(
-                    f"{name}.{child} has a forward that was put there, as compress_activations does; parallelize first"
-                )
-        if (kind := (type(experts), block.num_experts)) not in tried:
-            check(experts, where)
+        if "forward" in experts.__dict__:
+            raise ModelError(
+                f"{name} has a forward that was put there, as compress_activations does; parallelize first"
+            )
+        # Layers of one model mostly have experts of one kind, of which one is tried.
+        kind = (type(experts), block.num_experts, str(experts), *(getattr(experts, flag) for flag in FLAGS))
+        if kind not in tried:
+            check(experts, name)
             tried.add(kind)
     if grid is not None and (grid.layout.mp > 1 or grid.layout.esp > 1):
         raise ConfigError(

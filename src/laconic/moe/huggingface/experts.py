@@ -14,6 +14,8 @@ from laconic.errors import ModelError
 from laconic.formats.shards import local_part
 from laconic.moe.experts import Experts
 from laconic.moe.grouped import expert_by_expert, grouped_mm, runs_expert_by_expert
+from laconic.moe.layer import MoELayer
+from laconic.moe.placement import Placement
 
 __all__ = ["FusedExperts", "check"]
 
@@ -35,6 +37,8 @@ class FusedExperts(Experts):
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
         self.__dict__["_behaviour"] = behaviour
+        self.training = original.training
+        self.placement: Placement | None = None
         for name, child in original.named_children():
             self.register_module(name, child)
         for name, parameter in parameters.items():
@@ -42,6 +46,17 @@ class FusedExperts(Experts):
         down = self.get_parameter("down_proj")
         self.num_experts = len(local_part(down))
         self.num_global_experts = len(down)
+
+    def stand_for(self, layer: MoELayer) -> None:
+        """Hand calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
+        self.__dict__["layer"] = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's call, which goes to the layer, or with (rows, counts) and while the layer runs `forward`."""
+        layer = self.__dict__.get("layer")
+        if layer is None or layer.is_running or (len(args) == 2 and not kwargs):
+            return super().__call__(*args, **kwargs)
+        return layer(*layer.arguments(*args, **kwargs))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [q, M] sorted by local expert, counts int64 [E_local]; returns [q, M], autocast as of a linear layer."""
@@ -100,13 +115,18 @@ def check(original: nn.Module, name: str) -> None:
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             expected = functional_call(original, narrow, (x, indices, weights))
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise ModelError(f"{name} cannot be tried as fused experts: {error}") from error
+        except Exception as error:  # whatever a module of others raises
+            raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)
         rows = twin(x[order // 2], torch.bincount(experts, minlength=num_experts))
         got = torch.zeros_like(x).index_add_(0, order // 2, rows * weights.flatten()[order, None])
     if expected.shape != got.shape or not torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
+        differ = (
+            f"shape {list(expected.shape)} where {list(got.shape)} was expected"
+            if expected.shape != got.shape
+            else f"values up to {float((got - expected).abs().max()):.3g} away, of {float(expected.abs().max()):.3g}"
+        )
         raise ModelError(
-            f"{name} is a {type(original).__name__}, whose output is not that of products with {', '.join(parameters)};"
-            " put a laconic.moe.MoELayer in the block's place by hand"
+            f"{name} is a {type(original).__name__}, whose output is not that of products with {', '.join(parameters)}"
+            f" ({differ}); put a laconic.moe.MoELayer in the block's place by hand"
         )

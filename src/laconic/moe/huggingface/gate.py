@@ -1,54 +1,56 @@
-"""A Hugging Face router as a gate, its parameters under the names they always had."""
+"""The gate of a layer whose routing is decided outside: by the model's own router."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import torch
+from torch import Tensor
 
-from torch import Tensor, nn
-
+from laconic.errors import RoutingError
 from laconic.moe.gates.base import Gate, checked
 from laconic.moe.routing import Routing
 
-__all__ = ["RouterGate"]
+__all__ = ["GivenRouting"]
 
 
-class RouterGate(Gate):
-    """Runs the router's own code, and makes a Routing of its weights and indices; no losses of its own.
+class GivenRouting(Gate):
+    """Makes a Routing of the indices and weights that a router of the model has chosen.
 
-    [Note: the router's shell]
-    The router's parameters and buffers belong to this module, under their own names. The child `router` is what is left
-    of the original: it is called, so that hooks of transformers that record router logits (and compute the auxiliary
-    loss from them) see what they always saw, and reads the tensors that are this module's at that moment, sharded or
-    exchanged by others as they may be.
+    Attributes:
+        top_k: experts per token in the last forward; None before the first.
     """
 
-    def __init__(self, router: nn.Module, num_experts: int, top_k: int, check_logits: bool = True) -> None:
-        """`check_logits` refuses logits that are NaN or infinite, which waits for a GPU once in each forward."""
+    def __init__(self, num_experts: int, check_weights: bool = True) -> None:
+        """`check_weights` refuses weights that are NaN or infinite, which waits for a GPU once in each forward."""
         super().__init__()
-        self.num_experts, self.top_k, self.check_logits = num_experts, top_k, check_logits
-        tensors = {**router._parameters, **router._buffers}
-        shell = copy.copy(router)
-        shell.__dict__ = {**router.__dict__, "_parameters": {}, "_buffers": {}, "_non_persistent_buffers_set": set()}
-        for name, parameter in router._parameters.items():
-            self.register_parameter(name, parameter)
-        for name, buffer in router._buffers.items():
-            self.register_buffer(name, buffer, persistent=name not in router._non_persistent_buffers_set)
-        self._tensor_names = tuple(tensors)
-        self.router = shell
+        self.num_experts, self.check_weights = num_experts, check_weights
+        self.top_k: int | None = None
+
+    def routing(self, indices: Tensor, weights: Tensor) -> Routing:
+        """Of indices, integers [..., k], and weights [..., k].
+
+        Raises RoutingError for shapes that differ and, with `check_weights`, for weights that are no numbers.
+        """
+        if indices.shape != weights.shape:
+            raise RoutingError(
+                f"indices {list(indices.shape)} and weights {list(weights.shape)} of a router differ in shape, but each"
+                " choice has one weight; let the router return both as [tokens, k]"
+            )
+        indices, weights = indices.reshape(-1, indices.shape[-1]).long(), weights.reshape(-1, weights.shape[-1])
+        self.top_k = indices.shape[1]
+        return Routing.of_choices(
+            indices, checked(weights, "routing weights") if self.check_weights else weights, self.num_experts
+        )
 
     def forward(self, x: Tensor) -> Routing:
-        """Tokens x [n, M] to a Routing over all experts; raises RoutingError for logits that are no numbers."""
-        shell: dict[str, Any] = self.router.__dict__
-        shell.update({name: getattr(self, name) for name in self._tensor_names})
-        try:
-            logits, weights, indices = self.router(x)
-        finally:
-            for name in self._tensor_names:
-                del shell[name]
-        if self.check_logits:
-            checked(logits)
-        return Routing.of_choices(indices, weights, self.num_experts)
+        """Tokens x [n, M] spread evenly over the experts: where a layer is measured, there is no router.
+
+        Raises RoutingError before the first forward of the layer.
+        """
+        if self.top_k is None:
+            raise RoutingError("the layer has not run yet, so its number of experts per token is not known; run it")
+        places = torch.arange(len(x) * self.top_k, device=x.device) % self.num_experts
+        weights = x.new_full((len(x), self.top_k), 1 / self.top_k)
+        return Routing.of_choices(places.view(-1, self.top_k), weights, self.num_experts)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}"

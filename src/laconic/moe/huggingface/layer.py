@@ -1,35 +1,55 @@
-"""A MoELayer in the place of a Hugging Face block, with the block's names."""
+"""A MoELayer behind the experts of a Hugging Face block.
+
+[Note: the seam]
+The module under the name of a block's experts is a FusedExperts with the parameters that were always there. The block
+calls it as ever, with hidden states, indices and weights; it hands them to its ExpertsLayer, which sends rows to
+wherever their experts are and calls FusedExperts with sorted rows there. So the block's own code runs, whatever it
+does around its experts, and FSDP2, compress_activations and adapters find one module with one set of parameters. The
+layer itself is no module of the model: `laconic.moe.moe_layers` lists it.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.moe.dispatch import Dispatcher
+from laconic.moe.grid import Grid
 from laconic.moe.hooks import Hook
-from laconic.moe.huggingface.blocks import Block
 from laconic.moe.huggingface.experts import FusedExperts
-from laconic.moe.huggingface.gate import RouterGate
+from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.layer import MoELayer, Schedule
 from laconic.moe.order import Order
 from laconic.moe.placement import Placement
+from laconic.moe.replicas import average_expert_gradients
+from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["BlockLayer"]
+__all__ = ["ExpertsLayer"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
-class BlockLayer(MoELayer):
-    """The block as a layer: same children under the same names in the same order, so the same names in state dicts.
+class ExpertsLayer(MoELayer):
+    """MoELayer whose routing comes with the call; see [Note: the seam].
 
-    `gate`, `experts` and `shared` are found here by MoELayer's names as well, whatever the block calls them.
+    Attributes:
+        ran_under_ddp: whether the last forward in training was DDP's, which leaves gradients of experts to this layer.
+        averages_under_ddp: False leaves them to the caller, who must then average them himself.
+        is_running: whether a call of the experts is one that this layer makes.
     """
+
+    gate: GivenRouting
+    experts: FusedExperts
 
     def __init__(
         self,
         original: nn.Module,
-        block: Block,
-        gate: RouterGate,
+        gate: GivenRouting,
         experts: FusedExperts,
         order: Order | None = None,
         dispatcher: Dispatcher | None = None,
@@ -37,41 +57,56 @@ class BlockLayer(MoELayer):
         schedule: Schedule | None = None,
         hooks: Iterable[Hook] = (),
         placement: Placement | None = None,
+        grid: Grid | None = None,
     ) -> None:
-        super().__init__(gate, experts, order, dispatcher, schedule=schedule, hooks=hooks)
-        self.jitter_noise = float(getattr(original, "jitter_noise", 0.0))
-        self.block = block
-        self.training = original.training
-        children = {**original._modules, block.router: gate, block.experts: experts}
-        self._modules.clear()
-        self._modules.update(children)
-        # Under MoELayer's names they are plain attributes: registered twice, they would be saved twice.
-        if block.router != "gate":
-            self.__dict__["gate"] = gate
-        if block.experts != "experts":
-            self.__dict__["experts"] = experts
-        if placement is not None:
-            self.placement = placement.to(experts.get_parameter("down_proj").device)
-        if block.shared is not None:
-            shared = self._modules[block.shared]
-            weigher = None if block.shared_gate is None else self._modules[block.shared_gate]
-            assert shared is not None
-            self.__dict__["shared"] = shared if weigher is None else _Weighed(shared, weigher)
+        """`original`: the module whose place `experts` takes; its hooks see this layer's calls from now on."""
+        super().__init__(gate, experts, order, dispatcher, schedule=schedule, hooks=hooks, placement=placement)
+        for name in _HOOKS:
+            getattr(self, name).update(getattr(original, name))
+        self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
+        self._signature = inspect.signature(original.forward)
+        experts.stand_for(self)
+        if grid is not None and grid.layout.ep > 1:  # else DDP averages them like all others
+            average_expert_gradients(experts, grid, lambda: self.ran_under_ddp and self.averages_under_ddp)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs [..., M] of hidden states x [..., M]."""
-        if self.training and self.jitter_noise > 0:
-            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
-        return super().forward(x)
+    def __setattr__(self, name: str, value: Any) -> None:
+        # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
+        if name == "placement":
+            self.experts.placement = value
+        else:
+            super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        return self.experts.placement if name == "placement" else super().__getattr__(name)
 
-class _Weighed(nn.Module):
-    """sigmoid(gate(x)) * shared(x)."""
+    @property
+    def training(self) -> bool:
+        """Of the experts, which `model.train()` reaches."""
+        experts = self.__dict__.get("_modules", {}).get("experts")
+        return True if experts is None else experts.training
 
-    def __init__(self, shared: nn.Module, gate: nn.Module) -> None:
-        super().__init__()
-        self.shared, self.gate = shared, gate
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """nn.Module sets it when it is made."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        weighed: Tensor = torch.sigmoid(self.gate(x)) * self.shared(x)
-        return weighed
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Hidden states, indices and weights, under the names that the original gave them; TypeError as it raised."""
+        return self._signature.bind(*args, **kwargs).args if kwargs or len(args) != 3 else args
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Outputs [..., M] of hidden states [..., M], with [..., k] choices and weights for each.
+
+        torch.compile breaks its graph here: how many rows an expert gets is known when they come.
+        """
+        if self.training:
+            self.ran_under_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+        return self.run(hidden_states, self.gate.routing(top_k_index, top_k_weights))
+
+    def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
+        """See `MoELayer.run`."""
+        self.is_running = True
+        try:
+            return super().run(x, routing)
+        finally:
+            self.is_running = False
