@@ -84,7 +84,7 @@ def start(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Po
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_seconds: float = 120) -> Ending:
+def finish(process: subprocess.Popen[str], timeout_seconds: float = 280) -> Ending:
     """Wait for a process; its exit code and what it printed."""
     try:
         out, err = process.communicate(timeout=timeout_seconds)

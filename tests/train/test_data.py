@@ -19,7 +19,7 @@ from laconic.train.data import TokenCorpus, TokenDataset, TokenStream, batch, ch
 from laconic.train.sampler import global_indices, sample_id
 from laconic.train.source import find_files, read_documents, standard_library_files
 from laconic.train.token_file import TokenFile, TokenFileWriter
-from laconic.train.tokenize import BytesTokenizer, JsonTokenizer, load_tokenizer
+from laconic.train.tokenize import BytesTokenizer, JsonTokenizer, bytes_per_token, load_tokenizer
 
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=200)
 
@@ -78,6 +78,20 @@ def test_json_tokenizer_gives_the_librarys_ids(json_tokenizer: Path) -> None:
     assert ours.encode(text).dtype == np.uint16
     assert (ours.vocab_size, ours.end_of_document) == (theirs.get_vocab_size(), 0)
     assert load_tokenizer(str(json_tokenizer.parent)).fingerprint == ours.fingerprint
+
+
+def test_bytes_of_a_token_are_those_of_its_text(json_tokenizer: Path) -> None:
+    from tokenizers import Tokenizer, decoders
+
+    text = "the quick brown fox, the lazy dog\n" * 20 + "\N{GREEK SMALL LETTER ALPHA}"
+    # Without a decoder the library puts a space between any two tokens.
+    assert bytes_per_token(load_tokenizer(str(json_tokenizer)), [70, 71]) is None
+    made = Tokenizer.from_file(str(json_tokenizer))
+    made.decoder = decoders.ByteLevel()
+    made.save(str(json_tokenizer))
+    for tokenizer in (load_tokenizer("bytes"), load_tokenizer(str(json_tokenizer))):
+        ids = [*tokenizer.encode(text), tokenizer.end_of_document]
+        assert bytes_per_token(tokenizer, ids) == pytest.approx(len(text.encode()) / len(ids), rel=1e-12)
 
 
 def test_end_of_document_comes_from_config_then_neighbour_then_known_names(json_tokenizer: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from laconic.errors import ConfigError, DataError, TrainingError
 from laconic.train import launch as launch_module
-from laconic.train.launch import _explain, _rendezvous_port, launch
+from laconic.train.launch import _explain, launch
 from laconic.train.stop import EXIT_PEER_LOST, STOP_SIGNAL
 from laconic.train.world import Place, read_environment
 from tests.train.runs import tiny_config
@@ -38,6 +37,10 @@ def test_torchruns_variables_are_understood() -> None:
     assert read_environment(GOOD) == Place(rank=3, world_size=8, local_rank=1, local_world_size=2)
     assert read_environment(without("LOCAL_WORLD_SIZE")) == Place(3, 8, 1, 8)
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Place(0, 1, 0, 1)
+
+
+def test_processes_that_meet_in_a_file_need_no_port() -> None:
+    assert read_environment(without("MASTER_ADDR", "MASTER_PORT") | {"LACONIC_STORE": "/a/file"}) == Place(3, 8, 1, 2)
 
 
 def test_an_environment_without_them_is_no_place() -> None:
@@ -84,20 +87,35 @@ def test_one_process_needs_no_launcher(tmp_path: Path, monkeypatch: pytest.Monke
     assert launch(tiny_config(tmp_path, "under-torchrun", {"steps": 1, "nproc": 7})) == 0
 
 
-def test_a_demanded_port_is_used_if_it_is_free_and_named_if_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    assert _rendezvous_port() == 0
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(ConfigError, match=f"MASTER_PORT is {port}, but that port cannot be used"):
-            _rendezvous_port()
-    assert _rendezvous_port() == port
-    monkeypatch.setenv("MASTER_PORT", "eighty")
-    with pytest.raises(ConfigError, match="MASTER_PORT is 'eighty'"):
-        _rendezvous_port()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"nproc": 100, "batch_size": 4},
+            r"batch_size is 4, but it must be a multiple of .* \(100 x 1",
+        ),
+        ({"nproc": 3, "pipeline.stages": 2}, "pipeline.stages is 2, but it must divide the number of processes"),
+        ({"nproc": 1_000_000, "batch_size": 1_000_000}, r"nproc is 1000000, but this machine has \d+ GiB of memory"),
+    ],
+)
+def test_no_process_is_started_for_what_cannot_be(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "elastic_launch", None)
+    with pytest.raises(ConfigError, match=message):
+        launch(tiny_config(tmp_path, "run", changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_cores_are_worth_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "num_cores", lambda: 2)
+    monkeypatch.setattr(launch_module, "_launch_workers", lambda config: 0)
+    assert launch(tiny_config(tmp_path, "run", {"nproc": 4})) == 0
+    assert "4 processes share 2 cores" in capsys.readouterr().err
+    assert launch(tiny_config(tmp_path, "run", {"nproc": 2})) == 0
+    assert capsys.readouterr().err == ""
 
 
 def failure(tmp_path: Path, rank: int, code: int, error: str | None = None) -> ProcessFailure:
@@ -167,7 +185,7 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path, capsys: pytest.
 def test_threads_are_shared_by_the_processes_of_a_machine() -> None:
     program = (
         "import torch; from laconic.train.world import Place, join_world; from laconic.train import world;"
-        "world._num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
+        "world.num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
         "join_world(Place(rank=0, world_size=4, local_rank=0, local_world_size=2), 1.0);"
         "print(torch.get_num_threads())"
     )

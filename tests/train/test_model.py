@@ -56,6 +56,21 @@ def test_extra_fields_reach_the_family() -> None:
     assert (model.config.attention_dropout, model.config.rms_norm_eps) == (0.25, 1e-3)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
+def test_the_base_of_rotary_positions_is_taken_as_it_was_ever_called(family: str) -> None:
+    """The example of docs/training.md; transformers keeps it in rope_parameters now."""
+    parameters = build(family=family, extra={"rope_theta": 500000.0}).config.rope_parameters
+    of_layers = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+    assert 500000.0 in [table.get("rope_theta") for table in of_layers]
+
+
+def test_a_base_that_a_family_would_pass_over_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.extra.rope_theta is 500000.0, but family 'gpt_neox' does not take it"
+    ):
+        build(family="gpt_neox", extra={"rope_theta": 500000.0})
+
+
 def test_key_value_heads_default_to_query_heads() -> None:
     assert build(family="mistral").config.num_key_value_heads == 2
     assert build(family="mistral", num_key_value_heads=1).config.num_key_value_heads == 1

@@ -191,6 +191,72 @@ def test_run_that_died_at_once_is_shown(tmp_path: Path) -> None:
     assert page_data(tmp_path / "report.html")["verdicts"] == ["run and whole have no measure in common."]
 
 
+def with_tokenizer(run_dir: Path, content: str, nbytes: float | None) -> Path:
+    """The run as one of a tokenizer of its own, with its bytes per token if they are known."""
+    (run_dir / "tokenizer.json").write_text(content)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps({**summary, "bytes_per_token": nbytes}))
+    return run_dir
+
+
+def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path: Path) -> None:
+    # 0.75 nats per byte are 3 nats per token of 4 bytes: the same model, told in two units.
+    of_bytes = make_run(tmp_path, "bytes", loss=0.75)
+    of_tokens = with_tokenizer(make_run(tmp_path, "tokens", loss=3.0), "{}", 4.0)
+    shown = cells([of_bytes, of_tokens])
+    assert shown["train loss, last 20 steps, bits per byte"] == [("1.0820", "", None), ("1.0820", "=", None)]
+    assert "validation loss" not in shown
+    text = compare([of_bytes, of_tokens], tmp_path / "report.html")
+    gap = page_data(tmp_path / "report.html")["runs"][1]["loss_gap"]
+    assert abs(gap[-1][1]) < 1e-4, text
+    same = [of_tokens, with_tokenizer(make_run(tmp_path, "again", loss=3.0), "{}", 4.0)]
+    assert cells(same)["train loss, last 20 steps"] == [("3.0000", "", None), ("3.0000", "=", None)]
+
+
+def test_a_loss_of_unknown_unit_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, "bytes"), with_tokenizer(make_run(tmp_path, "tokens"), "{}", None)]
+    text = compare(runs, tmp_path / "report.html")
+    assert re.search(r"validation loss, bits per byte +1\.6230 +-$", text, re.MULTILINE)
+    assert "note: losses of tokens are not compared: the tokenizers of the runs differ or are not known" in text
+    assert "validation loss" not in page_data(tmp_path / "report.html")["verdicts"][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"step": -3, "loss": 1.0}, "step is -3 after 40, but steps never go back"),
+        ({"step": 7, "loss": 1.0}, "step is 7 after 40, but steps never go back"),
+        ({"step": 41, "loss": "low"}, "loss is 'low', but it must be a number"),
+        ({"step": 41, "loss": True}, "loss is True, but it must be a number"),
+        ({"step": 41, "loss": -1.0}, "loss is -1.0, but it must be at least 0"),
+        ({"step": 41, "loss": 1.0, "tokens_per_second": "NaN"}, "tokens_per_second is nan, but it must be finite"),
+        ({"step": 41, "loss": 1.0, "wire_nbytes": [1]}, "wire_nbytes is [1], but it must be a number"),
+    ],
+)
+def test_a_row_that_is_no_measurement_is_left_out_and_named(tmp_path: Path, row: dict[str, Any], problem: str) -> None:
+    run_dir = make_run(tmp_path, "run")
+    whole = cells([run_dir])["tokens/s, median"]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (run,) = load_runs([run_dir])
+    assert [note for note in run.notes if problem in note], run.notes
+    assert cells([run_dir])["tokens/s, median"] == whole
+
+
+def test_metrics_without_a_loss_say_so(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "run")
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
+    (run,) = load_runs([run_dir])
+    assert any("holds no loss" in note for note in run.notes)
+
+
+def test_files_of_other_programs_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[tool]\nname = "other"\n')
+    (tmp_path / "summary.json").write_text('{"accuracy": 1.0}')
+    with pytest.raises(DataError, match=r"is no run directory: .*config.toml is no configuration of laconic train"):
+        compare([tmp_path])
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent is not a directory; give run directories"):
         compare([tmp_path / "absent"])

@@ -40,9 +40,7 @@ def model_of(options: dict[str, Any]) -> nn.Module:
 
 
 def watched(model: nn.Module, **coefficients: float) -> Routers:
-    return Routers(
-        model, [f"{name}.{block.router}" for name, block in find_blocks(model).items()], ALONE, **coefficients
-    )
+    return Routers(model, find_blocks(model).values(), ALONE, **coefficients)
 
 
 def test_the_balance_loss_and_its_gradient_are_those_of_hugging_face() -> None:
@@ -78,7 +76,7 @@ def test_biases_follow_the_load() -> None:
     model = model_of(DEEPSEEK)
     routers = watched(model, bias_rate=0.25)
     loads = []
-    gates = [model.get_submodule(f"{name}.{block.router}") for name, block in find_blocks(model).items()]
+    gates = [model.get_submodule(str(block.router)) for block in find_blocks(model).values()]
     for gate in gates:
         gate.register_forward_hook(lambda _, __, out: loads.append(torch.bincount(out[2].flatten(), minlength=4)))
     for _ in range(2):  # micro-batches

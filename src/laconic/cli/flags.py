@@ -126,7 +126,9 @@ def _toml_value(text: str) -> Any:
     """`text` as a TOML value (number, true, list, quoted string); what is none of these is a plain string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise ConfigError(f"{text[:40]}... is nested too deeply to be read") from None
+    except ValueError:  # no TOML, or a number of thousands of digits
         return text
 
 

@@ -8,6 +8,7 @@ passes on the code of the training processes.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,18 +36,26 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `laconic` with `argv` (None: the process's own arguments) and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are not UTF-8
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(args)
     except LaconicError as error:
         print(f"laconic: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("laconic: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader of our output left (`laconic ... | head`); give the interpreter's last flush somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno is None or error.filename is None:
+            raise
+        print(f"laconic: error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("laconic: interrupted", file=sys.stderr)
+        return 130
     except SystemExit as stop:  # argparse and tyro have printed their message
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
 

@@ -21,6 +21,9 @@ __all__ = ["run"]
 
 _UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
+_ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")
+_MOST = 10**9
+"""The largest number that can be planned: arithmetic and solver work with 64-bit floats."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -28,9 +31,9 @@ def run(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     if options.calibrate is not None:
         return _calibrate(options)
-    budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
     if not 0 <= options.reserve < 1:
         raise PlanError(f"reserve is {options.reserve}, but it must be at least 0 and below 1")
+    budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
     job = _job(options)
     chosen = _chosen(options, job, budget)
     plan = Plan.of(job, chosen, budget)
@@ -72,6 +75,12 @@ def _job(options: argparse.Namespace) -> Job:
 
 def _shape(options: argparse.Namespace) -> ModelShape:
     if options.model is not None:
+        given = [name for name in _ALL_SIZES if getattr(options, name)]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise PlanError(
+                f"{flags} is given beside {options.model!r}, whose configuration has the sizes; leave one out"
+            )
         return ModelShape.load(options.model, options.family)
     missing = [name for name in _SIZES if getattr(options, name) is None]
     if missing:
@@ -87,6 +96,8 @@ def _shape(options: argparse.Namespace) -> ModelShape:
         head_dim=options.head_dim or options.hidden_size // max(1, options.num_heads),
         vocab_size=options.vocab_size,
         tied=options.tied,
+        num_experts=options.num_experts or 0,
+        experts_per_token=options.experts_per_token or 0,
     )
 
 
@@ -130,6 +141,13 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+def integer(text: str) -> int:
+    """An integer that can be planned."""
+    if len(text) > 30 or not -_MOST <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is more than the largest number that can be planned, {_MOST:,}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="laconic plan",
@@ -138,26 +156,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", nargs="?", help="directory with a config.json, or that file; or give sizes")
     add = parser.add_argument_group("model by sizes").add_argument
-    add("--family", help="instead of the configuration's model_type (default: llama)")
-    for name in (*_SIZES, "num_kv_heads", "head_dim"):
-        add("--" + name.replace("_", "-"), type=int, metavar="N")
+    add("--family", help="whose layers these are, for sizes or an unknown model_type (default: llama)")
+    for name in _ALL_SIZES[:-1]:
+        add("--" + name.replace("_", "-"), type=integer, metavar="N")
     add("--tied", action="store_true", help="embedding and output projection share their matrix")
     add = parser.add_argument_group("run").add_argument
-    add("--sequence-length", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
-    add("--batch", type=int, default=1, metavar="N", help="sequences per micro-batch and rank (default: %(default)s)")
-    add("--micro-batches", type=int, metavar="N", help="per step and pipeline (default: twice the stages)")
+    add("--sequence-length", type=integer, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    add(
+        "--batch",
+        type=integer,
+        default=1,
+        metavar="N",
+        help="sequences per micro-batch (default: %(default)s)",
+    )
+    add("--micro-batches", type=integer, metavar="N", help="per step and pipeline (default: twice the stages)")
     add("--precision", default="bf16", help="fp32, bf16 (autocast over fp32 parameters) or bf16-pure")
     add("--optimizer", default="adamw", help="adamw or adamw8bit")
-    add("--gradients", type=int, default=32, metavar="BITS", help="32, 16, 12 or 8")
+    add("--gradients", type=integer, default=32, metavar="BITS", help="32, 16, 12 or 8")
     add("--loss", default="exact", help="exact or chunked")
     add = parser.add_argument_group("layout").add_argument
-    add("--dp", type=int, default=1, metavar="N", help="data-parallel processes of a stage")
+    add("--dp", type=integer, default=1, metavar="N", help="data-parallel processes of a stage")
     add("--fsdp", action="store_true", help="shard over them (FSDP2) instead of copying (DDP)")
-    add("--stages", type=int, default=1, metavar="N", help="pipeline stages")
-    add("--virtual-stages", type=int, default=1, metavar="N", help="chunks of layers per stage")
+    add("--stages", type=integer, default=1, metavar="N", help="pipeline stages")
+    add("--virtual-stages", type=integer, default=1, metavar="N", help="chunks of layers per stage")
     add("--schedule", choices=list(SCHEDULES), help="default: 1f1b, or interleaved-1f1b with virtual stages")
-    add("--split", type=int, nargs="+", metavar="N", help="layers per chunk (default: balanced)")
-    add("--tp", type=int, default=1, metavar="N", help="tensor parallel with sequence parallelism; estimates only")
+    add("--split", type=integer, nargs="+", metavar="N", help="layers per chunk (default: balanced)")
+    add("--tp", type=integer, default=1, metavar="N", help="tensor parallel with sequence parallelism; estimates only")
     add = parser.add_argument_group("choosing").add_argument
     add("--memory", metavar="SIZE", help="of each device, for example 24GB or 80GiB")
     add("--reserve", type=float, default=0.05, help="share of it that is left free (default: %(default)s)")
@@ -184,5 +208,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")
     add("--data", nargs="+", metavar="PATH", help="text to measure on (default: the Python standard library)")
     add("--tokenizer", help="tokenizer.json (default: the one in the model directory, else bytes)")
-    add("--batches", type=int, default=4, metavar="N", help="batches to measure on (default: %(default)s)")
+    add("--batches", type=integer, default=4, metavar="N", help="batches to measure on (default: %(default)s)")
     return parser

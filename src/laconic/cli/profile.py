@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,24 +96,24 @@ def _start(num_processes: int, args: Sequence[str]) -> int:
     """Run the command in `num_processes` processes on this machine; the first exit code that is not 0."""
     if num_processes < 2:
         raise ConfigError(f"nproc is {num_processes}, but links need at least 2 processes")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fixed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
-    fixed |= {"LOCAL_WORLD_SIZE": str(num_processes), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "laconic", "profile", *args],
-            env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(num_processes)
-    ]
-    try:
-        codes = [process.wait() for process in processes]
-    except BaseException:
-        for process in processes:
-            process.terminate()
-        raise
+    from laconic.train.meeting import local_meeting
+
+    fixed = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    fixed |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with tempfile.TemporaryDirectory(prefix="laconic-") as scratch, local_meeting(Path(scratch)):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "laconic", "profile", *args],
+                env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(num_processes)
+        ]
+        try:
+            codes = [process.wait() for process in processes]
+        except BaseException:
+            for process in processes:
+                process.terminate()
+            raise
     return next((code for code in codes if code), 0)
 
 

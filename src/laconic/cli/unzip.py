@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from laconic.cli.progress import progress_bar
 from laconic.cli.verify import add_zipped, note_unlisted
+from laconic.cli.zip import path_of
 
 __all__ = ["run"]
 
@@ -18,7 +18,9 @@ def run(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="laconic unzip", description="Restore a file or directory that `laconic zip` wrote, byte for byte."
     )
-    parser.add_argument("--out", metavar="PATH", type=Path, help="what to write (default: FILE|DIR without .laconic)")
+    parser.add_argument(
+        "--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR without .laconic)"
+    )
     add_zipped(parser)
     options = parser.parse_args(args)
     import torch

@@ -6,10 +6,9 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from laconic.cli.progress import progress_bar
-from laconic.cli.zip import add_jobs
+from laconic.cli.zip import add_jobs, path_of
 
 __all__ = ["add_zipped", "note_unlisted", "run"]
 
@@ -46,8 +45,10 @@ def run(args: Sequence[str]) -> int:
 
 def add_zipped(parser: argparse.ArgumentParser) -> None:
     """Give `parser` what reading a zipped file or directory takes: its path, --base and --jobs."""
-    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="what `laconic zip` wrote")
-    parser.add_argument("--base", metavar="BASE", type=Path, help="the checkpoint it was zipped against with --delta")
+    parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="what `laconic zip` wrote")
+    parser.add_argument(
+        "--base", metavar="BASE", type=path_of, help="the checkpoint it was zipped against with --delta"
+    )
     add_jobs(parser)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from laconic.cli.progress import progress_bar
 
-__all__ = ["add_jobs", "run"]
+__all__ = ["add_jobs", "path_of", "run"]
 
 
 def run(args: Sequence[str]) -> int:
@@ -20,12 +21,12 @@ def run(args: Sequence[str]) -> int:
         description="Shrink a safetensors file, or a directory with such files, losslessly: bfloat16 weights by about "
         "a third. `laconic unzip` restores every byte; laconic.load_zipped loads the tensors as they lie.",
     )
-    parser.add_argument("path", metavar="FILE|DIR", type=Path, help="a .safetensors file, or a directory")
-    parser.add_argument("--out", metavar="PATH", type=Path, help="what to write (default: FILE|DIR with .laconic)")
+    parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="a .safetensors file, or a directory")
+    parser.add_argument("--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR with .laconic)")
     parser.add_argument(
         "--delta",
         metavar="BASE",
-        type=Path,
+        type=path_of,
         help="store the difference to this checkpoint, zipped or plain; it is needed to unzip",
     )
     parser.add_argument(
@@ -52,12 +53,21 @@ def run(args: Sequence[str]) -> int:
             progress=progress,
         )
     seconds = time.perf_counter() - started
-    share = made.zipped_nbytes / max(made.original_nbytes, 1)
+    share = f" ({made.zipped_nbytes / made.original_nbytes:.1%})" if made.num_tensors else ""
     print(
-        f"wrote {made.path}: {made.original_nbytes:,} -> {made.zipped_nbytes:,} bytes ({share:.1%}), "
+        f"wrote {made.path}: {made.original_nbytes:,} -> {made.zipped_nbytes:,} bytes{share}, "
         f"{made.num_tensors} tensors, {seconds:.1f} s"
     )
+    if not made.num_tensors:
+        print(f"laconic: note: {options.path} holds no tensors, so nothing was shortened", file=sys.stderr)
     return 0
+
+
+def path_of(text: str) -> Path:
+    """The path `text`, for argparse. An empty one, as of a variable that is not set, would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from laconic.formats import BlockFormat
 from laconic.train.config import DataConfig, ModelConfig
 from laconic.train.data import TokenDataset, check_vocab, prepare
 from laconic.train.model import build_model
+from laconic.train.origin import own_tokenizer
 from laconic.train.sampler import sample_id
 
 __all__ = ["CODES", "calibrate", "calibrate_directory"]
@@ -114,8 +114,7 @@ def calibrate_directory(
     Raises:
         PlanError, DataError, ConfigError, ModelError: see `calibrate`, and what `laconic train` refuses.
     """
-    own = Path(path) / "tokenizer.json"
-    corpus = prepare(DataConfig(paths=tuple(data), tokenizer=tokenizer or (str(own) if own.is_file() else "bytes")))
+    corpus = prepare(DataConfig(paths=tuple(data), tokenizer=tokenizer or own_tokenizer(path)))
     model = build_model(ModelConfig(path=path), corpus.vocab_size, sequence_length, 0, corpus.end_of_document)
     check_vocab(corpus, next(model.get_input_embeddings().parameters()).shape[0])
     device = torch.device("cuda") if torch.cuda.is_available() else _CPU

@@ -4,24 +4,24 @@ A checkpoint is the directory ``<run>/checkpoints/step-00000200``: the shards an
 torch.distributed.checkpoint (DCP) writes (zipped shards with `checkpoint.zip`), the model's Hugging Face config.json,
 and a manifest.json with the size and SHA-256 of every file and of itself. It is written under a temporary name,
 fsynced, renamed, and only then does the text file `latest` move; a crash at any point leaves the previous checkpoint as
-`latest`.
+`latest`. A name is never used twice: a step that is saved again is step-00000200-2.
 
 DCP's own files carry no checksums, and its `.metadata` is a pickle. Both are read only after every file of the
 checkpoint agrees with the manifest. That finds damage, not malice: whoever can write a run directory can write a
-matching manifest, so resume only from directories you trust. Of ours nothing is pickled: the state holds tensors only
-(weights, optimizer moments); the step is in the manifest, and learning rate, data position and dropout masks are
-functions of the step.
+matching manifest and other weights. They cannot have code run: the pickle may ask for nothing but records (see
+formats/dcp.py). Of ours nothing is pickled: the state holds tensors only (weights, optimizer moments); the step is in
+the manifest, and learning rate, data position and dropout masks are functions of the step.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
+import logging
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,19 +37,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import laconic
 from laconic.errors import CheckpointError
+from laconic.formats.dcp import SafeLoadPlanner
 from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
 from laconic.formats.shards import local_part
+from laconic.train.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
 from laconic.train.pipeline import Parts
-from laconic.train.run_dir import latest_name
+from laconic.train.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 from laconic.train.world import World
 from laconic.train.zipped_storage import CheckpointReader, ZippedWriter
 
 __all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
 
-_VERSION = 1
-_MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,16 @@ class Checkpoint:
     """Processes of the run that wrote it; any other number can read it."""
     identity: dict[str, Any]
     """What the run passed to `save_checkpoint`: the settings that must not change when it is continued."""
+    files: frozenset[str]
+    """Names of the files that the manifest lists."""
 
     def text(self, name: str) -> str | None:
         """One of the `texts` that were saved beside the state; None if there is none of this name."""
         file = self.path / name
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        try:
+            return file.read_text(encoding="utf-8") if file.is_file() else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def save_checkpoint(
@@ -81,12 +85,14 @@ def save_checkpoint(
     texts: Mapping[str, str],
     keep: int,
     zipped: bool = False,
+    allowed: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the state after `step` steps, make it `latest`, and leave only the newest `keep` checkpoints.
 
     Called by all processes together; `model` is the plain, DDP- or FSDP2-wrapped module. `texts` maps file names to
     text stored beside the state. Checkpoints of later steps, left over from a continuation that was abandoned, are
     removed. With `zipped` the shards are losslessly shortened (docs/zip.md); whatever loads checkpoints loads both.
+    `allowed` is called before anything is written, and raises if nothing may be.
 
     Raises CheckpointError on every process when any of them fails (no space, no permission, non-finite weights); then
     nothing is left behind and `latest` is what it was.
@@ -102,6 +108,7 @@ def save_checkpoint(
         # 1. Refuse before writing anything.
         with _shared_outcome(world, final):
             _check_finite(model)
+            allowed()
             if world.is_main:
                 root.mkdir(parents=True, exist_ok=True)
                 for leftover in root.glob(".*-step-*"):
@@ -128,7 +135,7 @@ def save_checkpoint(
                         files[name] = {"nbytes": len(text.encode()), "sha256": sha256_of(temporary / name).hex()}
                     manifest = {
                         "format": "laconic checkpoint",
-                        "version": _VERSION,
+                        "version": VERSION,
                         "step": step,
                         "world_size": world.size,
                         "laconic": laconic.__version__,
@@ -136,14 +143,14 @@ def save_checkpoint(
                         "identity": dict(identity),
                         "files": files,
                     }
-                    manifest["sha256"] = _manifest_sha256(manifest)
-                    _write_durably(temporary / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
-                    _publish(temporary, final, keep)
+                    manifest["sha256"] = manifest_sha256(manifest)
+                    _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+                    final = _publish(temporary, final, keep)
         except CheckpointError:
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-    return final
+    return root / world.gather(final.name)[0]
 
 
 def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Checkpoint:
@@ -154,18 +161,16 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
     checkpoint that is good.
     """
     root = run_dir / "checkpoints"
-    if name is None:
-        name = latest_name(run_dir)
-    elif name.isdecimal():
-        name = f"step-{int(name):08d}"
-    if name is None:
-        raise CheckpointError(f"{run_dir} has no checkpoint to continue from; start it without --resume")
-    if not _NAME.fullmatch(name):
-        raise CheckpointError(f"{name!r} is not the name of a checkpoint such as step-00000200")
+    # What there is, as the first process sees it: listings of a shared file system may differ for a while.
+    error, present, chosen = world.gather(_choose(run_dir, name) if world.is_main else None)[0]
+    if error is not None:
+        raise CheckpointError(error)
+    if chosen is None:
+        return _repaired(root, world, present)
     try:
-        return _verified(root / name, world)
-    except CheckpointError as error:
-        good = _newest_good(root, world, name)
+        return _verified(root / chosen, world)
+    except CheckpointError as failure:
+        good = _newest_good(root, world, [other for other in present if other != chosen])
         if good is None:
             advice = "No other checkpoint here is good; restore the damaged one from a copy or start a new run."
         else:
@@ -173,7 +178,45 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
                 f"The newest good checkpoint is {good.path.name}: continue from it with --resume --checkpoint.load "
                 f"{good.step}, or export it with --checkpoint {good.path.name}."
             )
-        raise CheckpointError(f"{error}. {advice}") from None
+        raise CheckpointError(f"{failure}. {advice}") from None
+
+
+def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str | None]:
+    """An error, or the names of the checkpoints there are, newest first, and the one that is meant.
+
+    None is meant when `latest` is missing and there are checkpoints.
+    """
+    try:
+        present = checkpoint_names(run_dir)
+        wanted = latest_name(run_dir) if name is None else name
+    except CheckpointError as failure:
+        return str(failure), [], None
+    if wanted is None:
+        missing = f"{run_dir} has no checkpoint to continue from; start it without --resume"
+        return (None, present, None) if present else (missing, [], None)
+    if wanted.isascii() and wanted.isdecimal():
+        wanted = f"step-{int(wanted[:20]):08d}"
+    if not CHECKPOINT_NAME.fullmatch(wanted):
+        return f"{wanted!r} is not the name of a checkpoint such as step-00000200", [], None
+    if wanted not in present and checkpoint_age(wanted)[1] == 1:  # that step was saved again
+        step = checkpoint_age(wanted)[0]
+        wanted = next((other for other in present if checkpoint_age(other)[0] == step), wanted)
+    return None, present, wanted
+
+
+def _repaired(root: Path, world: World, present: list[str]) -> Checkpoint:
+    """The newest good checkpoint of `present`, which `latest`, missing until now, then names."""
+    good = _newest_good(root, world, present)
+    if good is None:
+        raise CheckpointError(
+            f"{root} has no file `latest`, and none of its checkpoints ({', '.join(present[:5])}) is good; restore one "
+            "from a copy or start a new run"
+        )
+    if world.is_main:
+        logger.warning("%s has no file `latest`; the newest good checkpoint is %s", root, good.path.name)
+        with contextlib.suppress(OSError):  # it can be read without
+            _point_latest(root, good.path.name)
+    return good
 
 
 def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -186,9 +229,9 @@ def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, opti
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         state, full = _state(model, optimizer)
         with _shared_outcome(world, checkpoint.path):
-            reader = CheckpointReader(checkpoint.path)
+            reader = CheckpointReader(checkpoint.path, checkpoint.files)
             _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
-            load(state, storage_reader=reader, no_dist=world.size == 1)
+            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
         set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 
 
@@ -201,7 +244,8 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         state = {"model": _without_aliases(model.state_dict())}
         try:
-            load(state, storage_reader=CheckpointReader(checkpoint.path), no_dist=True)
+            reader = CheckpointReader(checkpoint.path, checkpoint.files)
+            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
 
@@ -288,45 +332,44 @@ def _check_space(root: Path, needed_nbytes: int) -> None:
         raise CheckpointError(f"not saved, because it needs {needed_nbytes:,} bytes and {free_nbytes:,} are free there")
 
 
-def _publish(temporary: Path, final: Path, keep: int) -> None:
-    """Give the complete `temporary` its `final` name, then move `latest`, then prune; durable in this order."""
-    root = final.parent
+def _publish(temporary: Path, wanted: Path, keep: int) -> Path:
+    """Give the complete `temporary` its name, then move `latest`, then prune; durable in this order. Returns its path.
+
+    The name is `wanted`, or with a number behind it when that step has been saved before, by a continuation that was
+    abandoned: what `latest` names is not touched before `latest` has moved on.
+    """
+    root = wanted.parent
+    present = checkpoint_names(root.parent)
+    step = checkpoint_age(wanted.name)[0]
+    before = [number for other, number in map(checkpoint_age, present) if other == step]
+    final = root / f"{wanted.name}-{max(before) + 1}" if before else wanted
     fsync_directory(temporary)
-    if final.exists():  # saved by a continuation that was abandoned
-        os.rename(final, root / f".old-{final.name}")
     os.rename(temporary, final)
     fsync_directory(root)
-    _write_durably(root / ".latest", final.name + "\n")
+    _point_latest(root, final.name)
+    kept = {final.name}
+    for name in present:
+        if checkpoint_age(name)[0] < step and len(kept) < keep:
+            kept.add(name)
+        else:
+            os.rename(root / name, root / f".old-{name}")  # half of it is no checkpoint
+            shutil.rmtree(root / f".old-{name}")
+    return final
+
+
+def _point_latest(root: Path, name: str) -> None:
+    _write_durably(root / ".latest", name + "\n")
     os.replace(root / ".latest", root / "latest")
     fsync_directory(root)
-    shutil.rmtree(root / f".old-{final.name}", ignore_errors=True)
-    current = _step_of(final)
-    past = [path for path in _by_step(root) if _step_of(path) <= current]
-    for path in _by_step(root):
-        if path not in past[:keep]:
-            shutil.rmtree(path)
 
 
-def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _by_step(root: Path) -> list[Path]:
-    """The checkpoint directories in `root`, newest first."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_step_of, reverse=True)
-
-
-def _newest_good(root: Path, world: World, bad_name: str) -> Checkpoint | None:
-    for path in _by_step(root):
-        if path.name != bad_name:
-            try:
-                return _verified(path, world)
-            except CheckpointError:
-                continue
+def _newest_good(root: Path, world: World, names: Iterable[str]) -> Checkpoint | None:
+    """The first good checkpoint of `names`, which are the same on all processes."""
+    for name in names:
+        try:
+            return _verified(root / name, world)
+        except CheckpointError:
+            continue
     return None
 
 
@@ -335,64 +378,24 @@ def _verified(path: Path, world: World) -> Checkpoint:
     manifest: dict[str, Any] = {}
     error: str | None = None
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         for index, (name, record) in enumerate(manifest["files"].items()):
             if index % world.size == world.rank:
-                _check_file(path / name, record)
+                check_file(path / name, record)
     except CheckpointError as failure:
         error = str(failure)
     except OSError as failure:
         error = f"checkpoint {path} cannot be read: {failure.strerror}"
-    error = world.first_error(error)
+    found = world.gather([error, manifest_sha256(manifest)])
+    error = next((other for other, _ in found if other is not None), None)
+    if error is None:
+        differing = next((rank for rank, (_, digest) in enumerate(found) if digest != found[0][1]), None)
+        if differing is not None:
+            error = f"checkpoint {path} is another one on rank {differing} than on rank 0; all need the same files"
     if error is not None:
         raise CheckpointError(error)
-    return Checkpoint(path, manifest["step"], manifest["world_size"], manifest["identity"])
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / _MANIFEST
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path} does not exist")
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {path} is damaged: {_MANIFEST} is missing")
-    try:
-        manifest = json.loads(file.read_bytes())
-        expected = manifest.pop("sha256")
-        found = _manifest_sha256(manifest)
-    except (ValueError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f"checkpoint {path} is damaged: {_MANIFEST} is not a complete manifest") from None
-    if found != expected:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {_MANIFEST} has SHA-256 {found[:16]}..., but {str(expected)[:16]}... is "
-            "written in it"
-        )
-    if manifest["version"] != _VERSION:
-        raise CheckpointError(
-            f"checkpoint {path} has format version {manifest['version']}, but this laconic reads version {_VERSION}"
-        )
-    for name in manifest["files"]:
-        if not _PLAIN_FILE.fullmatch(name) or name in (".", ".."):
-            raise CheckpointError(f"checkpoint {path} names the file {name!r}, which is not a plain file name")
-    if ".metadata" not in manifest["files"]:
-        raise CheckpointError(f"checkpoint {path} is damaged: its manifest does not list .metadata")
-    checked: dict[str, Any] = manifest
-    return checked
-
-
-def _check_file(file: Path, record: Mapping[str, Any]) -> None:
-    where = f"checkpoint {file.parent} is damaged: {file.name}"
-    if not file.is_file():
-        raise CheckpointError(f"{where} is missing")
-    nbytes = file.stat().st_size
-    if nbytes != record["nbytes"]:
-        raise CheckpointError(f"{where} has {nbytes:,} bytes, but {record['nbytes']:,} were written")
-    found = sha256_of(file).hex()
-    if found != record["sha256"]:
-        raise CheckpointError(f"{where} has SHA-256 {found[:16]}..., but {record['sha256'][:16]}... was written")
-
-
-def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    files = frozenset(manifest["files"])
+    return Checkpoint(path, manifest["step"], manifest["world_size"], manifest["identity"], files)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -11,9 +11,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from laconic.errors import ConfigError
+from laconic.train.values import MAX_COUNT, check_values, require
 
 __all__ = [
+    "FINE_TUNING_RATE",
+    "PRETRAINING_RATE",
     "ActivationsConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -25,10 +27,12 @@ __all__ = [
     "TrainConfig",
 ]
 
+_COUNT = f"be at least 1 and at most {MAX_COUNT}"
 
-def _require(condition: bool, field_name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ConfigError(f"{field_name} is {value!r}, but it must {rule}")
+PRETRAINING_RATE = 2e-3
+"""Peak learning rate for random weights, when none is given."""
+FINE_TUNING_RATE = 2e-5
+"""Peak learning rate for weights that are trained already, when none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,8 @@ class ModelConfig:
     """Which model is trained."""
 
     path: str | None = None
-    """A local directory. With weights (*.safetensors) training starts from them; with only a config.json the model is
-    initialized from scratch. When set, `family` and the sizes below are not used."""
+    """A local directory, as save_pretrained writes it. With weights training starts from them; with only a config.json
+    the model is initialized from scratch. When set, `family` and the sizes below are not used."""
     family: str = "llama"
     """A model_type known to transformers (llama, mistral, qwen2, qwen3, gemma2, phi3, olmo2, gpt2, ...)."""
     hidden_size: int = 128
@@ -58,16 +62,17 @@ class ModelConfig:
     """Let `path` be a Hugging Face hub name and contact the hub. Off: nothing is ever looked up on a network."""
 
     def __post_init__(self) -> None:
+        check_values(self, "model.")
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "be at least 1")
-        _require(
+            require(1 <= getattr(self, name) <= MAX_COUNT, f"model.{name}", getattr(self, name), _COUNT)
+        require(
             self.hidden_size % self.num_attention_heads == 0,
             "model.hidden_size",
             self.hidden_size,
             f"be a multiple of model.num_attention_heads ({self.num_attention_heads})",
         )
         kv = self.num_key_value_heads
-        _require(
+        require(
             kv is None or (kv >= 1 and self.num_attention_heads % kv == 0),
             "model.num_key_value_heads",
             kv,
@@ -82,8 +87,9 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     """Files, directories or glob patterns of text (.txt, .py, .md, ...) or JSONL (.jsonl). Empty: the sources of the
     installed Python standard library."""
-    tokenizer: str = "bytes"
-    """"bytes" (vocabulary of 256 plus one end-of-document token) or the path of a tokenizer.json."""
+    tokenizer: str | None = None
+    """"bytes" (vocabulary of 256 plus one end-of-document token), or the path of a tokenizer.json or of a directory
+    with a tokenizer; None means the tokenizer of model.path, and bytes without one."""
     end_of_document: str | None = None
     """Token that ends each document; None means the tokenizer's own (eos_token of the tokenizer_config.json beside it,
     or a well-known name such as <|endoftext|> or </s>)."""
@@ -95,7 +101,8 @@ class DataConfig:
     """Where token files are kept; None means ~/.cache/laconic (or $XDG_CACHE_HOME/laconic)."""
 
     def __post_init__(self) -> None:
-        _require(
+        check_values(self, "data.")
+        require(
             0.0 <= self.validation_fraction < 1.0,
             "data.validation_fraction",
             self.validation_fraction,
@@ -123,32 +130,33 @@ class ActivationsConfig:
     product. auto: chunked where the logits are more than a tile."""
 
     def __post_init__(self) -> None:
-        _require(
+        check_values(self, "activations.")
+        require(
             self.mode == "sites" or self.attention in (None, "exact"),
             "activations.attention",
             self.attention,
             'be exact or left out with activations.mode = "hooks", which knows no sites',
         )
-        _require(
+        require(
             self.mode == "sites" or self.loss != "chunked",
             "activations.loss",
             self.loss,
             'be exact or auto with activations.mode = "hooks"',
         )
-        _require(
+        require(
             self.bits in (4, 5, 6, 8, 16),
             "activations.bits",
             self.bits,
             "be 4, 5, 6, 8 or 16 (16 means no compression)",
         )
-        _require(
+        require(
             self.block_size in (16, 32, 64, 128, 256),
             "activations.block_size",
             self.block_size,
             "be 16, 32, 64, 128 or 256",
         )
         format_bits = None if self.format is None else {"int5": 5, "int6": 6, "int8": 8}.get(self.format, 4)
-        _require(
+        require(
             format_bits is None or format_bits == self.bits,
             "activations.format",
             self.format,
@@ -170,7 +178,8 @@ class GradientsConfig:
     codes are all there is: with ddp at 8 or 12 bits."""
 
     def __post_init__(self) -> None:
-        _require(self.bits in (8, 12, 32), "gradients.bits", self.bits, "be 8, 12 or 32 (32 means no compression)")
+        check_values(self, "gradients.")
+        require(self.bits in (8, 12, 32), "gradients.bits", self.bits, "be 8, 12 or 32 (32 means no compression)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +189,8 @@ class OptimizerConfig:
     kind: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw: torch's, moments in fp32. adamw8bit: laconic's, moments in 8 bits; it reads gradients of 8 or 12 bits as
     they are, for the other one they are unpacked before the update."""
-    learning_rate: float = 2e-3
-    """Peak learning rate."""
+    learning_rate: float | None = None
+    """Peak learning rate; None means 2e-3, and 2e-5 when training starts from the weights of model.path."""
     min_learning_rate_ratio: float = 0.1
     """Learning rate at the last step, as a share of the peak."""
     warmup_steps: int = 20
@@ -198,24 +207,26 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.learning_rate) and self.learning_rate > 0,
-            "optimizer.learning_rate",
-            self.learning_rate,
-            "be finite and above 0",
-        )
-        _require(
+        check_values(self, "optimizer.")
+        rate = self.peak_learning_rate
+        require(math.isfinite(rate) and rate > 0, "optimizer.learning_rate", rate, "be finite and above 0")
+        require(
             0 <= self.min_learning_rate_ratio <= 1,
             "optimizer.min_learning_rate_ratio",
             self.min_learning_rate_ratio,
             "lie in [0, 1]",
         )
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "be at least 0")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "be at least 0")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "lie in [0, 1)")
-        _require(self.eps > 0, "optimizer.eps", self.eps, "be above 0")
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "be at least 0")
-        _require(self.clip_norm >= 0, "optimizer.clip_norm", self.clip_norm, "be at least 0")
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "lie in [0, 1)")
+        require(self.eps > 0, "optimizer.eps", self.eps, "be above 0")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "be at least 0")
+        require(self.clip_norm >= 0, "optimizer.clip_norm", self.clip_norm, "be at least 0")
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """`learning_rate`, or the default for random weights when it is left out."""
+        return PRETRAINING_RATE if self.learning_rate is None else self.learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,9 +246,10 @@ class PipelineConfig:
     counted."""
 
     def __post_init__(self) -> None:
+        check_values(self, "pipeline.")
         for name in ("stages", "virtual_stages"):
-            _require(getattr(self, name) >= 1, f"pipeline.{name}", getattr(self, name), "be at least 1")
-        _require(
+            require(1 <= getattr(self, name) <= MAX_COUNT, f"pipeline.{name}", getattr(self, name), _COUNT)
+        require(
             (self.virtual_stages > 1) == (self.schedule == "interleaved-1f1b"),
             "pipeline.virtual_stages",
             self.virtual_stages,
@@ -245,22 +257,22 @@ class PipelineConfig:
             if self.virtual_stages == 1
             else f"be 1 with pipeline.schedule = {self.schedule}; interleaved-1f1b takes more",
         )
-        _require(
+        require(
             self.stages > 1 or self.virtual_stages == 1,
             "pipeline.virtual_stages",
             self.virtual_stages,
             "be 1 with one stage",
         )
         micro = self.micro_batches
-        _require(micro is None or micro >= 1, "pipeline.micro_batches", micro, "be at least 1")
-        _require(
+        require(micro is None or micro >= 1, "pipeline.micro_batches", micro, "be at least 1")
+        require(
             micro is None or self.schedule != "1f1b" or micro >= self.stages,
             "pipeline.micro_batches",
             micro,
             f"be at least pipeline.stages ({self.stages}) with 1f1b",
         )
         rounds = 1 if micro is None else max(1, micro // self.stages)
-        _require(
+        require(
             micro is None or self.schedule != "interleaved-1f1b" or micro % rounds == 0,
             "pipeline.micro_batches",
             micro,
@@ -268,7 +280,7 @@ class PipelineConfig:
             f"a multiple of {self.stages} always is",
         )
         num_chunks = self.stages * self.virtual_stages
-        _require(
+        require(
             not self.split or (len(self.split) == num_chunks and min(self.split) >= 1),
             "pipeline.split",
             list(self.split),
@@ -325,67 +337,68 @@ class MoEConfig:
     in families whose routers have biases (DeepSeek-V3); None means 0.001 there."""
 
     def __post_init__(self) -> None:
+        check_values(self, "moe.")
         size, factor = self.expert_parallel, self.capacity_factor
         for name in ("balance_coef", "z_coef", "bias_rate"):
             value = getattr(self, name)
-            _require(
+            require(
                 value is None or (math.isfinite(value) and value >= 0), f"moe.{name}", value, "be finite and at least 0"
             )
-        _require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
+        require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
         travel = ("dispatcher", "levels", "depth", "rows", "chunks", "windows", "capacity_factor")
         for name in (*travel, "swap_every", "swap_when", "swap_pairs", "rates"):
             value = getattr(self, name)
-            _require(
+            require(
                 size is not None or value == MoEConfig.__dataclass_fields__[name].default,
                 f"moe.{name}",
                 list(value) if isinstance(value, tuple) else value,
                 "be left out without moe.expert_parallel; set that to 1 or more",
             )
-        _require(
+        require(
             self.depth is None or (self.depth >= 1 and self.dispatcher == "hierarchical"),
             "moe.depth",
             self.depth,
             "be at least 1 and come with moe.dispatcher = hierarchical",
         )
-        _require(
+        require(
             len(self.chunks) <= 2 and all(number >= 1 for number in self.chunks),
             "moe.chunks",
             list(self.chunks),
             "be one or two numbers of at least 1, as [2] or [2, 4]",
         )
-        _require(
+        require(
             self.dispatcher != "auto" or self.rows != "lossless",
             "moe.rows",
             self.rows,
             "be exact, raw or int8 with moe.dispatcher = auto, which shortens rows where that pays",
         )
-        _require(
+        require(
             self.dispatcher != "auto" or not self.chunks,
             "moe.chunks",
             list(self.chunks),
             "be left out with moe.dispatcher = auto, which chooses them",
         )
-        _require(
+        require(
             not self.windows or max(self.chunks, default=1) > 1,
             "moe.windows",
             True,
             "be left out without moe.chunks above 1: windows are between chunks",
         )
-        _require(
+        require(
             factor is None or (math.isfinite(factor) and factor > 0),
             "moe.capacity_factor",
             factor,
             "be finite and above 0",
         )
-        _require(self.swap_every >= 0, "moe.swap_every", self.swap_every, "be at least 0")
-        _require(
+        require(self.swap_every >= 0, "moe.swap_every", self.swap_every, "be at least 0")
+        require(
             not self.swap_every or ((size or 1) > 1 and self.dispatcher != "flat"),
             "moe.swap_every",
             self.swap_every,
             "be 0 unless moe.expert_parallel is above 1 and moe.dispatcher = hierarchical or auto: rows are counted by "
             "level",
         )
-        _require(self.swap_pairs >= 1, "moe.swap_pairs", self.swap_pairs, "be at least 1")
+        require(self.swap_pairs >= 1, "moe.swap_pairs", self.swap_pairs, "be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,9 +415,10 @@ class CheckpointConfig:
     """Write the shards losslessly shortened. Any run can be continued from either kind."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, "checkpoint.every", self.every, "be at least 0")
-        _require(self.keep >= 1, "checkpoint.keep", self.keep, "be at least 1")
-        _require(self.load is None or self.load >= 1, "checkpoint.load", self.load, "be at least 1")
+        check_values(self, "checkpoint.")
+        require(self.every >= 0, "checkpoint.every", self.every, "be at least 0")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "be at least 1")
+        require(self.load is None or self.load >= 1, "checkpoint.load", self.load, "be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,23 +472,26 @@ class TrainConfig:
     """A collective that waits longer than this for another rank fails."""
 
     def __post_init__(self) -> None:
-        for name in ("nproc", "steps", "batch_size", "accumulation", "sequence_length", "log_every"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
+        check_values(self)
+        for name in ("nproc", "batch_size", "accumulation", "sequence_length"):
+            require(1 <= getattr(self, name) <= MAX_COUNT, name, getattr(self, name), _COUNT)
+        for name in ("steps", "log_every"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
         for name in ("eval_every", "eval_sequences", "seed"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "be at least 0")
-        _require(
+            require(getattr(self, name) >= 0, name, getattr(self, name), "be at least 0")
+        require(
             self.batch_size % self.accumulation == 0,
             "batch_size",
             self.batch_size,
             f"be a multiple of accumulation ({self.accumulation})",
         )
-        _require(
+        require(
             self.pipeline.stages == 1 or self.accumulation in (1, self.micro_batches),
             "accumulation",
             self.accumulation,
             f"be 1 or pipeline.micro_batches ({self.micro_batches}), which it is another name for with a pipeline",
         )
-        _require(
+        require(
             self.gradients.reduce != "native" or self.gradients.bits == 32 or self.parallel == "fsdp",
             "gradients.reduce",
             self.gradients.reduce,
@@ -482,14 +499,14 @@ class TrainConfig:
             "they are",
         )
         for name in ("balance_coef", "z_coef", "bias_rate"):
-            _require(
+            require(
                 not getattr(self.moe, name) or self.pipeline.stages == 1,
                 f"moe.{name}",
                 getattr(self.moe, name),
                 f"be left out with pipeline.stages = {self.pipeline.stages}: routers are on different processes",
             )
         whole = self.parallel == "ddp" or (self.accumulation == 1 and self.precision == "fp32")
-        _require(
+        require(
             not self.moe.windows or (whole and self.gradients.bits == 32),
             "moe.windows",
             True,
@@ -497,20 +514,25 @@ class TrainConfig:
             "folded or cast before they are reduced",
         )
         spread = self.moe.expert_parallel
-        _require(
+        require(
             spread is None or self.pipeline.stages == 1,
             "moe.expert_parallel",
             spread,
             f"be left out with pipeline.stages = {self.pipeline.stages}: stages are cut from the model's own blocks",
         )
-        _require(
+        require(
             spread is None or self.plan is None,
             "moe.expert_parallel",
             spread,
             "be left out with a plan, which knows nothing of it",
         )
-        _require(self.rank_timeout_seconds > 0, "rank_timeout_seconds", self.rank_timeout_seconds, "be above 0")
-        _require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")
+        require(
+            0 < self.rank_timeout_seconds <= 1e8,
+            "rank_timeout_seconds",
+            self.rank_timeout_seconds,
+            "be above 0 and at most 1e8 (three years)",
+        )
+        require(not (self.resume and self.run_dir is None), "resume", True, "come with run_dir, the run to continue")
 
     @property
     def micro_batches(self) -> int:

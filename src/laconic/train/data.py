@@ -161,7 +161,7 @@ def prepare(config: DataConfig, *, verify: bool = True) -> TokenCorpus:
     against its checksum. Raises DataError for data that is missing, empty, not text or damaged, and when the cache
     cannot be written.
     """
-    tokenizer = load_tokenizer(config.tokenizer, config.end_of_document)
+    tokenizer = load_tokenizer(config.tokenizer or "bytes", config.end_of_document)
     files = find_files(config.paths)
     source = _source_fingerprint(files, tokenizer, config.text_key)
     folder = _cache_dir(config)

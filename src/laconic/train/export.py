@@ -11,7 +11,8 @@ import torch
 from laconic.errors import CheckpointError, ConfigError
 from laconic.formats.archive import zip_path
 from laconic.train.checkpoint import find_checkpoint, load_weights
-from laconic.train.model import no_progress_bars
+from laconic.train.model import check_config, no_progress_bars
+from laconic.train.run_dir import TOKENIZER_FILES
 from laconic.train.world import World
 
 __all__ = ["export"]
@@ -27,7 +28,7 @@ def export(
 
     `checkpoint` is a name (step-00000200) or a step; None means the latest. One process does it, whatever number of
     processes trained. Weights are fp32, equal to the checkpoint's bit for bit, tied weights stored once. The tokenizer
-    files of a run that used a tokenizer.json come along. With `zipped` the directory is one that `laconic zip` makes of
+    files of a run that did not use bytes come along. With `zipped` the directory is one that `laconic zip` makes of
     all this. It appears whole or not at all.
 
     Raises ConfigError when `run_dir` is no run or `out_dir` is not empty, and CheckpointError when the checkpoint is
@@ -47,11 +48,12 @@ def export(
     found = find_checkpoint(run, alone, checkpoint)
     try:
         config = AutoConfig.from_pretrained(found.path, local_files_only=True, trust_remote_code=False)
+        check_config(config, str(found.path))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if (found.path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(found.path, local_files_only=True)
     except Exception as error:
         raise CheckpointError(f"{found.path} holds a config.json that transformers cannot build: {error}") from error
-    if (found.path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(found.path, local_files_only=True)
     load_weights(found, model)
 
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -59,7 +61,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         with no_progress_bars():
             model.save_pretrained(temporary)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        for name in TOKENIZER_FILES:
             if (run / name).is_file():
                 shutil.copyfile(run / name, temporary / name)
         if zipped:

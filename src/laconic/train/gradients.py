@@ -136,6 +136,8 @@ class SpreadGradients(DenseGradients):
         super().__init__(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._experts = [p for p in experts.experts() if p.requires_grad] if config.parallel == "ddp" else []
+        for layer in experts.layers.values():
+            layer.averages_under_ddp = False  # `reduce` does it, once for all micro-batches and over a codec
         self._grid, self._q8 = grid, config.reduce == "q8"
         self._codec: Codec | str = zip_codec(config) or Raw()
 

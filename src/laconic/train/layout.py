@@ -16,7 +16,7 @@ from laconic.errors import ConfigError
 from laconic.train.config import TrainConfig
 from laconic.train.world import World
 
-__all__ = ["Layout", "make_layout"]
+__all__ = ["Layout", "check_division", "make_layout"]
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,8 @@ def make_layout(config: TrainConfig, world: World) -> Layout:
 
     Raises ConfigError when the processes or the batch cannot be divided as the configuration asks.
     """
+    replicas = check_division(config, world.size)
     stages = config.pipeline.stages
-    if world.size % stages:
-        raise ConfigError(
-            f"pipeline.stages is {stages}, but it must divide the number of processes ({world.size}); "
-            f"start a multiple of {stages}"
-        )
-    replicas = world.size // stages
-    if config.batch_size % (replicas * config.micro_batches):
-        rule = (
-            f"world size x accumulation ({world.size} x {config.accumulation})"
-            if stages == 1
-            else f"replicas x micro-batches ({replicas} x {config.micro_batches})"
-        )
-        raise ConfigError(f"batch_size is {config.batch_size}, but it must be a multiple of {rule}")
     if stages == 1:
         group = dist.group.WORLD if world.size > 1 else None
         return Layout(num_replicas=replicas, replica=world.rank, stage_group=group)
@@ -72,3 +60,25 @@ def _group_of(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup |
     """The group of this process among disjoint groups of `ranks`; None if it is in none."""
     own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
     return own
+
+
+def check_division(config: TrainConfig, num_processes: int) -> int:
+    """Into how many replicas `num_processes` make each stage.
+
+    Raises ConfigError when the processes or the batch cannot be divided as the configuration asks.
+    """
+    stages = config.pipeline.stages
+    if num_processes % stages:
+        raise ConfigError(
+            f"pipeline.stages is {stages}, but it must divide the number of processes ({num_processes}); "
+            f"start a multiple of {stages}"
+        )
+    replicas = num_processes // stages
+    if config.batch_size % (replicas * config.micro_batches):
+        rule = (
+            f"world size x accumulation ({num_processes} x {config.accumulation})"
+            if stages == 1
+            else f"replicas x micro-batches ({replicas} x {config.micro_batches})"
+        )
+        raise ConfigError(f"batch_size is {config.batch_size}, but it must be a multiple of {rule}")
+    return replicas

@@ -24,6 +24,7 @@ import tomli_w
 
 from laconic.errors import ConfigError
 from laconic.train.config import TrainConfig
+from laconic.train.values import shown
 
 __all__ = ["build_config", "dump_config", "field_docs", "load_config", "merge", "nearest", "read_toml", "save_config"]
 
@@ -54,7 +55,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             values = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {name}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be read") from None
+    except ValueError as error:  # also a NUL in the path, a number of thousands of digits
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     return _checked(TrainConfig, values, "", name)
 
@@ -175,11 +178,14 @@ def _converted(value: Any, hint: Any, name: str, source: str | None) -> Any:
             return dict(value)
     elif hint is float:
         if type(value) in (int, float):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                pass  # an integer beyond all floats
     elif type(value) is hint:
         return value
     where = f" in {source}" if source else ""
-    raise ConfigError(f"{name}{where} is {value!r}, but it must be {_expected(hint)}")
+    raise ConfigError(f"{name}{where} is {shown(value)}, but it must be {_expected(hint)}")
 
 
 def _expected(hint: Any) -> str:

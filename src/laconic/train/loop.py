@@ -291,7 +291,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
             {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
             for (decays, _), group in groups.items()
         ],
-        "lr": config.learning_rate,
+        "lr": config.peak_learning_rate,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
     }

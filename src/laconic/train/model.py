@@ -1,12 +1,14 @@
 """From a `ModelConfig` to a Hugging Face causal language model, without a network unless asked.
 
 Three origins: a family name with sizes (random weights), a local directory with only a config.json (random weights),
-and a local directory with *.safetensors (its weights). Parameters are fp32 on the CPU; every rank that calls with the
-same arguments gets the same bits. transformers is imported inside, because it is an extra and slow to load.
+and a local directory with weights in any form that from_pretrained loads. Which it was is logged. Parameters are fp32
+on the CPU; every rank that calls with the same arguments gets the same bits. transformers is imported inside, because
+it is an extra and slow to load.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +19,17 @@ import torch
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config import ModelConfig
 from laconic.train.load_config import nearest
+from laconic.train.origin import find_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["build_model", "no_progress_bars"]
+__all__ = ["build_model", "check_config", "no_progress_bars"]
 
+logger = logging.getLogger(__name__)
+
+# Names that transformers still takes for what its configurations now hold in rope_parameters.
+_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 # What families call the width of the feed-forward layer; transformers' attribute_map does not cover it.
 _FEED_FORWARD_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
@@ -49,8 +56,19 @@ def build_model(
         raise ConfigError(f"training needs transformers ({error}): pip install 'laconic[train]'") from error
     if config.path is None:
         hf_config = _family_config(config, vocab_size, max_sequence_length, eos_token_id)
-        return _from_config(hf_config, seed)
+        return _from_config(hf_config, seed, f"a {config.family} of model.family")
     return _from_path(config, max_sequence_length, seed)
+
+
+def check_config(hf_config: Any, origin: str) -> None:
+    """Raise ModelError if a configuration names code on the hub, which transformers would fetch and run."""
+    for part in (hf_config, hf_config.get_text_config()):
+        chosen = getattr(part, "_attn_implementation", None)
+        if isinstance(chosen, str) and "/" in chosen:
+            raise ModelError(
+                f"{origin} asks in config.json for the attention {chosen!r}, which is code on the Hugging Face hub; "
+                "remove attn_implementation from config.json"
+            )
 
 
 @contextmanager
@@ -88,6 +106,8 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
             f"model.family is {family!r}, which attends in both directions; "
             "set is_decoder = true in model.extra to train it as a causal language model"
         )
+    if "rope_parameters" in known:
+        known |= set(_ROPE)
     unknown = [name for name in config.extra if name not in known]
     if unknown:
         raise ConfigError(
@@ -126,8 +146,21 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
         hf_config = AutoConfig.for_model(family, **(fields | config.extra))
     except Exception as error:
         raise ConfigError(f"family {family!r} does not take these model fields: {error}") from error
+    for name in _ROPE:
+        parameters = getattr(hf_config, "rope_parameters", None) or {}
+        if name in config.extra and name != "rope_scaling" and config.extra[name] not in _entries(parameters, name):
+            raise ConfigError(
+                f"model.extra.{name} is {config.extra[name]!r}, but family {family!r} does not take it so; "
+                f"set it in model.extra.rope_parameters, which is {parameters!r}"
+            )
     _check_experts(hf_config, "model.extra")
     return hf_config
+
+
+def _entries(parameters: dict[str, Any], name: str) -> list[Any]:
+    """The values of `name` in rope_parameters, which may be one table, or one for each kind of layer."""
+    tables = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [table[name] for table in tables if name in table]
 
 
 def _check_experts(hf_config: Any, origin: str) -> None:
@@ -142,7 +175,7 @@ def _check_experts(hf_config: Any, origin: str) -> None:
         )
 
 
-def _from_config(hf_config: Any, seed: int) -> PreTrainedModel:
+def _from_config(hf_config: Any, seed: int, origin: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -152,7 +185,9 @@ def _from_config(hf_config: Any, seed: int) -> PreTrainedModel:
                 hf_config, dtype=torch.float32, trust_remote_code=False
             )
         except Exception as error:
-            raise ModelError(f"transformers cannot build a {hf_config.model_type} model: {error}") from error
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"transformers cannot build a {hf_config.model_type} model: {first[:300]}") from error
+    logger.info("weights: initialized at random (seed %d), %s", seed, origin)
     return model.train()
 
 
@@ -181,21 +216,42 @@ def _from_path(config: ModelConfig, max_sequence_length: int, seed: int) -> PreT
             f"sequence_length is {max_sequence_length}, but model.path {path!r} takes at most {longest} tokens "
             "(max_position_embeddings in its config.json)"
         )
-    if directory.is_dir() and not any(directory.glob("*.safetensors")):
-        return _from_config(hf_config, seed)
+    check_config(hf_config, f"model.path {path!r}")
+    source = path
+    if directory.is_dir():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model.path {path!r} holds an adapter_config.json, so its weights belong to a model elsewhere; merge "
+                "the adapter into it (PEFT's merge_and_unload) and save that"
+            )
+        file = find_weights(directory)
+        if file is None:
+            return _from_config(hf_config, seed, f"as model.path {path!r} holds none")
+        source = str(directory / file)
     try:
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=hf_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+                path, config=hf_config, dtype=torch.float32, weights_only=True, output_loading_info=True, **options
             )
     except Exception as error:
         raise ModelError(f"model.path {path!r} has weights that cannot be loaded: {error}") from error
     model, loading = loaded
-    incomplete = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind])
-    if incomplete:
+    wanted = len({(tensor.data_ptr(), tensor.shape) for tensor in model.state_dict().values()})
+    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind])
+    unexpected = sorted(map(str, loading["unexpected_keys"]))
+    said = f"loaded {wanted - len(absent)} of {wanted} tensors from {source}"
+    if absent:
         raise ModelError(
-            f"model.path {path!r} lacks {len(incomplete)} of the weights that its config.json asks for, "
-            f"first {incomplete[0]!r}"
+            f"model.path {path!r} lacks {len(absent)} of the weights that its config.json asks for, "
+            f"first {absent[0]!r}: {said}{_listed('not in the model: ', unexpected)}"
         )
+    logger.info("weights: %s%s", said, _listed("left aside, not in the model: ", unexpected))
     pretrained: PreTrainedModel = model
     return pretrained.train()
+
+
+def _listed(what: str, names: list[str]) -> str:
+    """`; WHAT N tensors (names)`, or nothing without any."""
+    if not names:
+        return ""
+    return f"; {what}{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"

@@ -63,10 +63,6 @@ def _wrapped(
     model: nn.Module, group: dist.ProcessGroup, config: TrainConfig, world: World, spread: Parallelized | None
 ) -> nn.Module:
     if config.parallel == "ddp":
-        if spread is not None:
-            others = {id(parameter) for parameter in spread.experts()}
-            names = [name for name, parameter in model.named_parameters() if id(parameter) in others]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         # Nothing here changes buffers in forward, so they need no broadcast. torch 2.13 renamed the switch.
         parameters = inspect.signature(DistributedDataParallel.__init__).parameters
         no_broadcast: dict[str, Any] = {

@@ -47,22 +47,24 @@ class Routers:
     def __init__(
         self,
         model: nn.Module,
-        names: Iterable[str],
+        blocks: Iterable[Block],
         world: World,
         *,
         balance_coef: float = 0.0,
         z_coef: float = 0.0,
         bias_rate: float = 0.0,
     ) -> None:
-        """`names`: the routers of `model`. The coefficients are those of `[moe]`."""
+        """`blocks`: of `model`, with their routers known. The coefficients are those of `[moe]`."""
         self.balance_coef, self.z_coef, self.bias_rate = balance_coef, z_coef, bias_rate
-        self._model, self._names, self._world = model, tuple(names), world
+        self._routers = {block.router: block.num_experts for block in blocks if block.router is not None}
+        self._model, self._names, self._world = model, tuple(self._routers), world
         self._seen: dict[str, _Seen] = {}
         # Since the last step: balance losses, z-losses, forwards.
         self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
-        for name in self._names:
-            model.get_submodule(name).register_forward_hook(self._watch(name))
+        self._with_logits: set[str] = set()
+        for name, num_experts in self._routers.items():
+            model.get_submodule(name).register_forward_hook(self._watch(name, num_experts))
 
     def begin(self) -> None:
         """A forward is about to begin; what another one left, or a second run of a layer in backward, is forgotten."""
@@ -125,13 +127,19 @@ class Routers:
         found = ", ".join(f"{way} {value:g}" for way, value in ways.items() if value)
         return f"routers: {found or 'nothing balances them'}"
 
-    def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def watch(router: nn.Module, _: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _watch(self, name: str, num_experts: int) -> Callable[[nn.Module, Any, Any], None]:
+        def watch(router: nn.Module, _: Any, out: Any) -> None:
             if not router.training:
                 return
-            logits, _, indices = out
-            logits = logits.float()
-            num_tokens, num_experts = logits.shape
+            logits, indices = _decision(name, out, num_experts)
+            num_tokens = len(logits)
+            if num_tokens and (self.balance_coef or self.z_coef) and name not in self._with_logits:
+                self._with_logits.add(name)  # looked at once: it waits for a GPU
+                if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
+                    raise ModelError(
+                        f"router {name} returns probabilities, but balance and z-loss need logits; set moe.balance_coef"
+                        " and moe.z_coef to 0"
+                    )
             self._seen[name] = _Seen(
                 logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.balance_coef else logits.new_zeros(num_experts),
                 torch.bincount(indices.flatten(), minlength=num_experts),
@@ -165,6 +173,22 @@ class Routers:
         return widest
 
 
+def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Logits fp32 [n, E] and chosen experts int64 [n, k] among what a router returned.
+
+    Raises ModelError if one of them is not there.
+    """
+    parts = [part for part in (out if isinstance(out, tuple | list) else (out,)) if isinstance(part, Tensor)]
+    logits = [part for part in parts if part.is_floating_point() and part.shape[-1] == num_experts]
+    indices = [part for part in parts if part.dtype in (torch.int64, torch.int32)]
+    if not logits or len(indices) != 1:
+        raise ModelError(
+            f"router {name} returned {[f'{p.dtype} {list(p.shape)}' for p in parts]}, but balancing needs logits of"
+            f" {num_experts} experts and the chosen ones; set moe.balance_coef, moe.z_coef and moe.bias_rate to 0"
+        )
+    return logits[0].reshape(-1, num_experts).float(), indices[0].long()
+
+
 def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[Routers | None, str | None]:
     """The routers of `model` as `[moe]` wants them balanced, and a line that says how; None, None for a dense model.
 
@@ -180,7 +204,11 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
         blocks, reason = {}, str(error)
         if not asked:
             return None, f"routers: nothing balances them; {reason}"
-    routers = [f"{name}.{block.router}" for name, block in blocks.items()]
+    if blocks and (without := [name for name, block in blocks.items() if block.router is None]):
+        blocks, reason = {}, f"no module beside {without[0]} is its router for certain"
+        if not asked:
+            return None, f"routers: nothing balances them; {reason}"
+    routers = [block.router for block in blocks.values() if block.router is not None]
     if not routers and asked:
         name, value = next(iter(asked.items()))
         raise ConfigError(f"moe.{name} is {value}, but {reason}; leave it out")
@@ -204,7 +232,7 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
     balance_coef = moe.balance_coef if moe.balance_coef is not None else float(of_family or 0.0)
     bias_rate = moe.bias_rate if moe.bias_rate is not None else _BIAS_RATE if biased else 0.0
     _check_alike(model, blocks, balance_coef)
-    made = Routers(model, routers, world, balance_coef=balance_coef, z_coef=moe.z_coef, bias_rate=bias_rate)
+    made = Routers(model, blocks.values(), world, balance_coef=balance_coef, z_coef=moe.z_coef, bias_rate=bias_rate)
     return made, str(made)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from torch import Tensor, nn
 
 import laconic
@@ -26,7 +27,7 @@ from laconic.train import swaps, zipped
 from laconic.train.agreement import check_agreement
 from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config import TrainConfig
-from laconic.train.data import TokenCorpus, TokenDataset, batch, check_vocab, prepare
+from laconic.train.data import TokenCorpus, TokenDataset, batch, check_vocab, load_tokenizer, prepare
 from laconic.train.experts import SpreadExperts, check_experts, spread_experts
 from laconic.train.forecast import Forecast
 from laconic.train.gradients import make_gradients
@@ -36,14 +37,17 @@ from laconic.train.load_config import save_config
 from laconic.train.loop import Trainer, make_optimizer
 from laconic.train.metrics import check_tensorboard
 from laconic.train.model import build_model
+from laconic.train.origin import settle
 from laconic.train.parallel import autocast, wrap_model
 from laconic.train.pipeline import Pipeline
 from laconic.train.planned import activation_plan, check_plan, load_plan
 from laconic.train.routers import Routers, watch_routers
-from laconic.train.run_dir import check_run_dir, copy_tokenizer, write_json
+from laconic.train.run_dir import check_run_dir, claim_run_dir, copy_tokenizer, write_json
+from laconic.train.run_lock import RunLock
 from laconic.train.settings import flat_settings
 from laconic.train.stages import mean_loss
 from laconic.train.stop import StopRequest
+from laconic.train.tokenize import bytes_per_token
 from laconic.train.world import World
 
 if TYPE_CHECKING:
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _MAX_SKIPPED_STEPS = 5
+_SAMPLE_TOKENS = 1 << 18
 _FORMERLY = {"optimizer.kind": "adamw"}
 """Settings that older checkpoints do not name, and what they were."""
 
@@ -64,21 +69,42 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
     Raises ConfigError, DataError, ModelError, FormatError or CheckpointError for what cannot be done, and TrainingError
     when loss or gradients stay non-finite.
     """
+    try:
+        with RunLock() as lock:
+            return _run(config, world, stop, lock)
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError):
+            raise
+        where = "" if error.filename is None else f" {error.filename}"
+        raise TrainingError(
+            f"a file{where} cannot be read or written: {error.strerror}; once that is mended, go on with --resume"
+        ) from error
+
+
+def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) -> int:
     started = time.monotonic()
 
     # 1. Everything that can be refused, before anything is written.
+    speaker = "laconic" if world.is_main else "laconic.train.data"  # any process may be the one to tokenize
+    with _log_on_stderr(speaker):
+        config = settle(config)
     check_agreement(config, world)
     check_experts(config, world)
     layout = make_layout(config, world)
+    _check_batch(config, layout)
     if config.tensorboard:
         check_tensorboard()
     run_dir = check_run_dir(config, world)
-    with _log_on_stderr("laconic" if world.is_main else "laconic.train.data"):  # any process may be the one to tokenize
+    if config.resume:  # from here on nobody else may write there; a new directory is claimed when it is made
+        claim_run_dir(lock, run_dir, True, world)
+    with _log_on_stderr(speaker):
         corpus = prepare(config.data, verify=world.local_rank == 0)
     train = TokenDataset(corpus.train, config.sequence_length)
     wants_validation = config.eval_sequences > 0 and len(corpus.validation) > 0
     validation = TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None
-    plain = build_model(config.model, corpus.vocab_size, config.sequence_length, config.seed, corpus.end_of_document)
+    with _log_on_stderr(speaker):
+        shape = corpus.vocab_size, config.sequence_length
+        plain = build_model(config.model, *shape, config.seed, corpus.end_of_document)
     check_vocab(corpus, next(plain.get_input_embeddings().parameters()).shape[0])
     pipelined = layout.num_stages > 1
     if not pipelined:  # a stage moves only its own part
@@ -134,8 +160,9 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         return 0
 
     # 3. The run directory.
+    if not config.resume:
+        claim_run_dir(lock, run_dir, False, world)
     if world.is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
         repeatable = replace(config.checkpoint, load=None)
         saved = replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable)
         if plan is not None:  # a copy, so that the run can be resumed wherever the original goes
@@ -143,7 +170,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
             saved = replace(saved, plan=str(run_dir / "plan.json"))
         save_config(saved, run_dir / "config.toml")
         write_json(run_dir / "activations.json", report.to_dict())
-        copy_tokenizer(config.data.tokenizer, run_dir)
+        copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
 
     # 4. The steps.
     def save(done: int) -> None:
@@ -159,6 +186,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
                 texts=texts | {name: state for name, state in states.items() if state is not None},
                 keep=config.checkpoint.keep,
                 zipped=config.checkpoint.zip,
+                allowed=lock.check,
             )
 
     with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
@@ -176,6 +204,8 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save, experts, routers)
     summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
     summary["moe"] = None if experts is None else experts.summary()
+    if world.is_main:  # losses of runs with other tokenizers are compared per byte of text
+        summary["bytes_per_token"] = _bytes_per_token(config, corpus)
     if world.is_main:
         write_json(run_dir / "summary.json", summary)
         print(closing_words(summary, run_dir, config), flush=True)
@@ -227,6 +257,17 @@ def _steps(
         if stopped:
             return done, True
     return config.steps, False
+
+
+def _check_batch(config: TrainConfig, layout: Layout) -> None:
+    """Raise ConfigError when the token ids of a step alone are more than this machine's memory."""
+    sequences = config.batch_size // layout.num_replicas
+    nbytes, memory = 8 * sequences * (config.sequence_length + 1), psutil.virtual_memory().total
+    if nbytes > memory:
+        raise ConfigError(
+            f"batch_size is {config.batch_size}, but the tokens of {sequences} sequences of {config.sequence_length} "
+            f"take {nbytes:,} bytes on a process, and this machine has {memory:,}; lower batch_size"
+        )
 
 
 @contextmanager
@@ -281,6 +322,13 @@ def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, ch
     return laconic.compress_activations(
         model, chosen.bits, format=chosen.format, block_size=chosen.block_size, mode=chosen.mode, **options
     )
+
+
+def _bytes_per_token(config: TrainConfig, corpus: TokenCorpus) -> float | None:
+    """UTF-8 bytes of text per token, of the tokens that validation reads first."""
+    stream = corpus.validation if len(corpus.validation) else corpus.train
+    tokenizer = load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document)
+    return bytes_per_token(tokenizer, stream.read(0, min(len(stream), _SAMPLE_TOKENS)))
 
 
 def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:

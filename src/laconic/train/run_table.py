@@ -44,14 +44,16 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
 
     loss = _Form("{:.4f}".format, relative=False, lower_is_better=True)
     nbytes = _Form(format_nbytes, relative=True, lower_is_better=True)
+    # Losses of different tokenizers are comparable per byte of text only.
+    unit = "" if all(run.loss_scale == 1.0 for run in runs) else ", bits per byte"
     settings = tuple(Cell(run.activation_setting or MISSING) for run in runs)
     return [
         Row("activations kept as", settings),
         row("steps", lambda run: run.steps, _Form("{:,.0f}".format, relative=False, lower_is_better=None)),
-        row("validation loss", lambda run: run.validation_loss, loss),
-        row("validation loss, best", lambda run: run.best_validation_loss, loss),
-        row(f"train loss, last {LOSS_WINDOW} steps", lambda run: run.loss, loss),
-        row(f"train loss, best {LOSS_WINDOW} steps", lambda run: run.best_loss, loss),
+        row(f"validation loss{unit}", lambda run: run.validation_loss, loss),
+        row(f"validation loss, best{unit}", lambda run: run.best_validation_loss, loss),
+        row(f"train loss, last {LOSS_WINDOW} steps{unit}", lambda run: run.loss, loss),
+        row(f"train loss, best {LOSS_WINDOW} steps{unit}", lambda run: run.best_loss, loss),
         row("tokens/s, median", lambda run: run.tokens_per_second, _Form("{:,.0f}".format, True, False)),
         row("peak memory of a process", lambda run: run.peak_memory_nbytes, nbytes),
         row("kept for backward per token", lambda run: run.kept_nbytes_per_token, nbytes),

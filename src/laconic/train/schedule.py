@@ -16,10 +16,10 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     `min_learning_rate_ratio` times the peak. A run shorter than its warm-up only warms up.
     """
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return config.peak_learning_rate * (step + 1) / config.warmup_steps
     decay_steps = steps - 1 - config.warmup_steps
     if decay_steps <= 0:
-        return config.learning_rate
+        return config.peak_learning_rate
     progress = min(1.0, (step - config.warmup_steps) / decay_steps)
     floor = config.min_learning_rate_ratio
-    return config.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return config.peak_learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))

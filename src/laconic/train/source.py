@@ -53,12 +53,16 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                     f"data.paths names the directory {given}, which holds no text file (.txt, .md, .py, .jsonl, ...); "
                     f"for other suffixes use a glob such as '{given.rstrip('/')}/**/*.xyz'"
                 )
-        elif path.exists():
+        elif path.is_file():
             files = [path]
+        elif path.exists():
+            raise DataError(f"data.paths names {given}, which is neither a file nor a directory")
         elif glob.has_magic(given):
             files = [match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file()]
             if not files:
-                raise DataError(f"data.paths has the pattern {given!r}, which matches no file")
+                only = "only directories" if glob.glob(str(path), recursive=True) else "no file"
+                hint = f"; for the files in them use '{given.rstrip('/')}/*'" if only != "no file" else ""
+                raise DataError(f"data.paths has the pattern {given!r}, which matches {only}{hint}")
         else:
             raise DataError(f"data.paths names {given}, which does not exist")
         found.update(Path(os.path.abspath(file)) for file in files)

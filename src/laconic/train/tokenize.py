@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from laconic.errors import DataError
 
-__all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
+__all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "bytes_per_token", "load_tokenizer"]
 
 TokenArray = npt.NDArray[np.unsignedinteger]
 
@@ -67,8 +67,10 @@ class BytesTokenizer:
 class JsonTokenizer:
     """A tokenizer.json of the `tokenizers` library (what Hugging Face models ship).
 
-    `end_of_document` names the token that ends a document; None looks for the eos_token of the tokenizer_config.json
-    beside the file, then for well-known names. Raises DataError when there is none.
+    `path` may also be a directory with a tokenizer in one of transformers' other forms (vocab.json and merges.txt, a
+    SentencePiece model, ...), which is converted. `end_of_document` names the token that ends a document; None looks
+    for the eos_token of the tokenizer_config.json beside the file, then for well-known names. Raises DataError when
+    there is none.
     """
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
@@ -77,10 +79,12 @@ class JsonTokenizer:
         except ImportError:
             raise DataError("a tokenizer.json needs the tokenizers library: pip install 'laconic[hf]'") from None
         try:
-            content = path.read_bytes()
+            content = _converted(path) if path.is_dir() else path.read_bytes()
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+        except DataError:
+            raise
         except Exception as error:  # the library raises plain Exception and ValueError for files it cannot parse
             raise DataError(f"data.tokenizer is {str(path)!r}, which is not a tokenizer.json: {error}") from None
         # Both are settings for inference that some files carry; here they would cut or fill documents silently.
@@ -89,15 +93,25 @@ class JsonTokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"the tokenizer {path} has an empty vocabulary")
-        self.path = path
+        self.content = content
+        """Bytes of the tokenizer.json."""
+        self.folder = path if path.is_dir() else path.parent
+        """Where the files beside it are, such as tokenizer_config.json."""
         self.name = str(path)
         self.vocab_size = max(vocabulary.values()) + 1
-        self.end_of_document = _find_end_of_document(path, vocabulary, end_of_document)
+        self.end_of_document = _find_end_of_document(self.folder, vocabulary, end_of_document)
         self.fingerprint = hashlib.sha256(content + b"%d" % self.end_of_document).digest()
 
     def encode(self, text: str) -> TokenArray:
         """Ids of `text`, uint16 or uint32 [tokens]."""
         return self.encode_batch([text])[0]
+
+    def decode(self, ids: npt.ArrayLike) -> str | None:
+        """The text of `ids`, special tokens left out; None if the file does not say how tokens make a text."""
+        if self._tokenizer.decoder is None:
+            return None
+        text: str = self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+        return text
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """`encode` of each text, in the library's own threads."""
@@ -107,6 +121,18 @@ class JsonTokenizer:
         ]
 
 
+def bytes_per_token(tokenizer: BytesTokenizer | JsonTokenizer, ids: npt.ArrayLike) -> float | None:
+    """UTF-8 bytes of text per token of `ids` (1-D, not empty); ends of documents are tokens without bytes.
+
+    None for a tokenizer that cannot give its text back.
+    """
+    values = np.asarray(ids)
+    if isinstance(tokenizer, BytesTokenizer):
+        return float(np.mean(values < 256))
+    text = tokenizer.decode(values)
+    return None if text is None else len(text.encode()) / values.size
+
+
 def load_tokenizer(spec: str, end_of_document: str | None = None) -> BytesTokenizer | JsonTokenizer:
     """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one. Raises DataError."""
     if spec == "bytes":
@@ -114,21 +140,37 @@ def load_tokenizer(spec: str, end_of_document: str | None = None) -> BytesTokeni
             raise DataError("data.end_of_document is set, but the bytes tokenizer has its own (id 256): leave it out")
         return BytesTokenizer()
     path = Path(spec)
-    if path.is_dir():
+    if (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
-    if not path.is_file():
+    if not (path.is_file() or path.is_dir()):
         raise DataError(f'data.tokenizer is {spec!r}, but it must be "bytes" or the path of a tokenizer.json')
     return JsonTokenizer(path, end_of_document)
 
 
-def _find_end_of_document(path: Path, vocabulary: dict[str, int], wanted: str | None) -> int:
+def _converted(directory: Path) -> bytes:
+    """The tokenizer.json that transformers makes of the files in `directory`."""
+    try:
+        from transformers import AutoTokenizer
+
+        made: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        text: str = made.backend_tokenizer.to_str()
+    except Exception as error:  # whatever transformers and the libraries that it needs for a format raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"data.tokenizer is the directory {str(directory)!r}, which holds no tokenizer.json, nor files that "
+            f"transformers can make one of: {first}"
+        ) from error
+    return text.encode()
+
+
+def _find_end_of_document(folder: Path, vocabulary: dict[str, int], wanted: str | None) -> int:
     if wanted is not None:
         if wanted not in vocabulary:
-            raise DataError(f"data.end_of_document is {wanted!r}, which the tokenizer {path} does not know")
+            raise DataError(f"data.end_of_document is {wanted!r}, which the tokenizer in {folder} does not know")
         return vocabulary[wanted]
     candidates = list(_END_OF_DOCUMENT)
     try:
-        declared = json.loads((path.parent / "tokenizer_config.json").read_bytes()).get("eos_token")
+        declared = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
         candidates.insert(0, declared["content"] if isinstance(declared, dict) else declared)
     except (OSError, ValueError, AttributeError, KeyError):
         pass  # no such file, or none of our business: the well-known names remain
@@ -136,5 +178,6 @@ def _find_end_of_document(path: Path, vocabulary: dict[str, int], wanted: str | 
         if name in vocabulary:
             return vocabulary[name]
     raise DataError(
-        f"the tokenizer {path} has no token known to end a document; name one of its tokens in data.end_of_document"
+        f"the tokenizer in {folder} has no token known to end a document; name one of its tokens in "
+        "data.end_of_document"
     )

@@ -16,10 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from laconic.errors import ConfigError
 
-__all__ = ["Place", "World", "join_world", "read_environment"]
+__all__ = ["STORE_VARIABLE", "Place", "World", "join_world", "num_cores", "read_environment"]
+
+STORE_VARIABLE = "LACONIC_STORE"
+"""Environment variable with the path of the file in which processes that laconic started on this machine meet; without
+it they meet at MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def read_environment(environment: Mapping[str, str]) -> Place | None:
     for name, holds, rule in rules:
         if not holds:
             raise ConfigError(f"{name} is {environment[name]} in the environment, but it must {rule}; {remedy}")
-    if place.world_size > 1:
+    if place.world_size > 1 and STORE_VARIABLE not in environment:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environment.get(name):
                 raise ConfigError(f"{name} is not set in the environment, but WORLD_SIZE is above 1; {remedy}")
@@ -151,7 +156,7 @@ def join_world(place: Place | None, timeout_seconds: float) -> World:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
+        torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     if place.world_size > 1:
         _init_process_group(place, device, timeout_seconds)
     return World(
@@ -162,29 +167,38 @@ def join_world(place: Place | None, timeout_seconds: float) -> World:
     )
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _init_process_group(place: Place, device: torch.device, timeout_seconds: float) -> None:
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    timeout = timedelta(seconds=timeout_seconds)
+    file = os.environ.get(STORE_VARIABLE)
+    where = f"in {file}" if file else f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
+        store = None
+        if file is not None:
+            store = FileStore(file, place.world_size)
+            store.set_timeout(timeout)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
         text = str(error)
-        if "EADDRINUSE" in text or "address already in use" in text.lower():
+        if file is None and ("EADDRINUSE" in text or "address already in use" in text.lower()):
+            address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
             raise ConfigError(
                 f"MASTER_PORT is {port}, but that port is in use on {address}; give another (torchrun --master-port)"
             ) from error
         raise ConfigError(
             f"WORLD_SIZE is {place.world_size}, but rank {place.rank} on {socket.gethostname()} could not meet that "
-            f"many processes at {address}:{port} within {timeout_seconds:g} s: {text.splitlines()[0]}"
+            f"many processes {where} within {timeout_seconds:g} s: {text.splitlines()[0]}"
         ) from error

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from laconic.errors import CheckpointError
 from laconic.formats.container import SUFFIX, ContainerFile, write_container
+from laconic.formats.dcp import DcpReader
 from laconic.formats.durable import fsync_file
 from laconic.formats.safetensors_header import element, write_header
 
@@ -69,7 +70,7 @@ class ZippedWriter(FileSystemWriter):
         return done
 
 
-class CheckpointReader(FileSystemReader):
+class CheckpointReader(DcpReader):
     """Reads what ZippedWriter or DCP's own writer wrote."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -1,0 +1,226 @@
+"""One run at a time in a run directory.
+
+A second run in the same directory would cut the first one's metrics and remove its checkpoints. The file `lock.json`
+names who is at work: host, process and since when. Its holder touches it every few seconds. A lock whose holder is gone
+is taken over: on the same machine that is seen from the process (and its start, for numbers of processes are used
+again), elsewhere from a lock that nobody touches any more. Clocks of different machines are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from laconic.errors import CheckpointError, ConfigError
+from laconic.formats.durable import fsync_file
+
+__all__ = ["LOCK_FILE", "RunLock"]
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "lock.json"
+"""Its name in a run directory."""
+
+_BEAT_SECONDS = 10.0
+_SILENCE_SECONDS = 60.0
+"""A lock of another machine that is not touched for so long belongs to nobody."""
+_POLL_SECONDS = 1.0
+_NO_FLOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunLock:
+    """A run directory's lock; a context manager that lets go of it, and holds nothing before `acquire`."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._token = secrets.token_hex(8)
+        self._done = threading.Event()
+        self._lost = False
+
+    def acquire(self, run_dir: Path) -> None:
+        """Take the lock of `run_dir`, which is made if it does not exist.
+
+        May wait a minute to see whether a holder on another machine is alive. Raises ConfigError when there is one, or
+        when the directory cannot be written.
+        """
+        file = run_dir / LOCK_FILE
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._take(file)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir is {str(run_dir)!r}, which cannot be written: {error.strerror or error}"
+            ) from error
+        self._file = file
+        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise CheckpointError when the lock was lost, as to a run on another machine that found this one silent."""
+        if self._file is not None and (self._lost or _token_of(self._file) != self._token):
+            self._lost = True
+            raise CheckpointError(
+                f"{self._file} is no longer this run's: it was removed, or another run went on in its directory while "
+                "this one was suspended; nothing more is written"
+            )
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError), _exclusive(self._file) as stream:
+            if _parsed(stream).get("token") == self._token:
+                self._file.unlink()
+
+    def _take(self, file: Path) -> None:
+        watched: tuple[Any, int] | None = None
+        since = 0.0
+        while True:
+            with _exclusive(file) as stream:
+                holder = _parsed(stream)
+                seen = holder.get("token"), os.fstat(stream.fileno()).st_mtime_ns
+                alive = _is_alive(holder)
+                if alive is None and watched is not None:
+                    if seen != watched:
+                        alive = True  # it has touched its lock, or another run has taken it
+                    elif time.monotonic() - since > _SILENCE_SECONDS:
+                        alive = False
+                if alive is False:
+                    if holder:
+                        logger.warning("taking over from %s, which is gone", _described(holder))
+                    _write(stream, _myself(self._token))
+                    return
+            if alive:
+                raise ConfigError(
+                    f"run_dir is {str(file.parent)!r}, where {_described(holder)} is at work; stop it or choose "
+                    f"another run_dir (if it is not there any more, delete {file})"
+                )
+            if watched is None:
+                watched, since = seen, time.monotonic()
+                logger.warning(
+                    "waiting up to %.0f s to see whether %s is still at work", _SILENCE_SECONDS, _described(holder)
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _beat(self) -> None:
+        assert self._file is not None
+        while not self._done.wait(_BEAT_SECONDS):
+            if _token_of(self._file) != self._token:
+                self._lost = True
+                return
+            with contextlib.suppress(OSError):  # a disk that is full or away; `check` decides
+                os.utime(self._file)
+
+
+@contextlib.contextmanager
+def _exclusive(file: Path) -> Iterator[IO[bytes]]:
+    """`file`, made if need be, opened by one process at a time where the file system can tell."""
+    while True:
+        with open(file, "a+b") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_FLOCK:
+                    raise
+            try:
+                same = os.stat(file).st_ino == os.fstat(stream.fileno()).st_ino
+            except FileNotFoundError:
+                same = False
+            if same:  # else its holder has removed it while we waited
+                yield stream
+                return
+
+
+def _parsed(stream: IO[bytes]) -> dict[str, Any]:
+    """Who holds the lock; empty if nobody does, or if its writer died while it wrote."""
+    stream.seek(0)
+    try:
+        content = json.loads(stream.read())
+    except (ValueError, RecursionError):
+        return {}
+    whole = isinstance(content, dict) and all(name in content for name in ("token", *_myself("")))
+    return content if whole else {}
+
+
+def _token_of(file: Path) -> Any:
+    try:
+        with open(file, "rb") as stream:
+            return _parsed(stream).get("token")
+    except OSError:
+        return None
+
+
+def _write(stream: IO[bytes], content: dict[str, Any]) -> None:
+    stream.seek(0)
+    stream.truncate()
+    stream.write(json.dumps(content, indent=1).encode() + b"\n")
+    fsync_file(stream)
+
+
+def _myself(token: str) -> dict[str, Any]:
+    return {
+        "token": token,
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _described(holder: dict[str, Any]) -> str:
+    return f"a run (pid {holder['pid']} on {holder['host']}, since {holder['since']})"
+
+
+def _is_alive(holder: dict[str, Any]) -> bool | None:
+    """Whether the process that `holder` names is there; None if it cannot be seen from here."""
+    if not holder:
+        return False
+    if (holder["host"], holder["machine"]) != (socket.gethostname(), _machine()):
+        return None
+    started = _started(holder["pid"]) if isinstance(holder["pid"], int) else None
+    return started is not None and started == holder["started"]
+
+
+def _machine() -> str:
+    """What processes that see each other have in common: their kernel's boot and their space of process numbers."""
+    parts = []
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
+        with contextlib.suppress(OSError):
+            parts.append(read())
+    return " ".join(parts)
+
+
+def _started(pid: int) -> str | None:
+    """When process `pid` began, as its kernel counts; None if there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        pass
+    if Path("/proc/self/stat").exists():
+        return None
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except (psutil.Error, ValueError, OverflowError):
+        return None
