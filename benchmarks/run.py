@@ -15,6 +15,7 @@
     python -m benchmarks.run process-group --out benchmarks/results/process_group_NAME.md
     python -m benchmarks.run zip-training --out benchmarks/results/zip_training_NAME.md
     python -m benchmarks.run choose --rounds 5 --out benchmarks/results/choose_NAME.md
+    python -m benchmarks.run auto --out benchmarks/results/auto_NAME.md     # the machine should be quiet
     python -m benchmarks.run moe-autotune --rounds 5 --out benchmarks/results/moe_autotune_NAME.md
     python -m benchmarks.run moe-dispatch --rounds 5 --out benchmarks/results/moe_dispatch_NAME.md
     python -m benchmarks.run planning --out benchmarks/results/planning_NAME.md
@@ -60,6 +61,7 @@ _MODULES = (
     "gradient_error",
     "network",
     "collectives",
+    "auto",
     "choose",
     "process_group",
     "zip_training",
