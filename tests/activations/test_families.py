@@ -21,6 +21,9 @@ ROWS = rows_of(PAGE)
 # factor. A gradient that is off by 6 % in all has a cosine of 1 - 0.06^2 / 2. At 4 bits it is off by less than 25 %.
 COSINE_4_BITS, COSINE_8_BITS = 0.97, 0.998
 
+# What transformers and torch warn of while a family is built is no matter of this page.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 same_version = pytest.mark.skipif(
     f"transformers {transformers.__version__} " not in PAGE, reason="the page is of another transformers"
 )

@@ -193,6 +193,7 @@ def test_hooks_pack_once_what_is_saved_twice_and_never_parameters() -> None:
         ({"block_size": 48}, FormatError, r"block_size is 48, but it must be"),
         ({"bits": 8, "format": "nf4"}, FormatError, r"nf4"),
         ({"format": "fp4"}, FormatError, r"fp4"),
+        ({"example_inputs": torch.zeros(2, 3)}, ModelError, r"example_inputs is a Tensor, not a dict of keyword"),
         ({"mode": "magic"}, ModelError, r"mode is 'magic', but it must be 'sites' or 'hooks'"),
         ({"mode": "hooks", "policy": uniform(None)}, ModelError, r"need mode='sites'"),
         (
@@ -270,3 +271,30 @@ def test_the_tracker_counts_each_storage_once() -> None:
     assert tracker.by_module == {"0": 4 * 8 * 4, "1": 2 * 4 * 8 * 4}
     assert tracker.nbytes == 3 * 4 * 8 * 4
     del out
+
+
+class Renewing(nn.Module):
+    """Replaces its buffer in every forward, so that its storage's address is free for activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor = torch.full((64, 64), 1.5)
+        return (x * self.factor.mean()).tanh()
+
+
+@pytest.mark.parametrize("mode", [None, "hooks"])
+def test_addresses_of_replaced_buffers_are_not_taken_for_buffers(mode: str | None) -> None:
+    model: nn.Module = nn.Sequential(*(Renewing() for _ in range(16)))
+    if mode is not None:
+        laconic.compress_activations(model, mode=mode, example_inputs={"input": torch.randn(64, 64)})  # type: ignore[arg-type]
+    for _ in range(5):
+        x = torch.randn(64, 64, requires_grad=True)
+        with SavedTensorTracker(model) as tracker:
+            out = model(x)
+        # Every tanh keeps its output, every product its scalar factor.
+        exact = 16 * (64 * 64 * 4 + 4)
+        assert tracker.nbytes == exact if mode is None else tracker.nbytes < exact / 6
+        del out

@@ -54,7 +54,7 @@ class _Packer(TorchFunctionMode):
     def __init__(self, format: BlockFormat) -> None:
         super().__init__()
         self.format = format
-        self.exact: set[int] = set()
+        self.exact: dict[int, StorageWeakRef] = {}
         self.seen: dict[tuple[Any, ...], tuple[StorageWeakRef, _Packed | None]] = {}  # None: exact
         self.least_numel: int | None = None
 

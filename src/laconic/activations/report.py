@@ -205,9 +205,14 @@ def sample_inputs(
             of the first floating-point tensor, or of all dimensions of the first integer tensor.
 
     Raises:
-        ModelError: `example_inputs` holds no tensor.
+        ModelError: `example_inputs` is no dict of keyword arguments, or holds no tensor.
     """
     if example_inputs is not None:
+        if not isinstance(example_inputs, Mapping):
+            raise ModelError(
+                f"example_inputs is a {type(example_inputs).__name__}, not a dict of keyword arguments; "
+                f"pass those of a training forward, as {{'input_ids': ids, 'labels': ids}}"
+            )
         for value in example_inputs.values():
             if isinstance(value, Tensor) and value.dim() > 0:
                 shape = value.shape[:-1] if value.is_floating_point() else value.shape

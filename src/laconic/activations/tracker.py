@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.formats.shards import local_part
 
@@ -28,11 +29,16 @@ def observe(*tensors: Tensor) -> None:
             tracker.count(tensor)
 
 
-def own_storages(module: nn.Module) -> Iterator[int]:
-    """Identities of the storages of the parameters and buffers that a module itself holds now."""
+def own_storages(module: nn.Module) -> Iterator[tuple[int, StorageWeakRef]]:
+    """Addresses of the storages of the parameters and buffers that a module itself holds now.
+
+    Each with a weak reference: as long as it is kept, the address is no other storage's, though the module may replace
+    its buffers in every forward.
+    """
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            yield local_part(tensor).untyped_storage()._cdata
+            storage = local_part(tensor).untyped_storage()
+            yield storage._cdata, StorageWeakRef(storage)
 
 
 def kind_of(module: nn.Module, name: str, root: nn.Module) -> str:
@@ -84,7 +90,7 @@ class SavedTensorTracker:
         self._stack: list[str] = []
         # Storages are kept alive while counting, so an address cannot be reused and mistaken for one seen before.
         self._seen: dict[int, torch.UntypedStorage] = {}
-        self._parameters: set[int] = set()
+        self._parameters: dict[int, StorageWeakRef] = {}
         self._handles: list[Any] = []
         self.by_module: Counter[str] = Counter()
         self.host_nbytes = 0
@@ -154,3 +160,4 @@ class SavedTensorTracker:
             handle.remove()
         self._handles.clear()
         self._seen.clear()
+        self._parameters.clear()

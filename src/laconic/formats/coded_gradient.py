@@ -14,12 +14,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from laconic.errors import FormatError, TrainingError
 from laconic.formats.gradient import QuantizedGradient
-from laconic.formats.shards import local_part
+from laconic.formats.shards import local_part, sharded_like
 from laconic.ops import DTYPES
 
 __all__ = ["CodedGradient", "Guard", "Use", "quantized_gradient", "set_quantized_gradient"]
@@ -209,17 +208,7 @@ def set_quantized_gradient(parameter: Tensor, gradient: QuantizedGradient | None
                 f"the quantized gradient has shape {tuple(gradient.shape)}, but what this process holds of the"
                 f" parameter has {tuple(local.shape)}"
             )
-        coded: Tensor = CodedGradient(gradient, parameter.dtype, guard, local.stride())
-        if isinstance(parameter, DTensor):
-            coded = DTensor.from_local(
-                coded,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        parameter.grad = coded
+        parameter.grad = sharded_like(CodedGradient(gradient, parameter.dtype, guard, local.stride()), parameter)
 
 
 # --- operators ---

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.coded_gradient import coded_gradient
-from laconic.formats.shards import local_part
+from laconic.formats.shards import local_part, sharded_like
 from laconic.gradients.members import Members, check_model
 from laconic.gradients.reduction import Reduction, settings_of, zeros_for
 from laconic.gradients.replicas import broadcast_state, check_same_settings
@@ -258,16 +258,7 @@ class CompressedGradients:
             gradient = quantized_gradient(parameter)
             if gradient is None:
                 continue
-            value = gradient.dequantize().to(parameter.dtype)
-            if isinstance(parameter, DTensor):
-                value = DTensor.from_local(
-                    value,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+            value = sharded_like(gradient.dequantize().to(parameter.dtype), parameter)
             mark_reduced(value)
             parameter.grad = value
 

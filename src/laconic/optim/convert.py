@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.errors import FormatError
-from laconic.formats.shards import local_part
+from laconic.formats.shards import local_part, sharded_like
 from laconic.ops import STATE_BLOCK_SIZE, dequantize_dynamic, quantize_dynamic
 from laconic.ops.dynamic_map import dynamic_map
 from laconic.optim.adamw import AdamW8bit
@@ -156,28 +156,19 @@ def to_adamw_state(optimizer: AdamW8bit) -> dict[str, Any]:
         for parameter, key in zip(group["params"], packed["params"], strict=True):
             state = optimizer.state.get(parameter, {})
             if state:
-                moments = {moment: _exact(parameter, state, moment) for moment in MOMENTS}
+                moments = {moment: _exact(state, moment) for moment in MOMENTS}
                 states[key] = {"step": state["step"].clone(), **moments}
     return {"state": states, "param_groups": groups}
 
 
-def _exact(parameter: Tensor, state: Mapping[str, Any], moment: str) -> Tensor:
+def _exact(state: Mapping[str, Any], moment: str) -> Tensor:
     """A moment in fp32, placed as the parameter is."""
     if not is_8bit(state):
         value: Tensor = state[moment].clone()
         return value
     codes, scales = (local_part(state[f"{moment}_{part}"]) for part in ("codes", "scales"))
     exact = dequantize_moment(codes, scales, signed=MOMENTS[moment])
-    if not isinstance(parameter, DTensor):
-        return exact
-    return DTensor.from_local(
-        exact,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=state[f"{moment}_codes"].stride(),
-    )
+    return sharded_like(exact, state[f"{moment}_codes"])
 
 
 def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
