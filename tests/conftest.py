@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+# Small tensors gain nothing from a second thread, and beside other work each operation waits for it: a suite takes up
+# to five times as long then. Tests of threads set their number themselves.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_network_settings_stay() -> Iterator[None]:
+    """What one test says of ranks and interfaces would reach the processes of all later ones."""
+    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "NCCL_")
+    before = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    yield
+    after = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    assert after == before
 
 
 @pytest.fixture(autouse=True)

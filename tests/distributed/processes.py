@@ -35,8 +35,8 @@ def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: 
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a process under test: one thread, warnings are errors, nothing of an outer torchrun."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    inherited.pop("MASTER_PORT", None)
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+    inherited = {name: value for name, value in os.environ.items() if name not in outer}
     paths = [str(ROOT / "src"), str(ROOT), inherited.get("PYTHONPATH", "")]
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return inherited | fixed | changes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -37,8 +36,8 @@ def _find(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_that_see_different_checkpoints_agree(tmp_path: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def test_ranks_that_see_different_checkpoints_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     first = tmp_path / "0"
     for name in ("more", "fewer", "pointer-0", "pointer-1", "differing"):
         for step in (1, 2, 3) if name in ("more", "fewer") else (1, 2):

@@ -49,6 +49,7 @@ def main(task: Task) -> None:
         torch.randn(task.numel, generator=torch.Generator().manual_seed(other)).bfloat16() for other in range(world)
     ]
     expected = torch.stack(values).float().sum(0).bfloat16()  # a few ranks: fp32 adds them in the same order
+    dist.barrier()  # one that fails at once leaves others whose connections are not all made
     print("ready", flush=True)
     for number in range(task.rounds):
         time.sleep(task.pause_seconds * (10 if rank == task.slow_rank else 1))

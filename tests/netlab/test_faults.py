@@ -148,4 +148,5 @@ def test_ranks_with_different_codecs_are_told_at_once(make_lab: MakeLab) -> None
         assert last.startswith("laconic.errors.ConfigError: codec is "), last
         for word in ("rank 0", "rank 1", "tiered", "window", "all_reduce"):
             assert word in last
-    assert time.monotonic() - started < 10  # most of it is the interpreter's end
+    # Far from the timeout that would end it otherwise; most of it is the interpreter's end.
+    assert time.monotonic() - started < task.timeout_seconds / 2

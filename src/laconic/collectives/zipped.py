@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import operations
-from laconic.collectives.codec import Codec, setting_of
+from laconic.collectives.codec import Codec
 from laconic.collectives.ddp import ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
@@ -43,7 +43,7 @@ class ZippedCollectives:
 
     wrapper: Literal["DDP", "FSDP2"]
     codec: str
-    """"auto" or the codec that was given."""
+    """"auto" or the codec's name."""
     parts: tuple[ZippedPart, ...]
     _undo: list[Callable[[], None]] = field(repr=False)
 
@@ -95,7 +95,7 @@ def zip_collectives(
     that do not go with the wrapper.
     """
     undo: list[Callable[[], None]] = []
-    name = setting_of(codec)
+    name = codec if isinstance(codec, str) else codec.name
     if isinstance(model, DistributedDataParallel):
         for argument, value in (("across", across), ("prefetch", prefetch)):
             if value:
