@@ -128,6 +128,11 @@ def failures(rank: int, folder: str) -> None:
 
     odd_tensors()
 
+    # Ranks that the default group does not have, which torch does not look up there.
+    for call, name in ((dist.send, "dst"), (dist.recv, "src"), (dist.broadcast, "src")):
+        with pytest.raises(ConfigError, match=rf"{name} is 99, but the group has 2 ranks, 0 to 1; pass one of them"):
+            call(x, 99)
+
     # A message that was damaged on its way, and one of another type.
     if rank == 0:
         message = Lossless().encode(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -319,3 +320,26 @@ def test_a_rank_that_is_lost_is_named_by_sends_receives_and_the_monitored_barrie
     run_ranks(lost, (str(tmp_path),), 2)
     for options in (CODED, ProcessGroupOptions(min_nbytes=1 << 30)):
         run_ranks(lost_peer, (str(tmp_path), options), 2)
+
+
+def lost_before(rank: int, folder: str) -> None:
+    """The first coded collective needs connections, which a rank that has gone will never make."""
+    torch.set_num_threads(1)
+    join("laconic", rank, 3, folder, "before", pg_options=CODED)
+    dist.barrier()
+    if rank == 2:
+        leave(0)
+    group = dist.group.WORLD
+    started_at = time.monotonic()
+    for call in (lambda: dist.all_reduce(values()), lambda: started(values()).wait()):
+        with pytest.raises((CollectiveError, RuntimeError), match=r"connecting .* broke off on rank \d.* rank 2: "):
+            call()
+    assert time.monotonic() - started_at < 30, "of the 60 seconds of the group"
+    # The store's file and its threads end with the last rank.
+    group.get_group_store().set(f"named/{rank}", "1")
+    group.get_group_store().wait([f"named/{1 - rank}"], timedelta(seconds=60))
+    leave(0)
+
+
+def test_a_rank_that_is_lost_before_the_first_coded_collective_is_named_at_once(tmp_path: Path) -> None:
+    run_ranks(lost_before, (str(tmp_path),), 3)

@@ -19,6 +19,7 @@ __all__ = [
     "Op",
     "check_end",
     "check_numel",
+    "check_place",
     "check_tensors",
     "find_factor",
     "find_groups",
@@ -70,6 +71,12 @@ def find_place(group: dist.ProcessGroup, rank: int, name: str) -> int:
     if rank not in ranks:
         raise ConfigError(f"{name} is {rank}, but the group has the global ranks {ranks}; pass one of them")
     return ranks.index(rank)
+
+
+def check_place(name: str, place: int, size: int) -> None:
+    """`place` is a rank within a group of `size`; torch looks others up, but passes those of the default group on."""
+    if not 0 <= place < size:
+        raise ConfigError(f"{name} is {place}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
 
 def check_tensors(**tensors: Tensor) -> None:

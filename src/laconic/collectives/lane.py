@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from laconic.collectives.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
+from laconic.collectives.meeting import meet
 from laconic.collectives.native import in_background
 
 __all__ = [
@@ -252,8 +253,10 @@ def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.Proces
     store = PrefixStore(f"laconic/{depth}/{number}/", group.get_group_store())
     timeout = getattr(getattr(group._get_backend(_CPU), "options", None), "_timeout", None)
     rank, size, original = group.rank(), group.size(), ref(group)
+    ranks, met = dist.get_process_group_ranks(group), [group]  # which lives until all have met, and no longer for this
 
     def copy() -> dist.ProcessGroup:
+        meet(met.pop(), ranks, "connecting the ranks for coded collectives", depth << 10 | number % (1 << 10))
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout or default_pg_timeout)
         found = dist.ProcessGroup(store, rank, size)
         found._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

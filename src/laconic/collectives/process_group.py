@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from laconic.autoload import register
 from laconic.collectives import audit, callbacks, lane, operations
+from laconic.collectives.arguments import check_place
 from laconic.collectives.callbacks import queue_of
 from laconic.collectives.choose import foresee, prepare
 from laconic.collectives.codec import Codec, setting_of
@@ -286,6 +287,7 @@ class ProcessGroupLaconic(_Base):
     @_call(updates=("tensors",))
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
+            check_place("src", opts.rootRank, self.size())
             src = dist.get_global_rank(self._inner, opts.rootRank)
             work = operations.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
             return LaneWork(work, [tensors[0]])
