@@ -225,6 +225,16 @@ def ddp_losses() -> list[float]:
     return losses(DistributedDataParallel(model(), bucket_cap_mb=0.05))
 
 
+def joined_losses() -> list[float]:
+    """Ranks with different numbers of steps; gradients divide by how many are left, or by all."""
+    found = []
+    for static in (False, True):
+        wrapped = DistributedDataParallel(model())
+        with wrapped.join(divide_by_initial_world_size=static):
+            found += losses(wrapped, steps=2 + dist.get_rank())
+    return found
+
+
 def fsdp_model(policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     """A unit per linear layer."""
     wrapped = model()
@@ -320,5 +330,6 @@ EVERYTHING: tuple[Callable[[], Any], ...] = (
     functional_collectives,
     meshes,
     ddp_losses,
+    joined_losses,
     fsdp_losses,
 )

@@ -39,13 +39,14 @@ from laconic.collectives.inner import compare, connect, forget, global_ranks, te
 from laconic.collectives.points import CODED, Points, as_bytes
 from laconic.collectives.raw_calls import RawCalls
 from laconic.collectives.strided import on_dense
-from laconic.collectives.works import LaneWork, Ordered, RawWork, Together
+from laconic.collectives.works import LaneWork, Ordered, RawWork, Together, outlive_python
 from laconic.cost.wire.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create"]
 
 register()
+outlive_python()
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 

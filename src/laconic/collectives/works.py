@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from laconic.collectives import lane
 from laconic.collectives.callbacks import CallbackQueue, follow, queue_of
 
-__all__ = ["AfterWork", "LaneWork", "Ordered", "PeerWork", "RawWork", "Together", "after"]
+__all__ = ["AfterWork", "LaneWork", "Ordered", "PeerWork", "RawWork", "Together", "after", "outlive_python"]
 
 _NO_TIMEOUT = timedelta()
 
@@ -156,6 +158,25 @@ class AfterWork(_TensorsWork):
             if self._then is not None:
                 self._then()
                 self._then = None
+
+
+def outlive_python() -> None:
+    """Make DDP keep works of ours, with which `join` finds out how many ranks are left; repeating it changes nothing.
+
+    C++ alone holds them then. Of a work whose Python object has gone it sees torch's base class, which is never done.
+    """
+    c10d: Any = _distributed_c10d  # whose stubs lack some of it
+    setter = c10d.Reducer._set_forward_pass_work_handle
+    if hasattr(setter, "__wrapped__"):
+        return
+
+    @functools.wraps(setter)
+    def keep(reducer: Any, work: dist.Work, use_static_world_size: bool) -> None:
+        if type(work) is not dist.Work:
+            work = c10d._create_work_from_future(work.get_future())
+        setter(reducer, work, use_static_world_size)
+
+    c10d.Reducer._set_forward_pass_work_handle = keep
 
 
 def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:
