@@ -32,7 +32,7 @@ def test_torch_finds_the_backends_by_itself(tmp_path: Path) -> None:
     ending = finish(start(["-c", PROGRAM], environment(PYTHONPATH=paths)))
     assert ending.code == 0, ending.err
     assert ending.out.splitlines() == [
-        "laconic ProcessGroupLaconic",
-        "laconic:gloo ProcessGroupLaconic",
-        "cpu:laconic ProcessGroupLaconic",
+        "laconic QuickGroup",
+        "laconic:gloo QuickGroup",
+        "cpu:laconic QuickGroup",
     ]

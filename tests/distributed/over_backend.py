@@ -39,13 +39,15 @@ functional_reduce_scatter_coalesced = _named(
 )
 
 
-def join(backend: str, rank: int, world: int, folder: str, name: str, **options: Any) -> None:
+def join(
+    backend: str, rank: int, world: int, folder: str, name: str, timeout_seconds: float = 60, **options: Any
+) -> None:
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/{name}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout_seconds),
         **options,
     )
 

@@ -304,7 +304,8 @@ def lost(rank: int, folder: str) -> None:
 
 def lost_peer(rank: int, folder: str, options: ProcessGroupOptions) -> None:
     torch.set_num_threads(1)
-    join("laconic", rank, 2, folder, f"lost-{options.min_nbytes}", pg_options=options)
+    # A receive from any rank is told of none that ends: it waits for the timeout.
+    join("laconic", rank, 2, folder, f"lost-{options.min_nbytes}", 10, pg_options=options)
     dist.barrier()
     if rank == 1:
         leave(0)
