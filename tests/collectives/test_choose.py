@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -147,7 +148,18 @@ def test_coding_that_is_slower_than_raw_stops_and_is_tried_now_and_then() -> Non
 def test_coding_that_is_faster_goes_on_and_raw_is_measured_now_and_then() -> None:
     found = simulated(chooser(), lambda number, is_coded: 0.007 if is_coded else 0.01, 2000)
     assert {choice.reason for choice in found} == {PAYS, PROBE_RAW}
-    assert 3 <= sum(choice.reason == PROBE_RAW for choice in found) < 15
+    assert 5 <= sum(choice.reason == PROBE_RAW for choice in found) < 15
+    assert sum(choice.reason == PROBE_RAW for choice in found[1000:]) <= 4
+
+
+def test_a_raw_call_that_is_held_up_does_not_stand_for_all() -> None:
+    num_raw = itertools.count()
+
+    def seconds(number: int, is_coded: bool) -> float:
+        return 0.012 if is_coded else 0.05 if next(num_raw) == 0 else 0.01
+
+    found = simulated(chooser(), seconds, 2000)
+    assert sum(choice.codec != RAW for choice in found) < 60
 
 
 def test_a_machine_that_is_busy_for_a_while_is_left_raw_for_that_while() -> None:

@@ -6,7 +6,7 @@ by it choose alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laconic.cost.wire.seconds import MIN_GAIN
 
@@ -59,7 +59,10 @@ class Shrinkage:
 
 
 _FIRST_RAW, _LAST_RAW = 4, 256
-"""Coded calls after which one is left raw to see what that takes; four times as many each time."""
+"""Coded calls after which one is left raw to see what that takes; doubled each time."""
+
+_NUM_RAW = 3
+"""Newest observations of raw calls, of which the fastest counts: one that was held up would stand for long."""
 
 _FIRST_CODED, _LAST_CODED = 8, 512
 """Calls left raw because coding was slower, after which two are coded to see whether it still is; doubled each time."""
@@ -85,6 +88,7 @@ class Pace:
     num_refused: int = 0
     coded_after: int = _FIRST_CODED
     num_probes: int = 0
+    raw_kept: list[float] = field(default_factory=list)
 
     def next(self) -> str:
         """How the next call should go for which coding is predicted to pay: CODED, or RAW to see what that takes, or
@@ -103,7 +107,7 @@ class Pace:
         self.num_coded += 1
         if self.num_coded <= self.raw_after:
             return CODED
-        self.num_coded, self.raw_after, self.coded_after = 0, min(4 * self.raw_after, _LAST_RAW), _FIRST_CODED
+        self.num_coded, self.raw_after, self.coded_after = 0, min(2 * self.raw_after, _LAST_RAW), _FIRST_CODED
         return RAW
 
     def update_coded(self, nanoseconds: float, tried: bool = False) -> None:
@@ -116,4 +120,5 @@ class Pace:
 
     def update_raw(self, nanoseconds: float) -> None:
         """The same of raw calls."""
-        self.raw = nanoseconds if self.raw is None else self.raw + 2 * _WEIGHT * (nanoseconds - self.raw)
+        self.raw_kept = [*self.raw_kept[1 - _NUM_RAW :], nanoseconds]
+        self.raw = min(self.raw_kept)
