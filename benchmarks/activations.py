@@ -17,7 +17,7 @@ from benchmarks.registry import Options, Table, benchmark, seconds_of
 from laconic.activations import Choice, Recompute, SavedTensorTracker, Site
 from laconic.activations import checkpoint as packed_checkpoint
 from laconic.formats import BlockFormat
-from laconic.train.config import ModelConfig
+from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
 _HEAD_DIM = 64

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from laconic.train.config import ModelConfig
+from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
 __all__ = ["Captured", "capture", "capture_routing"]

@@ -18,7 +18,7 @@ import laconic
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import Site
 from laconic.formats import BlockFormat
-from laconic.train.config import ModelConfig
+from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
 _LENGTH = 128

@@ -31,12 +31,12 @@ from laconic.cost.moe.shape import LayerShape
 from laconic.moe import Grid
 from laconic.moe.measure import measure_moe
 from laconic.testing.netlab import Lab, bits_per_second_of, why_not
-from laconic.train.load_config import load_config
-from laconic.train.loop import StepResult, Trainer
-from laconic.train.metrics import read_metrics
+from laconic.train.config.toml import load_config
+from laconic.train.distributed.world import World
 from laconic.train.model import build_model
-from laconic.train.stop import StopRequest
-from laconic.train.world import World
+from laconic.train.report.metrics import read_metrics
+from laconic.train.signals import StopRequest
+from laconic.train.trainer import StepResult, Trainer
 
 _NUM_NODES, _RANKS_PER_NODE = 2, 2
 _RATES = (1e9, 100e6)

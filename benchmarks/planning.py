@@ -18,7 +18,7 @@ from benchmarks.registry import Options, Table, benchmark
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
 from laconic.cost.choose import by_bits, choose
 from laconic.cost.units import Choice
-from laconic.train.memory import choices_of
+from laconic.train.memory.check import choices_of
 
 _SETTINGS = ((16, "exact", "exact"), (4, "exact", "exact"), (4, "int8", "chunked"), (8, "nf4", "chunked"))
 

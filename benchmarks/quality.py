@@ -20,7 +20,7 @@ from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
-from laconic.train.metrics import read_metrics
+from laconic.train.report.metrics import read_metrics
 
 BOUND = 0.006
 """How much worse than exact the mean over seeds may be, in nats per byte."""

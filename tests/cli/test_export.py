@@ -25,9 +25,9 @@ def test_arguments_reach_the_exporter(
         calls.append((run_dir, out_dir, name, zipped))
         return Path(out_dir)
 
-    stand_in = types.ModuleType("laconic.train.export")
+    stand_in = types.ModuleType("laconic.train.checkpoint.export")
     stand_in.export = export  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "laconic.train.export", stand_in)
+    monkeypatch.setitem(sys.modules, "laconic.train.checkpoint.export", stand_in)
     assert main(["export", "runs/a", "out", *extra]) == 0
     assert calls == [("runs/a", "out", *expected)]
     assert capsys.readouterr().out == "wrote out\n"

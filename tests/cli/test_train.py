@@ -12,8 +12,8 @@ from laconic.cli.main import main
 from laconic.cli.train import resolve
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.errors import ConfigError
-from laconic.train.config import TrainConfig
-from laconic.train.load_config import dump_config, load_config, save_config
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import dump_config, load_config, save_config
 
 
 def config_of(*args: str) -> TrainConfig:
@@ -165,8 +165,8 @@ def test_printed_config_is_the_resolved_one(capsys: pytest.CaptureFixture[str], 
 
 def test_resolved_config_goes_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    stand_in = types.ModuleType("laconic.train.launch")
+    stand_in = types.ModuleType("laconic.train.launch.launcher")
     stand_in.launch = lambda config: launched.append(config) or 7  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "laconic.train.launch", stand_in)
+    monkeypatch.setitem(sys.modules, "laconic.train.launch.launcher", stand_in)
     assert main(["train", "--steps", "3"]) == 7
     assert launched == [load_config(None, {"steps": 3})]

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import laconic
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
-from laconic.train.memory import choices_of
+from laconic.train.memory.check import choices_of
 from tests.activations.models import make_model
 
 SHAPES = {

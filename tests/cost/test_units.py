@@ -16,7 +16,7 @@ from laconic.cost.families import FAMILIES
 from laconic.cost.units import CODE_BITS, EXACT, PRECISIONS, Unit, head_unit, layer_units
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
-from laconic.train.memory import choices_of
+from laconic.train.memory.check import choices_of
 from tests.activations.models import make_ids, make_model
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}

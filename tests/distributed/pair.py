@@ -20,12 +20,12 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from laconic.errors import LaconicError
-from laconic.train import loop
-from laconic.train.config import TrainConfig
+from laconic.train import trainer
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.world import World, join_world, read_environment
+from laconic.train.launch.worker import leave
 from laconic.train.run import run
-from laconic.train.stop import StopRequest
-from laconic.train.worker import leave
-from laconic.train.world import World, join_world, read_environment
+from laconic.train.signals import StopRequest
 from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
 
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
@@ -132,7 +132,7 @@ class Pair:
 @contextmanager
 def spoilt(here: bool, steps: set[int]) -> Iterator[None]:
     """Make the training loss NaN in the forward of these steps (0-based), if `here`."""
-    step, loss = loop.Trainer.step, loop.Trainer._loss
+    step, loss = trainer.Trainer.step, trainer.Trainer._loss
     current = {"step": 0}
 
     def counted_step(self: Any, number: int, stop: Any) -> Any:
@@ -143,11 +143,11 @@ def spoilt(here: bool, steps: set[int]) -> Iterator[None]:
         value = loss(self, model, tokens)
         return value * float("nan") if here and model.training and current["step"] in steps else value
 
-    loop.Trainer.step, loop.Trainer._loss = counted_step, spoilt_loss  # type: ignore[method-assign]
+    trainer.Trainer.step, trainer.Trainer._loss = counted_step, spoilt_loss  # type: ignore[method-assign]
     try:
         yield
     finally:
-        loop.Trainer.step, loop.Trainer._loss = step, loss  # type: ignore[method-assign]
+        trainer.Trainer.step, trainer.Trainer._loss = step, loss  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from laconic.train.stages import Chunk
-from laconic.train.worker import leave
-from laconic.train.world import World, join_world, read_environment
+from laconic.train.distributed.world import World, join_world, read_environment
+from laconic.train.launch.worker import leave
+from laconic.train.pipeline.split import Chunk
 from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
 

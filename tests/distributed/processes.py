@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch.multiprocessing as mp
 
-from laconic.train.config import TrainConfig
-from laconic.train.load_config import save_config
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import save_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,4 +118,6 @@ def num_steps(run_dir: str | Path | None) -> int:
 def workers_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     """The processes that a launcher started, by rank."""
     children = psutil.Process(launcher.pid).children()
-    return {int(child.environ()["RANK"]): child for child in children if "laconic.train.worker" in child.cmdline()}
+    return {
+        int(child.environ()["RANK"]): child for child in children if "laconic.train.launch.worker" in child.cmdline()
+    }

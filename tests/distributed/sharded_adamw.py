@@ -27,9 +27,9 @@ from laconic.errors import FormatError
 from laconic.formats import quantized_gradient, set_quantized_gradient
 from laconic.gradients import compress_gradients
 from laconic.optim import AdamW8bit, from_bitsandbytes_state, to_adamw_state, to_bitsandbytes_state
-from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from laconic.train.worker import leave
-from laconic.train.world import World, join_world, read_environment
+from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
+from laconic.train.distributed.world import World, join_world, read_environment
+from laconic.train.launch.worker import leave
 
 SAVED_AFTER, STEPS = 3, 6
 

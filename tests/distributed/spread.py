@@ -21,9 +21,9 @@ from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line, LinkRates
 from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.huggingface import GivenRouting
-from laconic.train.loop import Trainer
-from laconic.train.worker import leave
-from laconic.train.world import join_world, read_environment
+from laconic.train.distributed.world import join_world, read_environment
+from laconic.train.launch.worker import leave
+from laconic.train.trainer import Trainer
 from tests.distributed.pair import FSDP, SMOOTH, Pair
 from tests.distributed.processes import finish, free_port, rank_environment, start
 from tests.train.runs import AGOQ, resumed, tiny_config

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites, uniform
 from laconic.formats import BlockFormat
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.distributed.processes import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from laconic.errors import CheckpointError
-from laconic.train.checkpoint import find_checkpoint
-from laconic.train.world import World
+from laconic.train.checkpoint.save_load import find_checkpoint
+from laconic.train.distributed.world import World
 from tests.distributed.processes import run_ranks
 from tests.train.test_checkpoint import save
 

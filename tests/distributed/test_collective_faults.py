@@ -19,7 +19,7 @@ from laconic import collectives
 from laconic.collectives import wire
 from laconic.collectives.codec import Lossless, Raw
 from laconic.errors import CollectiveError, FormatError
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks, wait_until
 
 

@@ -21,7 +21,7 @@ from laconic.collectives.lane import Work
 from laconic.collectives.levels import TwoLevel
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
 # 11.5 bits hold Gaussian bfloat16 in long messages and nothing else: the rest travels twice.

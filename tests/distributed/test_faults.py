@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from laconic.train.checkpoint import find_checkpoint
-from laconic.train.load_config import save_config
-from laconic.train.run_dir import latest_name
+from laconic.train.checkpoint.save_load import find_checkpoint
+from laconic.train.config.toml import save_config
+from laconic.train.report.run_dir import latest_name
 from tests.distributed.pair import LONG
 from tests.distributed.processes import (
     environment,

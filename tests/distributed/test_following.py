@@ -14,7 +14,7 @@ from laconic import collectives
 from laconic.collectives import audit
 from laconic.collectives.choose import use_rates
 from laconic.cost.wire.seconds import PROBE_RAW
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.over_backend import all_gather_single, join
 from tests.distributed.processes import run_ranks

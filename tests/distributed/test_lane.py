@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from laconic.collectives import native
 from laconic.collectives.lane import Work, run_in_background
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
 

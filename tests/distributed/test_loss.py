@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 from tests.distributed.processes import run_ranks
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from laconic.train.launch import _exposure
-from laconic.train.load_config import save_config
+from laconic.train.config.toml import save_config
+from laconic.train.launch.launcher import _exposure
 from tests.distributed.processes import environment, finish, num_steps, start, wait_until
 from tests.train.runs import tiny_config
 

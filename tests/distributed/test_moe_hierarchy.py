@@ -25,7 +25,7 @@ from laconic.moe.grid import Grid
 from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.order import SortedOrder
 from laconic.moe.routing import Routing
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
 M, E_LOCAL = 8, 2

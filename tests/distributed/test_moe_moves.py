@@ -21,7 +21,7 @@ from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
 from laconic.moe.balancer import Criterion, ExpertBalancer
 from laconic.moe.moves import ExpertMover
 from laconic.moe.routing import Routing
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.activations.models import make_ids, make_model
 from tests.distributed.processes import run_ranks
 from tests.moe.moving import OPTIMIZERS, E, build, experts_of, forward, inputs, train_step

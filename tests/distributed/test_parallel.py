@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from laconic.train.checkpoint import find_checkpoint
-from laconic.train.export import export
-from laconic.train.metrics import read_metrics
+from laconic.train.checkpoint.export import export
+from laconic.train.checkpoint.save_load import find_checkpoint
+from laconic.train.distributed.data_parallel import decoder_layers
 from laconic.train.model import build_model
-from laconic.train.parallel import decoder_layers
-from laconic.train.run_dir import latest_name
+from laconic.train.report.metrics import read_metrics
+from laconic.train.report.run_dir import latest_name
 from tests.distributed.pair import RUNS
 from tests.train.runs import ALONE, exact_metrics, losses, tiny_config
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from laconic.train.export import export
-from laconic.train.metrics import read_metrics
+from laconic.train.checkpoint.export import export
+from laconic.train.report.metrics import read_metrics
 from tests.distributed.pipelined import BROKEN_RUNS, LAYERS, SMOOTH, SMOOTH_RUNS, UNTIED
 from tests.distributed.processes import finish, free_port, rank_environment, start
 from tests.train.runs import AGOQ, exact_metrics, losses, tiny_config, train_alone

@@ -17,7 +17,7 @@ from laconic.collectives.codec import Blockwise, Lossless, Raw
 from laconic.collectives.process_group import ProcessGroupOptions
 from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.formats import BlockFormat
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join
 from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.collectives import Lossless, ProcessGroupOptions, Raw
 from laconic.errors import FormatError
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.over_backend import all_gather_single, assert_same, join, reduce_scatter_single
 from tests.distributed.processes import run_ranks
 

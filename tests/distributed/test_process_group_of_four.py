@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import Lossless, ProcessGroupOptions, Raw
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import all_gather_single, assert_same, join, reduce_scatter_single, values
 from tests.distributed.processes import run_ranks

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import Lossless, ProcessGroupOptions, Raw
 from laconic.errors import CollectiveError
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join, values
 from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start

@@ -22,7 +22,7 @@ from laconic.collectives.choose import prepare, use_rates
 from laconic.collectives.lane import Work
 from laconic.collectives.works import PeerWork, RawWork
 from laconic.errors import CollectiveError, FormatError
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.over_backend import all_gather_single, join, reduce_scatter_single
 from tests.distributed.processes import run_ranks, wait_until

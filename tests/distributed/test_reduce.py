@@ -15,8 +15,8 @@ from torch import Tensor
 from laconic.errors import ConfigError, FormatError
 from laconic.gradients import TwoLevel, Work, all_reduce_q8, all_reduce_quantized, reduce, reduce_scatter_q8
 from laconic.ops import sum_blockwise
-from laconic.train.wire import WireCounter
-from laconic.train.worker import leave
+from laconic.train.distributed.traffic import WireCounter
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 from tests.gradients.reference import error_bound, gradient_of, mean_by_reference, value_of
 from tests.ops.shards import shards_of

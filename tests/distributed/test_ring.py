@@ -21,7 +21,7 @@ from laconic.collectives.choose import use_rates
 from laconic.cost.wire.rates import RING, Line
 from laconic.cost.wire.seconds import Choice
 from laconic.errors import CollectiveError, FormatError
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import run_ranks, wait_until
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from laconic.train.checkpoint import find_checkpoint
-from laconic.train.export import export
-from laconic.train.metrics import read_metrics
+from laconic.train.checkpoint.export import export
+from laconic.train.checkpoint.save_load import find_checkpoint
 from laconic.train.model import build_model
+from laconic.train.report.metrics import read_metrics
 from tests.distributed.spread import ALIKE, BROKEN, FAMILIES, FOUR, SMOOTH_QWEN, run_processes
 from tests.distributed.test_parallel import ROUNDING
 from tests.train.runs import ALONE, exact_metrics, losses, resumed, tiny_config, train_alone

@@ -21,8 +21,8 @@ from laconic.errors import ConfigError, ModelError
 from laconic.gradients import all_reduce_q8, ddp_q8_hook, quantize_reduction
 from laconic.gradients.ddp import q8_hook
 from laconic.gradients.fsdp2 import Q8ReduceScatter
-from laconic.train.wire import WireCounter
-from laconic.train.worker import leave
+from laconic.train.distributed.traffic import WireCounter
+from laconic.train.launch.worker import leave
 from tests.activations.models import loss_of, make_ids, make_model, relative_error
 from tests.distributed.processes import run_ranks
 

@@ -22,7 +22,7 @@ from laconic.collectives.autograd import all_to_all
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import quantize_reduction
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.activations.models import loss_of, make_ids, make_model
 from tests.distributed.processes import run_ranks
 

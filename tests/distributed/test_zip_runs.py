@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from laconic.collectives.audit import Snapshot
-from laconic.train.metrics import read_metrics
-from laconic.train.report import compare
+from laconic.train.report.compare import compare
+from laconic.train.report.metrics import read_metrics
 from tests.distributed.processes import finish, free_port, rank_environment, start
 from tests.distributed.zipped import RUNS
 from tests.train.runs import exact_metrics, losses

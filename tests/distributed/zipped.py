@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.train import zipped
-from laconic.train.worker import leave
-from laconic.train.world import join_world, read_environment
+from laconic.train.distributed import comm_compression
+from laconic.train.distributed.world import join_world, read_environment
+from laconic.train.launch.worker import leave
 from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
 
@@ -46,12 +46,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 @contextmanager
 def found(torch_seconds: float, our_seconds: float) -> Iterator[None]:
     """Runs measure this."""
-    measure = zipped.seconds_of_sums
-    zipped.seconds_of_sums = lambda *_: (torch_seconds, our_seconds)
+    measure = comm_compression.seconds_of_sums
+    comm_compression.seconds_of_sums = lambda *_: (torch_seconds, our_seconds)
     try:
         yield
     finally:
-        zipped.seconds_of_sums = measure
+        comm_compression.seconds_of_sums = measure
 
 
 class Zipped(Pair):
@@ -81,7 +81,7 @@ class Zipped(Pair):
                 self.train(resumed(broken))
         group = dist.group.WORLD
         assert group is not None
-        torchs, ours = zipped.seconds_of_sums(5000, torch.float32, group, torch.device("cpu"))
+        torchs, ours = comm_compression.seconds_of_sums(5000, torch.float32, group, torch.device("cpu"))
         assert self.world.gather((torchs, ours)) == [[torchs, ours]] * 2
         assert min(torchs, ours) > 0
 

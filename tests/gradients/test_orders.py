@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.errors import LaconicError, TrainingError
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.optim import AdamW8bit
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
 WORLD = 2

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.errors import ConfigError, ModelError, TrainingError
 from laconic.formats import CodedGradient
 from laconic.gradients import CompressedGradients, compress_gradients
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
 WORLD = 2

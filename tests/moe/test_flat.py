@@ -18,7 +18,7 @@ from laconic.moe import Gate, GatedExperts, HierarchicalDispatcher, MoELayer, Ro
 from laconic.moe.flat import FlatDispatcher, added_up, copied
 from laconic.moe.grid import Grid
 from laconic.moe.sharding import expert_shard
-from laconic.train.worker import leave
+from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 from tests.moe.parallel import DIM, assert_same_as_whole, make_whole, spread_over
 from tests.moe.worlds import run_world

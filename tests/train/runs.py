@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from laconic.activations import decompress_activations
-from laconic.train.config import TrainConfig
-from laconic.train.load_config import load_config
-from laconic.train.loop import Trainer
-from laconic.train.metrics import read_metrics
-from laconic.train.recipes import recipe
+from laconic.train.config.recipes import recipe
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import load_config
+from laconic.train.distributed.world import World
+from laconic.train.report.metrics import read_metrics
 from laconic.train.run import run
-from laconic.train.stop import StopRequest
-from laconic.train.world import World
+from laconic.train.signals import StopRequest
+from laconic.train.trainer import Trainer
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 

@@ -19,10 +19,15 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem
 
 from laconic.errors import CheckpointError
-from laconic.train import checkpoint
-from laconic.train.checkpoint import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
-from laconic.train.manifest import manifest_sha256
-from laconic.train.run_dir import latest_name
+from laconic.train.checkpoint.manifest import manifest_sha256
+from laconic.train.checkpoint.save_load import (
+    find_checkpoint,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    save_load,
+)
+from laconic.train.report.run_dir import latest_name
 from tests.train.runs import ALONE
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +187,7 @@ def test_damage_anywhere_is_refused_and_the_good_one_named(name: str, tmp_path: 
         message = str(refused.value)
         assert f"step-00000002 is damaged: {name} " in message, what
         assert "The newest good checkpoint is step-00000001" in message, what
-        assert "--resume --checkpoint.load 1" in message, what
+        assert "--resume --save_load.load 1" in message, what
         if name != "manifest.json":
             expected = f"{len(original):,} were written" if len(damage(original)) != len(original) else "was written"
             assert expected in message, what
@@ -371,7 +376,7 @@ def test_a_failure_while_publishing_leaves_the_previous_checkpoint(
     def fail(*args: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "the disk")
 
-    monkeypatch.setattr(checkpoint, call, fail)
+    monkeypatch.setattr(save_load, call, fail)
     with pytest.raises(CheckpointError, match="Input/output error: the disk"):
         save(tmp_path, 2)
     monkeypatch.undo()
@@ -399,7 +404,7 @@ INTERRUPTED = """
 import errno, os, shutil, signal, sys
 from pathlib import Path
 from laconic.errors import CheckpointError
-from laconic.train.checkpoint import find_checkpoint
+from laconic.train.checkpoint.save_load import find_checkpoint
 from tests.train.runs import ALONE
 from tests.train.test_checkpoint import names_in, save
 

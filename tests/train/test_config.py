@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.errors import ConfigError
-from laconic.train.config import (
+from laconic.train.config.schema import (
     ActivationsConfig,
     CheckpointConfig,
     DataConfig,
@@ -19,7 +19,7 @@ from laconic.train.config import (
     PipelineConfig,
     TrainConfig,
 )
-from laconic.train.load_config import build_config, dump_config, field_docs, load_config, read_toml, save_config
+from laconic.train.config.toml import build_config, dump_config, field_docs, load_config, read_toml, save_config
 
 SECTIONS = (
     TrainConfig,

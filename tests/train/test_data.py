@@ -13,13 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import ConfigError, DataError
-from laconic.train import data, source
-from laconic.train.config import DataConfig
-from laconic.train.data import TokenCorpus, TokenDataset, TokenStream, batch, check_vocab, prepare
-from laconic.train.sampler import global_indices, sample_id
-from laconic.train.source import find_files, read_documents, standard_library_files
-from laconic.train.token_file import TokenFile, TokenFileWriter
-from laconic.train.tokenize import BytesTokenizer, JsonTokenizer, bytes_per_token, load_tokenizer
+from laconic.train.config.schema import DataConfig
+from laconic.train.data.corpus import (
+    TokenCorpus,
+    TokenDataset,
+    TokenStream,
+    batch,
+    check_vocab,
+    corpus,
+    prepare,
+    sources,
+)
+from laconic.train.data.sampler import global_indices, sample_id
+from laconic.train.data.sources import find_files, read_documents, standard_library_files
+from laconic.train.data.token_file import TokenFile, TokenFileWriter
+from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer, bytes_per_token, load_tokenizer
 
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=200)
 
@@ -110,7 +118,7 @@ def test_end_of_document_comes_from_config_then_neighbour_then_known_names(json_
 
 def test_tokenizer_without_an_end_is_refused(json_tokenizer: Path) -> None:
     json_tokenizer.write_text(json_tokenizer.read_text().replace("<|endoftext|>", "<other>"))
-    with pytest.raises(DataError, match=r"has no token known to end a document; name one .* in data.end_of_document"):
+    with pytest.raises(DataError, match=r"has no token known to end a document; name one .* in corpus.end_of_document"):
         load_tokenizer(str(json_tokenizer))
 
 
@@ -159,7 +167,7 @@ def test_text_is_read_whole_in_any_pieces(
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "_PIECE_NBYTES", piece_nbytes)
+        patch.setattr(sources, "_PIECE_NBYTES", piece_nbytes)
         pieces = list(read_documents(path, "text"))
     assert "".join(piece for piece, _ in pieces) == text
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -177,7 +185,7 @@ def test_text_is_read_whole_in_any_pieces(
 def test_what_is_not_text_is_named_with_its_offset(
     content: bytes, offset: int, what: str, piece_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "_PIECE_NBYTES", piece_nbytes)
+    monkeypatch.setattr(sources, "_PIECE_NBYTES", piece_nbytes)
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(DataError, match=rf"bad.txt is not text: .*{what} at offset {offset}"):
         list(read_documents(tmp_path / "bad.txt", "text"))
@@ -192,7 +200,7 @@ def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"txt": "a"}', r"a.jsonl:2 has no string under 'text' \(its keys are \['txt'\]\); set data.text_key"),
+        (b'{"txt": "a"}', r"a.jsonl:2 has no string under 'text' \(its keys are \['txt'\]\); set corpus.text_key"),
         (b'{"text": 3}', r"a.jsonl:2 has no string under 'text'"),
         (b"[1]", r"a.jsonl:2 has no string under 'text' \(it is no object\)"),
         (b'{"text": ', r"a.jsonl:2 is not valid JSON"),
@@ -306,8 +314,8 @@ def test_cache_is_used_until_something_changes(tmp_path: Path, json_tokenizer: P
 _PREPARE = """
 import sys
 from pathlib import Path
-from laconic.train.config import DataConfig
-from laconic.train.data import prepare
+from laconic.train.config.schema import DataConfig
+from laconic.train.data.corpus import prepare
 print("ready", flush=True)
 sys.stdin.readline()
 folder = Path(sys.argv[1])
@@ -383,7 +391,7 @@ def test_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("builtins.open", open_full)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_bytes(b"text")
-    with pytest.raises(DataError, match=r"cannot write the token file under .*: No space left .* set data.cache_dir"):
+    with pytest.raises(DataError, match=r"cannot write the token file under .*: No space left .* set corpus.cache_dir"):
         prepare(config_for(tmp_path))
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -556,6 +564,6 @@ def test_hidden_files_do_not_hide_in_globs(tmp_path: Path) -> None:
 def test_long_tokenization_says_that_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(data, "_REPORT_SECONDS", -1.0)
+    monkeypatch.setattr(corpus, "_REPORT_SECONDS", -1.0)
     corpus_of(tmp_path, {"a.txt": "text"})
     assert "still tokenizing: 0.0 million tokens so far" in caplog.messages

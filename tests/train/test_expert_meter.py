@@ -18,8 +18,8 @@ from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.levels import Levels
 from laconic.moe.routing import Routing
-from laconic.train.expert_meter import Capacity, ExpertMeter, moved_rows
-from laconic.train.world import World
+from laconic.train.distributed.world import World
+from laconic.train.moe.metrics import Capacity, ExpertMeter, moved_rows
 from tests.train.runs import ALONE
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laconic.errors import CheckpointError, ConfigError
-from laconic.train.export import export
+from laconic.train.checkpoint.export import export
 from tests.train.runs import tiny_config, train_alone, trained_model
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from laconic.cli.train import resolve
 from laconic.errors import ConfigError, LaconicError
-from laconic.train.config import TrainConfig
-from laconic.train.load_config import build_config, dump_config, load_config, read_toml
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import build_config, dump_config, load_config, read_toml
 
 
 def fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

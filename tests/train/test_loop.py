@@ -14,14 +14,14 @@ import torch
 
 from laconic.activations.loss import TILES
 from laconic.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
-from laconic.train import loop
 from laconic.train import run as run_module
-from laconic.train.config import OptimizerConfig
-from laconic.train.load_config import load_config
-from laconic.train.loop import make_optimizer
-from laconic.train.metrics import read_metrics
-from laconic.train.origin import settle
-from laconic.train.run_dir import latest_name
+from laconic.train import trainer
+from laconic.train.config.schema import OptimizerConfig
+from laconic.train.config.toml import load_config
+from laconic.train.model_source import settle
+from laconic.train.report.metrics import read_metrics
+from laconic.train.report.run_dir import latest_name
+from laconic.train.trainer import make_optimizer
 from tests.train.runs import AGOQ, exact_metrics, losses, resumed, tiny_config, train_alone, trained_model
 
 # Adam divides by the root of the second moment, which turns the last bits of a small gradient into a large step. With
@@ -190,20 +190,20 @@ def test_bf16_stays_close_to_fp32(tmp_path: Path) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss NaN in the forward of these steps (0-based)."""
-    original = loop.Trainer.step
+    original = trainer.Trainer.step
 
     def step(self: Any, number: int, stop: Any) -> Any:
         self.spoilt = number in steps
         return original(self, number, stop)
 
-    loss = loop.Trainer._loss
+    loss = trainer.Trainer._loss
 
     def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = loss(self, model, tokens)
         return value * float("nan") if model.training and self.spoilt else value
 
-    monkeypatch.setattr(loop.Trainer, "step", step)
-    monkeypatch.setattr(loop.Trainer, "_loss", spoilt_loss)
+    monkeypatch.setattr(trainer.Trainer, "step", step)
+    monkeypatch.setattr(trainer.Trainer, "_loss", spoilt_loss)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +230,14 @@ def test_the_run_stops_when_nothing_is_finite_any_more(tmp_path: Path, monkeypat
 
 def interrupt_in(monkeypatch: pytest.MonkeyPatch, signals: dict[int, list[signal.Signals]]) -> None:
     """Send signals to this process while these steps (0-based) run."""
-    original = loop.Trainer.step
+    original = trainer.Trainer.step
 
     def step(self: Any, number: int, stop: Any) -> Any:
         for one in signals.get(number, []):
             os.kill(os.getpid(), one)
         return original(self, number, stop)
 
-    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(trainer.Trainer, "step", step)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -300,7 +300,7 @@ def test_bad_input_leaves_no_run_directory(
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
-    from laconic.train.config import ModelConfig
+    from laconic.train.config.schema import ModelConfig
     from laconic.train.model import build_model
 
     small = build_model(ModelConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1), 100, 64, seed=0)

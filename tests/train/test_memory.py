@@ -11,8 +11,8 @@ from laconic.activations import SavedTensorTracker
 from laconic.cost import Job, predict
 from laconic.errors import PlanError
 from laconic.optim import AdamW8bit
-from laconic.train.config import TrainConfig
-from laconic.train.memory import MemoryCheck, check_memory, choices_of, job_of
+from laconic.train.config.schema import TrainConfig
+from laconic.train.memory.check import MemoryCheck, check_memory, choices_of, job_of
 from tests.activations.models import make_model
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import ConfigError, DataError
-from laconic.train.metrics import (
+from laconic.train.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
     Progress,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from laconic.errors import ConfigError, ModelError
-from laconic.train.config import ModelConfig
+from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
 SIZES: dict[str, Any] = {

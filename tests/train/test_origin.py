@@ -18,12 +18,12 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from laconic.errors import ConfigError, DataError, LaconicError, ModelError
-from laconic.train.config import FINE_TUNING_RATE, PRETRAINING_RATE, ModelConfig, TrainConfig
-from laconic.train.data import prepare
-from laconic.train.export import export
-from laconic.train.load_config import load_config
+from laconic.train.checkpoint.export import export
+from laconic.train.config.schema import FINE_TUNING_RATE, PRETRAINING_RATE, ModelConfig, TrainConfig
+from laconic.train.config.toml import load_config
+from laconic.train.data.corpus import prepare
 from laconic.train.model import build_model
-from laconic.train.origin import settle
+from laconic.train.model_source import settle
 from tests.train.runs import resumed, tiny_config, train_alone, write_corpus
 
 _VOCABULARY = 300

@@ -12,12 +12,12 @@ import pytest
 
 from laconic.cli.main import main
 from laconic.errors import DataError
-from laconic.train.load_config import load_config, save_config
-from laconic.train.metrics import MetricsWriter
-from laconic.train.report import compare
-from laconic.train.report_page import downsample, smooth
-from laconic.train.run_record import load_runs
-from laconic.train.run_table import config_differences, summary_rows
+from laconic.train.config.toml import load_config, save_config
+from laconic.train.report.compare import compare
+from laconic.train.report.html import downsample, smooth
+from laconic.train.report.metrics import MetricsWriter
+from laconic.train.report.run_reader import load_runs
+from laconic.train.report.table import config_differences, summary_rows
 
 KINDS = {"norm": 100.0, "linear": 300.0, "mlp": 500.0, "attention": 100.0}
 

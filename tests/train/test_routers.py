@@ -12,11 +12,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from laconic.errors import ConfigError
 from laconic.moe.huggingface import find_blocks
-from laconic.train.config import ModelConfig
-from laconic.train.load_config import load_config
-from laconic.train.metrics import read_metrics
+from laconic.train.config.schema import ModelConfig
+from laconic.train.config.toml import load_config
 from laconic.train.model import build_model
-from laconic.train.routers import Routers, watch_routers
+from laconic.train.moe.router_balance import Routers, watch_routers
+from laconic.train.report.metrics import read_metrics
 from tests.train.runs import ALONE, losses, resumed, tiny_config, train_alone, trained_model
 
 MIXTRAL: dict[str, Any] = {

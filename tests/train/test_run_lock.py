@@ -17,7 +17,7 @@ import pytest
 
 from laconic.errors import CheckpointError, ConfigError
 from laconic.train import run_lock
-from laconic.train.load_config import save_config
+from laconic.train.config.toml import save_config
 from laconic.train.run_lock import LOCK_FILE, RunLock
 from tests.distributed.processes import environment, finish, num_steps, start, start_training, wait_until
 from tests.train.runs import losses, resumed, tiny_config, train_alone

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from laconic.train.config import OptimizerConfig
-from laconic.train.schedule import learning_rate
+from laconic.train.config.schema import OptimizerConfig
+from laconic.train.lr_schedule import learning_rate
 
 CONFIG = OptimizerConfig(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_steps=4)
 

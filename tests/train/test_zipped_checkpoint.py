@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM
 import laconic
 from laconic.errors import CheckpointError
 from laconic.formats.archive import unzip, verify, zip_path
-from laconic.train import checkpoint
-from laconic.train.checkpoint import find_checkpoint, load_checkpoint, load_weights
-from laconic.train.export import export
-from laconic.train.run_dir import latest_name
-from laconic.train.zipped_storage import CheckpointReader, ZippedWriter
+from laconic.train.checkpoint.export import export
+from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_load
+from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
+from laconic.train.report.run_dir import latest_name
 from tests.train.runs import ALONE, exact_metrics, resumed, tiny_config, train_alone
 from tests.train.test_checkpoint import DAMAGES, ROOT, names_in, resealed, save, trained
 
@@ -159,7 +158,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_leaves_the_previous_checkpoint(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(small_disk, 1, zipped=True)
-    monkeypatch.setattr(checkpoint, "_check_space", lambda root, nbytes: None)
+    monkeypatch.setattr(save_load, "_check_space", lambda root, nbytes: None)
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     (small_disk / "other").write_bytes(bytes(free - 4096))
     with pytest.raises(CheckpointError, match=r"step-00000002: .*No space left on device"):
@@ -190,8 +189,8 @@ def test_a_full_disk_leaves_no_half_of_a_file(small_disk: Path, tmp_path: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from laconic.train import zipped_storage
-from laconic.train.checkpoint import find_checkpoint
+from laconic.train.checkpoint.save_load import zipped_storage
+from laconic.train.checkpoint.save_load import find_checkpoint
 from tests.train.runs import ALONE
 from tests.train.test_checkpoint import save
 

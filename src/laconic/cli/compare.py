@@ -18,7 +18,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("run_dirs", metavar="RUN", nargs="+", help="run directory; the first one is the reference")
     parser.add_argument("--out", default="report.html", metavar="FILE", help="the report (default: %(default)s)")
     options = parser.parse_args(args)
-    from laconic.train.report import compare
+    from laconic.train.report.compare import compare
 
     print(compare(options.run_dirs, options.out))
     print(f"\nwrote {options.out}")

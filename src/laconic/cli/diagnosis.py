@@ -23,7 +23,7 @@ from torch import Tensor
 
 import laconic
 from laconic.errors import LaconicError
-from laconic.train.metrics import format_nbytes
+from laconic.train.report.metrics import format_nbytes
 
 __all__ = ["Diagnosis", "diagnose", "render"]
 

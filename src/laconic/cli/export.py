@@ -20,7 +20,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint inside RUN/checkpoints (default: the latest)")
     parser.add_argument("--zip", action="store_true", help="as `laconic zip` would write it; `laconic unzip` undoes it")
     options = parser.parse_args(args)
-    from laconic.train.export import export
+    from laconic.train.checkpoint.export import export
 
     print(f"wrote {export(options.run_dir, options.out_dir, options.checkpoint, options.zip)}")
     return 0

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from laconic.errors import ConfigError
-from laconic.train.load_config import field_docs, nearest
+from laconic.train.config.toml import field_docs, nearest
 
 __all__ = ["option", "parse_flags"]
 

@@ -124,7 +124,7 @@ def _chosen(options: argparse.Namespace, job: Job, budget: int | None) -> Chosen
 def _calibrate(options: argparse.Namespace) -> int:
     if options.model is None:
         raise PlanError("--calibrate measures a model, so it needs its directory, with weights")
-    from laconic.train.calibrate import calibrate_directory
+    from laconic.train.memory.calibrate import calibrate_directory
 
     measured = calibrate_directory(
         options.model,

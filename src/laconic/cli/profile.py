@@ -19,7 +19,7 @@ from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
     from laconic.collectives.codec import Codec
-    from laconic.train.world import World
+    from laconic.train.distributed.world import World
 
 __all__ = ["run"]
 
@@ -27,7 +27,7 @@ __all__ = ["run"]
 def run(args: Sequence[str]) -> int:
     """Run `laconic profile` with `args`: as one of torchrun's processes, or start some here."""
     options = _parser().parse_args(args)
-    from laconic.train.world import join_world, read_environment
+    from laconic.train.distributed.world import join_world, read_environment
 
     place = read_environment(os.environ)
     if place is None:
@@ -96,7 +96,7 @@ def _start(num_processes: int, args: Sequence[str]) -> int:
     """Run the command in `num_processes` processes on this machine; the first exit code that is not 0."""
     if num_processes < 2:
         raise ConfigError(f"nproc is {num_processes}, but links need at least 2 processes")
-    from laconic.train.meeting import local_meeting
+    from laconic.train.launch.rendezvous import local_meeting
 
     fixed = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     fixed |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -9,10 +9,10 @@ from typing import Any
 
 from laconic.cli.flags import option, parse_flags
 from laconic.errors import ConfigError
-from laconic.train.config import TrainConfig
-from laconic.train.load_config import build_config, dump_config, merge, read_toml
-from laconic.train.planned import load_plan, plan_settings
-from laconic.train.recipes import recipe
+from laconic.train.config.plan import load_plan, plan_settings
+from laconic.train.config.recipes import recipe
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import build_config, dump_config, merge, read_toml
 
 __all__ = ["resolve", "run"]
 
@@ -29,7 +29,7 @@ def run(args: Sequence[str]) -> int:
     if print_only:
         print(dump_config(config), end="")
         return 0
-    from laconic.train.launch import launch
+    from laconic.train.launch.launcher import launch
 
     code: int = launch(config)
     return code

@@ -30,10 +30,10 @@ from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
 from laconic.moe.pipeline import PipelineSchedule
 from laconic.moe.windows_fsdp2 import reduce_in_windows
-from laconic.train.config import TrainConfig
-from laconic.train.layout import Layout
-from laconic.train.parallel import accumulate, clip_gradients, full_value, gradient_norm
-from laconic.train.zipped import zip_codec
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.comm_compression import zip_codec
+from laconic.train.distributed.data_parallel import accumulate, clip_gradients, full_value, gradient_norm
+from laconic.train.distributed.layout import Layout
 
 __all__ = ["DenseGradients", "Gradients", "SpreadGradients", "StoredGradients", "WindowedGradients", "make_gradients"]
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from laconic.errors import ConfigError, ModelError
-from laconic.train.config import ModelConfig
-from laconic.train.load_config import nearest
-from laconic.train.origin import find_weights
+from laconic.train.config.schema import ModelConfig
+from laconic.train.config.toml import nearest
+from laconic.train.model_source import find_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,32 +23,33 @@ import laconic
 from laconic.activations import Report, saved_nbytes_per_token
 from laconic.activations.loss import TILES
 from laconic.errors import ConfigError, TrainingError
-from laconic.train import swaps, zipped
-from laconic.train.agreement import check_agreement
-from laconic.train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from laconic.train.config import TrainConfig
-from laconic.train.data import TokenCorpus, TokenDataset, batch, check_vocab, load_tokenizer, prepare
-from laconic.train.experts import SpreadExperts, check_experts, spread_experts
-from laconic.train.forecast import Forecast
+from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
+from laconic.train.config.dotted_names import flat_settings
+from laconic.train.config.plan import activation_plan, check_plan, load_plan
+from laconic.train.config.schema import TrainConfig
+from laconic.train.config.toml import save_config
+from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, check_vocab, load_tokenizer, prepare
+from laconic.train.data.tokenizer import bytes_per_token
+from laconic.train.distributed import comm_compression
+from laconic.train.distributed.consistency import check_agreement
+from laconic.train.distributed.data_parallel import autocast, wrap_model
+from laconic.train.distributed.layout import Layout, make_layout
+from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
-from laconic.train.journal import Journal, closing_words
-from laconic.train.layout import Layout, make_layout
-from laconic.train.load_config import save_config
-from laconic.train.loop import Trainer, make_optimizer
-from laconic.train.metrics import check_tensorboard
+from laconic.train.memory.forecast import Forecast
 from laconic.train.model import build_model
-from laconic.train.origin import settle
-from laconic.train.parallel import autocast, wrap_model
-from laconic.train.pipeline import Pipeline
-from laconic.train.planned import activation_plan, check_plan, load_plan
-from laconic.train.routers import Routers, watch_routers
-from laconic.train.run_dir import check_run_dir, claim_run_dir, copy_tokenizer, write_json
+from laconic.train.model_source import settle
+from laconic.train.moe import migration
+from laconic.train.moe.router_balance import Routers, watch_routers
+from laconic.train.moe.setup import SpreadExperts, check_experts, spread_experts
+from laconic.train.pipeline.runtime import Pipeline
+from laconic.train.pipeline.split import mean_loss
+from laconic.train.report.metrics import check_tensorboard
+from laconic.train.report.run_dir import check_run_dir, claim_run_dir, copy_tokenizer, write_json
+from laconic.train.report.run_logger import Journal, closing_words
 from laconic.train.run_lock import RunLock
-from laconic.train.settings import flat_settings
-from laconic.train.stages import mean_loss
-from laconic.train.stop import StopRequest
-from laconic.train.tokenize import bytes_per_token
-from laconic.train.world import World
+from laconic.train.signals import StopRequest
+from laconic.train.trainer import Trainer, make_optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +86,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
     started = time.monotonic()
 
     # 1. Everything that can be refused, before anything is written.
-    speaker = "laconic" if world.is_main else "laconic.train.data"  # any process may be the one to tokenize
+    speaker = "laconic" if world.is_main else "laconic.train.data.corpus"  # any process may be the one to tokenize
     with _log_on_stderr(speaker):
         config = settle(config)
     check_agreement(config, world)
@@ -135,9 +136,9 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
     of_collectives: list[str] = []
     sums = None
     if not bare:
-        told = None if checkpoint is None else checkpoint.text(zipped.STATE_FILE)
+        told = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
         modules = [model] if pipeline is None else pipeline.wrapped
-        of_collectives, sums = zipped.zip_model(modules, config, world, layout, told)
+        of_collectives, sums = comm_compression.zip_model(modules, config, world, layout, told)
     del plain
     gradients = make_gradients(config, layout, model, spread)
     optimizer = make_optimizer(model, config.optimizer)
@@ -152,7 +153,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         first_step = checkpoint.step
 
     if experts is not None:
-        experts.prepare(optimizer, None if checkpoint is None else checkpoint.text(swaps.STATE_FILE))
+        experts.prepare(optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
 
     if first_step >= config.steps:
         if world.is_main:
@@ -174,7 +175,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
 
     # 4. The steps.
     def save(done: int) -> None:
-        states = {swaps.STATE_FILE: None if experts is None else experts.state(), zipped.STATE_FILE: sums}
+        states = {migration.STATE_FILE: None if experts is None else experts.state(), comm_compression.STATE_FILE: sums}
         with nullcontext() if experts is None else experts.at_home():
             save_checkpoint(
                 run_dir,

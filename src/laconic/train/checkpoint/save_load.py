@@ -1,0 +1,404 @@
+"""Checkpoints that are either whole or not there, and are checked before a byte of them is used.
+
+A checkpoint is the directory ``<run>/checkpoints/step-00000200``: the shards and `.metadata` that
+torch.distributed.checkpoint (DCP) writes (zipped shards with `checkpoint.zip`), the model's Hugging Face config.json,
+and a manifest.json with the size and SHA-256 of every file and of itself. It is written under a temporary name,
+fsynced, renamed, and only then does the text file `latest` move; a crash at any point leaves the previous checkpoint as
+`latest`. A name is never used twice: a step that is saved again is step-00000200-2.
+
+DCP's own files carry no checksums, and its `.metadata` is a pickle. Both are read only after every file of the
+checkpoint agrees with the manifest. That finds damage, not malice: whoever can write a run directory can write a
+matching manifest and other weights. They cannot have code run: the pickle may ask for nothing but records (see
+formats/dcp.py). Of ours nothing is pickled: the state holds tensors only (weights, optimizer moments); the step is in
+the manifest, and learning rate, data position and dropout masks are functions of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import laconic
+from laconic.errors import CheckpointError
+from laconic.formats.dcp import SafeLoadPlanner
+from laconic.formats.durable import fsync_directory, fsync_file, sha256_of
+from laconic.formats.shards import local_part
+from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
+from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
+from laconic.train.distributed.world import World
+from laconic.train.pipeline.runtime import Parts
+from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
+
+__all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files have been verified."""
+
+    path: Path
+    step: int
+    """Optimizer steps done."""
+    world_size: int
+    """Processes of the run that wrote it; any other number can read it."""
+    identity: dict[str, Any]
+    """What the run passed to `save_checkpoint`: the settings that must not change when it is continued."""
+    files: frozenset[str]
+    """Names of the files that the manifest lists."""
+
+    def text(self, name: str) -> str | None:
+        """One of the `texts` that were saved beside the state; None if there is none of this name."""
+        file = self.path / name
+        try:
+            return file.read_text(encoding="utf-8") if file.is_file() else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def save_checkpoint(
+    run_dir: Path,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    identity: Mapping[str, Any],
+    texts: Mapping[str, str],
+    keep: int,
+    zipped: bool = False,
+    allowed: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write the state after `step` steps, make it `latest`, and leave only the newest `keep` checkpoints.
+
+    Called by all processes together; `model` is the plain, DDP- or FSDP2-wrapped module. `texts` maps file names to
+    text stored beside the state. Checkpoints of later steps, left over from a continuation that was abandoned, are
+    removed. With `zipped` the shards are losslessly shortened (docs/zip.md); whatever loads checkpoints loads both.
+    `allowed` is called before anything is written, and raises if nothing may be.
+
+    Raises CheckpointError on every process when any of them fails (no space, no permission, non-finite weights); then
+    nothing is left behind and `latest` is what it was.
+    """
+    root = run_dir / "checkpoints"
+    final = root / f"step-{step:08d}"
+    temporary = root / f".tmp-{final.name}"
+    with warnings.catch_warnings():
+        # DCP announces that it runs without a process group, which is what one process does.
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        state, _ = _state(model, optimizer)
+
+        # 1. Refuse before writing anything.
+        with _shared_outcome(world, final):
+            _check_finite(model)
+            allowed()
+            if world.is_main:
+                root.mkdir(parents=True, exist_ok=True)
+                for leftover in root.glob(".*-step-*"):
+                    shutil.rmtree(leftover)
+                _check_space(root, _nbytes(state))
+                temporary.mkdir()
+        try:
+            # 2. Every process writes and hashes its own shard.
+            records: dict[str, Any] = {}
+            with _shared_outcome(world, final):
+                writer = ZippedWriter(temporary) if zipped else FileSystemWriter(temporary)
+                save(state, storage_writer=writer, no_dist=world.size == 1)
+                own = [temporary / ".metadata"] if world.is_main else []
+                for path in (*own, *temporary.glob(f"__{world.rank}_*")):
+                    records[path.name] = {"nbytes": path.stat().st_size, "sha256": sha256_of(path).hex()}
+            gathered = world.gather(records)
+
+            # 3. The main process writes the manifest and gives the directory its name.
+            with _shared_outcome(world, final):
+                if world.is_main:
+                    files = {name: record for records in gathered for name, record in sorted(records.items())}
+                    for name, text in texts.items():
+                        _write_durably(temporary / name, text)
+                        files[name] = {"nbytes": len(text.encode()), "sha256": sha256_of(temporary / name).hex()}
+                    manifest = {
+                        "format": "laconic checkpoint",
+                        "version": VERSION,
+                        "step": step,
+                        "world_size": world.size,
+                        "laconic": laconic.__version__,
+                        "torch": str(torch.__version__),
+                        "identity": dict(identity),
+                        "files": files,
+                    }
+                    manifest["sha256"] = manifest_sha256(manifest)
+                    _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+                    final = _publish(temporary, final, keep)
+        except CheckpointError:
+            if world.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return root / world.gather(final.name)[0]
+
+
+def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Checkpoint:
+    """The checkpoint called `name` ("step-00000200", or just its step), or `latest`, every byte of it verified.
+
+    Called by all processes together; they share the reading. Raises CheckpointError when there is none, or when a file
+    is missing, truncated or altered: the message names the file, what was expected and found, and the newest
+    checkpoint that is good.
+    """
+    root = run_dir / "checkpoints"
+    # What there is, as the first process sees it: listings of a shared file system may differ for a while.
+    error, present, chosen = world.gather(_choose(run_dir, name) if world.is_main else None)[0]
+    if error is not None:
+        raise CheckpointError(error)
+    if chosen is None:
+        return _repaired(root, world, present)
+    try:
+        return _verified(root / chosen, world)
+    except CheckpointError as failure:
+        good = _newest_good(root, world, [other for other in present if other != chosen])
+        if good is None:
+            advice = "No other checkpoint here is good; restore the damaged one from a copy or start a new run."
+        else:
+            advice = (
+                f"The newest good checkpoint is {good.path.name}: continue from it with --resume --checkpoint.load "
+                f"{good.step}, or export it with --checkpoint {good.path.name}."
+            )
+        raise CheckpointError(f"{failure}. {advice}") from None
+
+
+def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str | None]:
+    """An error, or the names of the checkpoints there are, newest first, and the one that is meant.
+
+    None is meant when `latest` is missing and there are checkpoints.
+    """
+    try:
+        present = checkpoint_names(run_dir)
+        wanted = latest_name(run_dir) if name is None else name
+    except CheckpointError as failure:
+        return str(failure), [], None
+    if wanted is None:
+        missing = f"{run_dir} has no checkpoint to continue from; start it without --resume"
+        return (None, present, None) if present else (missing, [], None)
+    if wanted.isascii() and wanted.isdecimal():
+        wanted = f"step-{int(wanted[:20]):08d}"
+    if not CHECKPOINT_NAME.fullmatch(wanted):
+        return f"{wanted!r} is not the name of a checkpoint such as step-00000200", [], None
+    if wanted not in present and checkpoint_age(wanted)[1] == 1:  # that step was saved again
+        step = checkpoint_age(wanted)[0]
+        wanted = next((other for other in present if checkpoint_age(other)[0] == step), wanted)
+    return None, present, wanted
+
+
+def _repaired(root: Path, world: World, present: list[str]) -> Checkpoint:
+    """The newest good checkpoint of `present`, which `latest`, missing until now, then names."""
+    good = _newest_good(root, world, present)
+    if good is None:
+        raise CheckpointError(
+            f"{root} has no file `latest`, and none of its checkpoints ({', '.join(present[:5])}) is good; restore one "
+            "from a copy or start a new run"
+        )
+    if world.is_main:
+        logger.warning("%s has no file `latest`; the newest good checkpoint is %s", root, good.path.name)
+        with contextlib.suppress(OSError):  # it can be read without
+            _point_latest(root, good.path.name)
+    return good
+
+
+def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the weights and the optimizer state of `checkpoint` into `model` and `optimizer`, in place.
+
+    Called by all processes together. World size and parallelism may differ from the run that wrote it. Raises
+    CheckpointError when the state does not fit the model.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        state, full = _state(model, optimizer)
+        with _shared_outcome(world, checkpoint.path):
+            reader = CheckpointReader(checkpoint.path, checkpoint.files)
+            _leave_out_unmoved(state["optimizer"], reader.read_metadata().state_dict_metadata)
+            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=world.size == 1)
+        set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Put only the weights of `checkpoint` into the plain `model`, in this process alone.
+
+    Raises CheckpointError when they do not fit.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        state = {"model": _without_aliases(model.state_dict())}
+        try:
+            reader = CheckpointReader(checkpoint.path, checkpoint.files)
+            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path}: {_reason(error)}") from error
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What DCP stores, and the full state dicts it is a view of.
+
+    Names are those of the plain model whatever wraps it, and of the whole model for the parts of a pipeline. DCP gets
+    no param_groups (they follow from the configuration) and a tied weight once.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
+    if isinstance(model, Parts):
+        weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
+    stored = {"model": _without_aliases(weights), "optimizer": moments}
+    return stored, {"model": model_state, "optimizer": optimizer_state}
+
+
+def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str]) -> None:
+    """Do not ask for moments that the checkpoint has none of: those of parameters that never had a gradient.
+
+    `moments` by parameter are zeros that torch made up to be loaded into; without any, the optimizer starts afresh.
+    """
+    have = {key.removeprefix("optimizer.").rpartition(".")[0] for key in stored if key.startswith("optimizer.")}
+    for name in moments.keys() - have:
+        moments[name].clear()
+
+
+def _without_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
+    seen: set[tuple[int, torch.Size]] = set()
+    unique = {}
+    for name, tensor in state.items():
+        key = (local_part(tensor).untyped_storage()._cdata, tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            unique[name] = tensor
+    return unique
+
+
+def _nbytes(state: Any) -> int:
+    if isinstance(state, Mapping):
+        return sum(_nbytes(value) for value in state.values())
+    return int(state.numel() * state.element_size()) if isinstance(state, torch.Tensor) else 0
+
+
+@contextmanager
+def _shared_outcome(world: World, path: Path) -> Iterator[None]:
+    """Runs the block on every process; when it fails on any, raises the same CheckpointError on all."""
+    error: str | None = None
+    cause: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as failure:  # CheckpointException is no Exception
+        cause = failure
+        error = f"rank {world.rank}: {_reason(failure)}" if world.size > 1 else _reason(failure)
+    error = world.first_error(error)
+    if error is not None:
+        raise CheckpointError(f"checkpoint {path}: {error}") from cause
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost readable cause of a failure inside DCP."""
+    if isinstance(error, CheckpointException):
+        causes = [failure[0] for failure in error.failures.values()]
+        return _reason(causes[0]) if causes else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    for earlier in (error.__cause__, error.__context__):
+        if isinstance(earlier, OSError) and earlier.strerror:
+            return _reason(earlier)
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _check_finite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(local_part(parameter.detach())).all():
+            raise CheckpointError(f"not saved, because parameter {name} holds a value that is not finite")
+
+
+def _check_space(root: Path, needed_nbytes: int) -> None:
+    free_nbytes = shutil.disk_usage(root).free
+    if free_nbytes < needed_nbytes:
+        raise CheckpointError(f"not saved, because it needs {needed_nbytes:,} bytes and {free_nbytes:,} are free there")
+
+
+def _publish(temporary: Path, wanted: Path, keep: int) -> Path:
+    """Give the complete `temporary` its name, then move `latest`, then prune; durable in this order. Returns its path.
+
+    The name is `wanted`, or with a number behind it when that step has been saved before, by a continuation that was
+    abandoned: what `latest` names is not touched before `latest` has moved on.
+    """
+    root = wanted.parent
+    present = checkpoint_names(root.parent)
+    step = checkpoint_age(wanted.name)[0]
+    before = [number for other, number in map(checkpoint_age, present) if other == step]
+    final = root / f"{wanted.name}-{max(before) + 1}" if before else wanted
+    fsync_directory(temporary)
+    os.rename(temporary, final)
+    fsync_directory(root)
+    _point_latest(root, final.name)
+    kept = {final.name}
+    for name in present:
+        if checkpoint_age(name)[0] < step and len(kept) < keep:
+            kept.add(name)
+        else:
+            os.rename(root / name, root / f".old-{name}")  # half of it is no checkpoint
+            shutil.rmtree(root / f".old-{name}")
+    return final
+
+
+def _point_latest(root: Path, name: str) -> None:
+    _write_durably(root / ".latest", name + "\n")
+    os.replace(root / ".latest", root / "latest")
+    fsync_directory(root)
+
+
+def _newest_good(root: Path, world: World, names: Iterable[str]) -> Checkpoint | None:
+    """The first good checkpoint of `names`, which are the same on all processes."""
+    for name in names:
+        try:
+            return _verified(root / name, world)
+        except CheckpointError:
+            continue
+    return None
+
+
+def _verified(path: Path, world: World) -> Checkpoint:
+    """Read the manifest and compare every file with it; rank r takes every world-size-th file."""
+    manifest: dict[str, Any] = {}
+    error: str | None = None
+    try:
+        manifest = read_manifest(path)
+        for index, (name, record) in enumerate(manifest["files"].items()):
+            if index % world.size == world.rank:
+                check_file(path / name, record)
+    except CheckpointError as failure:
+        error = str(failure)
+    except OSError as failure:
+        error = f"checkpoint {path} cannot be read: {failure.strerror}"
+    found = world.gather([error, manifest_sha256(manifest)])
+    error = next((other for other, _ in found if other is not None), None)
+    if error is None:
+        differing = next((rank for rank, (_, digest) in enumerate(found) if digest != found[0][1]), None)
+        if differing is not None:
+            error = f"checkpoint {path} is another one on rank {differing} than on rank 0; all need the same files"
+    if error is not None:
+        raise CheckpointError(error)
+    files = frozenset(manifest["files"])
+    return Checkpoint(path, manifest["step"], manifest["world_size"], manifest["identity"], files)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        fsync_file(file)

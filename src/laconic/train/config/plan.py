@@ -1,0 +1,107 @@
+"""A plan of `laconic plan` as a run: the settings it was made for, and whether a run is the planned one.
+
+Light to import, as the command line reads a plan before torch is there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from laconic.cost import ModelShape, Plan, load_plan
+from laconic.errors import PlanError
+from laconic.train.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from laconic.activations import ActivationPlan
+    from laconic.train.distributed.layout import Layout
+
+__all__ = ["activation_plan", "check_plan", "load_plan", "plan_settings"]
+
+
+def plan_settings(plan: Plan) -> dict[str, Any]:
+    """Values for fields of TrainConfig, as nested tables, that make a run the planned one.
+
+    Raises PlanError for what can be planned but not trained (tensor parallelism, parameters in bf16, 16-bit gradients).
+    """
+    shape, batch, layout, settings = plan.job.shape, plan.job.batch, plan.job.layout, plan.job.settings
+    if layout.tensor_parallel != 1:
+        raise PlanError(
+            f"tensor_parallel is {layout.tensor_parallel} in the plan, but laconic train has none; plan with 1"
+        )
+    if settings.precision not in ("fp32", "bf16"):
+        raise PlanError(f"precision is {settings.precision!r} in the plan, but laconic train knows fp32 and bf16")
+    if settings.gradient_bits == 16:
+        raise PlanError("gradient_bits is 16 in the plan, but laconic train keeps gradients in 32, 12 or 8")
+    pipelined = layout.stages > 1
+    return {
+        "model": {
+            "family": shape.family,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "tie_word_embeddings": shape.tied,
+        },
+        "sequence_length": batch.sequence_length,
+        "batch_size": batch.sequences * layout.data_parallel * layout.micro_batches,
+        "accumulation": 1 if pipelined else layout.micro_batches,
+        "nproc": layout.world_size,
+        "parallel": "fsdp" if layout.sharded else "ddp",
+        "precision": settings.precision,
+        "pipeline": {
+            "stages": layout.stages,
+            "virtual_stages": layout.stages_per_rank,
+            "schedule": layout.schedule if pipelined else "1f1b",
+            "micro_batches": layout.micro_batches if pipelined else None,
+            "split": plan.job.split if pipelined else (),
+        },
+        "activations": {"loss": settings.loss},
+        "gradients": {"bits": settings.gradient_bits},
+        "optimizer": {"kind": settings.optimizer},
+    }
+
+
+def check_plan(
+    plan: Plan, config: TrainConfig, layout: Layout, model_config: PretrainedConfig, chunked_loss: bool
+) -> None:
+    """Raise PlanError, naming the first difference, unless this run is what `plan` was made for."""
+    replicas = layout.num_replicas
+    world: dict[str, Any] = {
+        "stages": layout.num_stages,
+        "data_parallel": replicas,
+        "tensor_parallel": 1,
+        "micro_batches": config.micro_batches,
+        "sequences": config.batch_size // (replicas * config.micro_batches),
+        "sequence_length": config.sequence_length,
+    }
+    if replicas > 1:
+        world["sharded"] = config.parallel == "fsdp"
+    if layout.num_stages > 1:
+        world["stages_per_rank"] = config.pipeline.virtual_stages
+        world["schedule"] = config.pipeline.schedule
+        if config.pipeline.split:
+            world["split"] = config.pipeline.split
+    plan.check(ModelShape.from_config(model_config.to_dict()), **world)
+    planned = plan.job.settings
+    for name, mine, theirs in (
+        ("activations.loss", planned.loss, "chunked" if chunked_loss else "exact"),
+        ("precision", planned.precision, config.precision),
+        ("optimizer.kind", planned.optimizer, config.optimizer.kind),
+        ("gradients.bits", planned.gradient_bits, config.gradients.bits),
+    ):
+        if mine != theirs:
+            raise PlanError(
+                f"the plan is for {name} = {mine!r}, but this run has {theirs!r}; leave the setting to the plan or "
+                "make another one with laconic plan"
+            )
+
+
+def activation_plan(plan: Plan) -> ActivationPlan:
+    """What `compress_activations` is to carry out."""
+    from laconic.activations import ActivationPlan
+
+    return ActivationPlan.from_json(json.dumps(plan.activation_plan()))

@@ -1,0 +1,134 @@
+"""What `--zip` means in a run: who sends over which codec, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.collectives import native, operations
+from laconic.collectives.choose import choose, prepare
+from laconic.collectives.codec import Codec, Lossless
+from laconic.collectives.measure import Ranks, gaussian
+from laconic.collectives.zipped import zip_collectives
+from laconic.cost.wire.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
+from laconic.errors import ModelError
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.world import World
+
+__all__ = ["STATE_FILE", "stage_codec", "zip_codec", "zip_model"]
+
+STATE_FILE = "collectives.json"
+"""What `zip_model`'s state is called in a checkpoint."""
+
+_MEASURED_NBYTES = 1 << 20
+"""Of gradients, at most, in which DDP's sums are compared at the start."""
+_REPEATS = 3
+
+
+def zip_codec(config: TrainConfig) -> Codec | str | None:
+    """The codec of all collectives of a run; None: they are torch's own."""
+    if config.zip == "off":
+        return None
+    return "auto" if config.zip == "auto" else Lossless()
+
+
+def zip_model(
+    modules: Sequence[nn.Module], config: TrainConfig, world: World, layout: Layout, saved: str | None = None
+) -> tuple[list[str], str | None]:
+    """Send what the wrapped `modules` send over the run's codec; all processes call it together.
+
+    Returns lines that say what was attached and what was not, and what a checkpoint has to keep (`STATE_FILE`) for the
+    run to go on with the same sums; `saved` is what that was when the run was saved that goes on here.
+
+    Whatever cannot go over a codec stays as it is, and the lines say why. With "auto" so do DDP's buckets unless a
+    codec makes them faster, as is measured at the start: the hook sends every rank its part directly and adds up in the
+    order of ranks, while torch may send less between nodes and does not wait for Python.
+    """
+    codec = zip_codec(config)
+    if codec is None or layout.stage_group is None:
+        return [], None
+    state = None
+    ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if codec == "auto" and ddp and config.reduce != "q8":
+        kept = {} if saved is None else json.loads(saved)
+        if kept.get("num_replicas") != layout.num_replicas:
+            # Stages may differ; they all do as the first process does, whose answer is saved.
+            coded, reason = world.gather(_sums_of_ddp(ddp, layout.stage_group, world.device))[0]
+            kept = {"num_replicas": layout.num_replicas, "coded": coded, "reason": reason}
+        state = json.dumps(kept)
+        if not kept["coded"]:
+            return [f"DDP: all_reduce left to torch, {kept['reason']}"], state
+    lines = []
+    for module in modules:
+        try:
+            prefetch = world.device.type == "cpu" and isinstance(module, FSDPModule)
+            lines += str(zip_collectives(module, codec=codec, prefetch=prefetch)).splitlines()
+        except ModelError as error:
+            lines.append(f"nothing is shortened losslessly: {error}")
+    return list(dict.fromkeys(lines)), state
+
+
+def _sums_of_ddp(
+    modules: Sequence[DistributedDataParallel], group: dist.ProcessGroup, device: torch.device
+) -> tuple[bool, str]:
+    """Whether buckets should go over the codec, and why; the same on all ranks of the group."""
+    numels: dict[torch.dtype, int] = {}
+    for module in modules:
+        for name, parameter in module.module.named_parameters():
+            if parameter.requires_grad and name not in module.parameters_to_ignore:
+                numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
+    dtype = max(numels, key=lambda dtype: numels[dtype] * dtype.itemsize)
+    nbytes = min(numels[dtype] * dtype.itemsize, _MEASURED_NBYTES)
+    if nbytes < MIN_CODED_NBYTES:
+        return False, TOO_SMALL
+    torchs, ours = seconds_of_sums(nbytes // dtype.itemsize, dtype, group, device)
+    took = f"for {nbytes / 1e6:.2f} MB torch's took {1e3 * torchs:.1f} ms, that over a codec {1e3 * ours:.1f} ms"
+    return ours < (1 - MIN_GAIN) * torchs, took
+
+
+def seconds_of_sums(
+    numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, float]:
+    """Of an all-reduce by torch and of one over the codec that pays, in seconds, the same on all ranks of `group`."""
+    x, ranks = gaussian(numel, dtype, device), Ranks(group, device)
+
+    def ours() -> None:
+        operations.all_reduce(x.clone(), group, op="avg", codec="auto")
+
+    def torchs() -> None:
+        native.all_reduce(x.clone(), group).wait()
+
+    # What is not counted comes first, and may have to ask what link and codec can do.
+    for_torch, for_us = zip(*ranks.in_turn([torchs, ours], _REPEATS), strict=True)
+    return median(for_torch), median(for_us)
+
+
+def stage_codec(config: TrainConfig, hidden: Tensor, group: dist.ProcessGroup | None) -> tuple[Lossless | None, str]:
+    """The codec between the stages of a run's pipeline, and a line that says why.
+
+    `hidden` stands for what they send each other, on any device; `group` are the stages of one replica. The decision
+    falls once: both ends of a message have to know it.
+    """
+    if config.zip == "off":
+        return None, "between stages: left as it is"
+    assert group is not None, "a pipeline has at least two stages"
+    backend = dist.get_backend(group)
+    if backend != "gloo":
+        return None, f"between stages: left to {backend}; only gloo delivers messages whose length is not known before"
+    if config.zip == "on":
+        return Lossless(), "between stages: shortened losslessly"
+    choice = choose("send", hidden.numel(), hidden.dtype, group)
+    if choice.reason == NOT_PREPARED:  # large enough to ask what link and codec can do
+        prepare(group)
+        choice = choose("send", hidden.numel(), hidden.dtype, group)
+    if choice.codec == RAW:
+        return None, f"between stages: left as it is, {choice.reason}"
+    return Lossless(choice.codec), f"between stages: shortened losslessly ({choice.codec}), {choice.reason}"

@@ -1,0 +1,50 @@
+"""Whether all processes of a run were started with the same settings, asked before anything else is done."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+import laconic
+from laconic.collectives.agreement import first_difference
+from laconic.errors import ConfigError
+from laconic.train.config.dotted_names import flat_settings
+from laconic.train.config.plan import load_plan
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.world import World
+
+__all__ = ["check_agreement"]
+
+# What may differ between machines, or is taken from rank 0.
+_LOCAL = (
+    "plan",
+    "run_dir",
+    "nproc",
+    "tensorboard",
+    "data.paths",
+    "data.cache_dir",
+    "data.tokenizer",
+    "model.path",
+    "moe.rates",
+)
+
+
+def check_agreement(config: TrainConfig, world: World) -> None:
+    """Raise the same ConfigError on every process, naming a difference, unless all have the same settings and versions.
+
+    All processes call it together. Paths may differ; what they hold is compared where it is read.
+    """
+    settings = flat_settings(dataclasses.asdict(config))
+    settings = {name: value for name, value in settings.items() if name not in _LOCAL}
+    settings |= {"laconic's version": laconic.__version__, "torch's version": str(torch.__version__)}
+    if config.plan is not None:
+        settings["the plan"] = load_plan(config.plan).to_dict()
+    gathered = world.gather(settings)
+    found = first_difference(gathered)
+    if found is not None:
+        name, rank = found
+        raise ConfigError(
+            f"{name} is {gathered[0].get(name)!r} on rank 0, but {gathered[rank].get(name)!r} on rank {rank}; start "
+            "all processes of a run with the same settings and versions"
+        )

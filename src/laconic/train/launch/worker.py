@@ -1,0 +1,101 @@
+"""One process of a run of several: `python -m laconic.train.launch.worker CONFIG`, as our launcher starts it.
+
+However it ends, it says so with an exit code and, for an error, with the error file that torch's elastic agent reads;
+the launcher does the talking. torch and everything that imports it is imported late: signals must be masked before the
+first thread starts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launcher
+
+if TYPE_CHECKING:
+    from laconic.train.config.schema import TrainConfig
+    from laconic.train.distributed.world import Place
+
+__all__ = ["Ending", "leave", "main", "work"]
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How this process's part of a run ended."""
+
+    code: int
+    """Exit code."""
+    message: str | None = None
+    """What to tell the user, None when there is nothing to tell."""
+
+
+def work(config: TrainConfig, place: Place, stop: StopRequest) -> Ending:
+    """Run the part of a run that falls to the process at `place`. Records every error for torch's elastic agent and
+    raises none."""
+    import traceback
+
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from laconic.errors import LaconicError
+    from laconic.train.distributed.world import join_world
+    from laconic.train.run import run
+
+    who = f"rank {place.rank} on {socket.gethostname()}"
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        world = join_world(place, config.rank_timeout_seconds)
+        code = run(config, world, stop)
+        world.leave()
+        return Ending(code)
+    except LaconicError as error:
+        handler.record_exception(error)
+        return Ending(EXIT_BAD_INPUT, f"laconic: error: {who}: {error}")
+    except Exception as error:
+        handler.record_exception(error)
+        if _is_peer_lost(error):
+            text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:200]}"
+            return Ending(EXIT_PEER_LOST, text)
+        return Ending(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, without destructors: those of a process group abort or hang when a member is lost, and now
+    and then when none is."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_peer_lost(error: Exception) -> bool:
+    """Whether a collective failed because of another process: gloo says so in plain RuntimeErrors."""
+    from torch.distributed import DistError
+
+    if isinstance(error, DistError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
+
+
+def main() -> None:
+    """Entry point of the module; the one argument is a configuration file."""
+    stop = StopRequest()
+    listen_to_launcher(stop)
+    from laconic.train.config.toml import load_config
+    from laconic.train.distributed.world import read_environment
+
+    place = read_environment(os.environ)
+    assert place is not None, "started by hand: use laconic train"
+    ending = work(load_config(sys.argv[1]), place, stop)
+    if ending.code == EXIT_FAILED:  # the launcher names the rank and the error; the traceback is ours to show
+        print(ending.message, file=sys.stderr)
+    leave(ending.code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What a model directory decides when the user has not: the tokenizer, the learning rate, and which weights there are.
+
+A directory that somebody saved holds a model together with the tokenizer it was trained with. Bytes instead of its
+tokens, the learning rate of a model without any training, or random weights where there are some that cannot be loaded
+would all train, and all give a useless model without a word. What is not certain is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import ConfigError, ModelError
+from laconic.train.config.schema import FINE_TUNING_RATE, TrainConfig
+
+__all__ = ["find_weights", "own_tokenizer", "settle"]
+
+logger = logging.getLogger(__name__)
+
+_LOADABLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What transformers' from_pretrained looks for, in its order."""
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp", ".laconic")
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states", "tokenizer")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer_config.json"),
+)
+_NUM_BYTE_TOKENS = 257
+
+
+def settle(config: TrainConfig) -> TrainConfig:
+    """`config` with data.tokenizer and optimizer.learning_rate filled in where they were left out, logging both.
+
+    Raises ConfigError or ModelError when model.path leaves open which tokenizer or weights are meant.
+    """
+    path = config.model.path
+    if config.data.tokenizer is None:
+        tokenizer = "bytes" if path is None else own_tokenizer(path, config.model.allow_download)
+        config = replace(config, data=replace(config.data, tokenizer=tokenizer))
+        if path is not None:
+            logger.info("tokenizer: %s", tokenizer if tokenizer != "bytes" else f"bytes, as {path} has none")
+    elif path is not None and Path(path).is_dir() and (found := _tokenizer_files(Path(path))):
+        logger.info("tokenizer: %s, as data.tokenizer says, not %s of %s", config.data.tokenizer, found[0], path)
+    if config.optimizer.learning_rate is None:
+        rate = config.optimizer.peak_learning_rate
+        if path is not None and (not Path(path).is_dir() or find_weights(Path(path)) is not None):
+            logger.info(
+                "learning rate: %g, the default for weights that are trained already (%g for random ones); "
+                "optimizer.learning_rate sets another",
+                FINE_TUNING_RATE,
+                rate,
+            )
+            rate = FINE_TUNING_RATE
+        config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
+    return config
+
+
+def find_weights(directory: Path) -> str | None:
+    """The file that from_pretrained will load weights (or their index) from; None when `directory` holds no weights.
+
+    Raises ModelError when there are weights that from_pretrained does not load, naming them.
+    """
+    for name in _LOADABLE:
+        if (directory / name).is_file():
+            return name
+    try:
+        names = sorted(file.name for file in directory.iterdir())
+    except OSError as error:
+        raise ConfigError(f"model.path is {str(directory)!r}, which cannot be read: {error.strerror}") from None
+    others = [name for name in names if name.endswith(_SUFFIXES) and not name.startswith(_NO_WEIGHTS)]
+    if not others:
+        return None
+    remedy = "save the model with save_pretrained, or remove the file to start from random weights"
+    if any(name.endswith(".distcp") for name in others) or (directory / "manifest.json").is_file():
+        remedy = "write the model of a run with `laconic export RUN DIRECTORY` and give that directory"
+    elif any(name.endswith(".laconic") for name in others):
+        remedy = "restore the directory with `laconic unzip`"
+    elif others[0].startswith("adapter_model"):
+        remedy = "merge the adapter into its base model (PEFT's merge_and_unload) and save that"
+    raise ModelError(
+        f"model.path {str(directory)!r} holds {others[0]}, which transformers does not load as the weights of a model; "
+        + remedy
+    )
+
+
+def own_tokenizer(path: str, allow_download: bool = False) -> str:
+    """What data.tokenizer is to be for the model at `path`: its own files, or "bytes" for a model of bytes.
+
+    `path` may be the name of a model on the hub with `allow_download`. Raises ConfigError when there is no tokenizer
+    and the model is not one of bytes.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        return _from_hub(path) if allow_download else "bytes"  # what is no directory is refused with the model
+    if (directory / "tokenizer.json").is_file():
+        return str(directory / "tokenizer.json")
+    if _tokenizer_files(directory):
+        return path
+    num_entries = _num_entries(directory)
+    if num_entries != _NUM_BYTE_TOKENS and find_weights(directory) is not None:
+        raise ConfigError(
+            f"model.path {path!r} has weights but no tokenizer, and its vocabulary of {num_entries} entries is not "
+            f"that of bytes ({_NUM_BYTE_TOKENS}); give the tokenizer.json it was trained with as data.tokenizer, or "
+            "say data.tokenizer = bytes"
+        )
+    return "bytes"
+
+
+def _tokenizer_files(directory: Path) -> list[str]:
+    return [name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+
+
+def _num_entries(directory: Path) -> Any:
+    """The vocabulary's size in config.json; None if that cannot be told."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None  # refused, with its reason, when the model is built
+
+
+def _from_hub(name: str) -> str:
+    from transformers.utils.hub import cached_file
+
+    try:
+        cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+        return str(cached_file(name, "tokenizer.json"))
+    except Exception as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model.path is {name!r}, whose tokenizer.json cannot be had from the hub ({first}); give the path of one "
+            "as data.tokenizer"
+        ) from error

@@ -1,0 +1,1 @@
+"""Layers of experts in a run: making them, balancing routers, moving experts, what metrics say."""

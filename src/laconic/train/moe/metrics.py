@@ -1,0 +1,218 @@
+"""What the experts of a run do in a step: how evenly they are used, and what travels to them, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.collectives.codec import Blockwise, Codec, Lossless
+from laconic.moe.capacity import capacity_of, dropped
+from laconic.moe.dispatch import Dispatcher, LocalDispatcher, row_nbytes
+from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.hooks import Hook
+from laconic.moe.layer import MoELayer
+from laconic.moe.pipeline import PipelineSchedule
+from laconic.moe.routing import Routing
+from laconic.train.distributed.world import World
+
+__all__ = ["Capacity", "ExpertMeter", "ExpertUse", "moved_rows", "schedule_of"]
+
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """One step over all processes and layers."""
+
+    loads: tuple[tuple[int, ...], ...]
+    """Tokens of each expert, by layer."""
+    num_dropped: int
+    """Assignments that a capacity took away."""
+    num_entries: tuple[int, ...]
+    """Assignments that went to a process, by level the same number: what would travel without de-duplication."""
+    num_rows: tuple[int, ...]
+    """Different (token, group) pairs at each level: rows that de-duplication leaves."""
+    level_nbytes: tuple[int, ...]
+    """Bytes of rows that left their group at each level on the way to the experts, in the codes that they travel in;
+    before lossless coding."""
+    num_processes: int
+    """EP."""
+
+    @property
+    def load_ratio(self) -> float:
+        """Tokens of the busiest expert over the mean, mean over layers."""
+        return sum(map(_ratio, self.loads)) / len(self.loads)
+
+    @property
+    def worst_load_ratio(self) -> float:
+        """The same of the least even layer."""
+        return max(map(_ratio, self.loads))
+
+    @property
+    def duplicate_rate(self) -> float:
+        """Share of assignments whose token has another expert in the same group, at the outermost level."""
+        entries, rows = self.num_entries[0], self.num_rows[0]
+        return 1 - rows / entries if entries else 0.0
+
+    def to_metrics(self) -> dict[str, float | int]:
+        """Fields of a row of metrics.jsonl."""
+        fields: dict[str, float | int] = {
+            "moe_load_ratio": self.load_ratio,
+            "moe_load_ratio_worst": self.worst_load_ratio,
+            "moe_dropped": self.num_dropped,
+        }
+        if self.num_processes > 1:
+            fields["moe_duplicate_rate"] = self.duplicate_rate
+            fields |= {f"moe_level{i}_nbytes": nbytes for i, nbytes in enumerate(self.level_nbytes, 1)}
+        return fields
+
+
+class ExpertMeter(Hook):
+    """Counts the training forwards of all layers it is a hook of, until `take`."""
+
+    def __init__(self, world: World, num_processes: int, levels: Sequence[int] = ()) -> None:
+        """`num_processes`: EP, in groups of `levels` (numbers of groups, without the first and the last)."""
+        self._world = world
+        self.num_processes = num_processes
+        self._groups = (1, *(size for size in levels if 1 < size < num_processes), num_processes)
+        self._place = world.rank % num_processes
+        self._loads: dict[MoELayer, Tensor] = {}
+        self._counts = torch.zeros(1 + 3 * self.num_levels, dtype=torch.int64)
+
+    @property
+    def num_levels(self) -> int:
+        """Levels that bytes are counted at; the last is between processes."""
+        return len(self._groups) - 1
+
+    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+        """Count one forward."""
+        routing = batch["routing"]
+        if not layer.training or not isinstance(routing, Routing):
+            return
+        load = routing.counts().cpu()
+        self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
+        self._counts[0] += routing.num_dropped
+        if self.num_processes == 1:
+            return
+        experts = routing.experts if layer.placement is None else layer.placement(routing.experts)
+        ranks = experts // (routing.num_experts // self.num_processes)
+        _, entries, rows, nbytes = self._parts()
+        for level, num_groups in enumerate(self._groups[1:]):
+            group = ranks // (self.num_processes // num_groups)
+            entries[level] += len(ranks)
+            rows[level] += len(_distinct(routing.tokens * num_groups + group))
+        dispatcher, nbytes_of_row = layer.dispatcher, row_nbytes(layer.dispatcher, batch["x"])
+        depth = dispatcher.depth if isinstance(dispatcher, HierarchicalDispatcher) else None
+        for level, num_rows in enumerate(moved_rows(routing.tokens, ranks, self._place, self._groups, depth)):
+            nbytes[level] += num_rows * nbytes_of_row
+
+    def take(self) -> ExpertUse | None:
+        """What was counted since the last call, over all processes, which call it together; None: no layer ran."""
+        if not self._loads:
+            return None
+        loads = list(self._loads.values())
+        total = self._world.sum(torch.cat([*loads, self._counts]).to(self._world.device)).cpu()
+        *by_layer, counts = total.split([len(load) for load in loads] + [len(self._counts)])
+        dropped, entries, rows, nbytes = self._parts(counts)
+        self.clear()
+        return ExpertUse(
+            loads=tuple(tuple(load.tolist()) for load in by_layer),
+            num_dropped=int(dropped),
+            num_entries=tuple(entries.tolist()),
+            num_rows=tuple(rows.tolist()),
+            level_nbytes=tuple(nbytes.tolist()),
+            num_processes=self.num_processes,
+        )
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._loads.clear()
+        self._counts.zero_()
+
+    def _parts(self, counts: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Views: dropped, and by level entries, rows and bytes."""
+        return (self._counts if counts is None else counts).split([1, *[self.num_levels] * 3])
+
+
+class Capacity(Hook):
+    """Drops what an expert gets beyond its share of a process's tokens."""
+
+    def __init__(self, factor: float) -> None:
+        """An expert takes `factor` times its even share of the assignments, tokens in order."""
+        self._factor = factor
+
+    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+        """Replace the routing."""
+        routing = batch["routing"]
+        if layer.training and isinstance(routing, Routing):
+            capacity = capacity_of(self._factor, len(routing), routing.num_experts)
+            batch["routing"] = dropped(routing, capacity, "position")
+
+
+def schedule_of(layer: MoELayer) -> str:
+    """How a layer runs, in a few words: "depth 2 of 2, lossless, 2 chunks forward and 4 backward"."""
+    dispatcher, schedule = layer.dispatcher, layer.schedule
+    if isinstance(dispatcher, LocalDispatcher):
+        return "all of them on every process"
+    words = ["one all-to-all", _code_of(dispatcher)]
+    if isinstance(dispatcher, HierarchicalDispatcher):
+        words[0] = f"depth {dispatcher.depth} of {dispatcher.levels.max_depth}"
+    if isinstance(schedule, PipelineSchedule):
+        words.append(f"{schedule.forward} chunks forward and {schedule.backward} backward")
+    return ", ".join(words)
+
+
+def _code_of(dispatcher: Dispatcher) -> str:
+    """What rows are on the wire."""
+    if isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.inner_codec is not dispatcher.codec:
+        return f"{_name_of(dispatcher.codec)} between nodes"
+    return _name_of(getattr(dispatcher, "codec", "raw"))
+
+
+def _name_of(codec: Codec | str) -> str:
+    if isinstance(codec, Blockwise):
+        return codec.format.code
+    if isinstance(codec, Lossless):
+        return "lossless"
+    return "lossless where it pays" if codec == "auto" else "raw"
+
+
+def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int], depth: int | None) -> list[int]:
+    """How many rows of a process's tokens leave their group at each level on their way.
+
+    Those count that other processes pass on: in another group a row is first where its own process would be in it. So
+    the sum over processes is what all of them send.
+
+    Arguments:
+        tokens, ranks: int64 [a], assignments of tokens to processes of the EP group.
+        place: of the process in its EP group.
+        groups: numbers of groups at each level, from 1 to the number of processes.
+        depth: stages, of which each but the last crosses one level, and a row goes once to each group; None: one
+            exchange, in which every assignment is a row.
+    """
+    size, begin, moved = groups[-1], 0, []
+    ends = [len(groups) - 1] if depth is None else [*range(1, depth), len(groups) - 1]
+    for end in ends:
+        inside, target = size // groups[begin], ranks // (size // groups[end])
+        goal = ranks if depth is None else ranks[_distinct(tokens * groups[end] + target)]
+        here = goal // inside * inside + place % inside
+        for num_groups in groups[begin + 1 : end + 1]:
+            leaves = goal // (size // num_groups) != here // (size // num_groups)
+            moved.append(int(leaves.sum()))
+            goal, here = goal[~leaves], here[~leaves]
+        begin = end
+    return moved
+
+
+def _ratio(load: Sequence[int]) -> float:
+    return max(load) * len(load) / total if (total := sum(load)) else 1.0
+
+
+def _distinct(keys: Tensor) -> Tensor:
+    """The first place of each different key, int64."""
+    ordered, places = keys.sort(stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return places[first]

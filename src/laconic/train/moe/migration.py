@@ -1,0 +1,123 @@
+"""Experts of a run that change places: when, and where they are when the run goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.cost.moe.rates import MoERates, default_moe_path
+from laconic.cost.moe.swap_period import SwapPeriod
+from laconic.errors import CheckpointError, ConfigError
+from laconic.moe.balancer import ExpertBalancer
+from laconic.moe.grid import Grid
+from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.huggingface import Parallelized
+from laconic.moe.moves import ExpertMover
+from laconic.train.config.schema import MoEConfig
+
+__all__ = ["STATE_FILE", "Swaps"]
+
+STATE_FILE = "experts.json"
+"""What `Swaps.state` is called in a checkpoint."""
+
+
+class Swaps:
+    """Moves experts of layers where rows are counted by level; layers with one all-to-all keep theirs where they are.
+
+    All processes call each method together.
+    """
+
+    def __init__(
+        self,
+        model: Parallelized,
+        grid: Grid,
+        config: MoEConfig,
+        optimizer: torch.optim.Optimizer,
+        saved: str | None = None,
+    ) -> None:
+        """`saved`: what `state` gave when the run was saved that goes on here. Experts take the places that they had,
+        if as many processes share them now; otherwise they begin in logical order.
+
+        Raises ConfigError where experts cannot be moved, or there are no rates to decide by, and CheckpointError for a
+        state that cannot be read.
+        """
+        path = Path(config.rates) if config.rates is not None else default_moe_path()
+        if not path.is_file():
+            raise ConfigError(
+                f"moe.swap_every is {config.swap_every}, but there are no rates at {path}, by which swaps are decided; "
+                "write them with laconic profile, or name a file in moe.rates"
+            )
+        self.count = 0
+        """Layers whose experts have changed places so far."""
+        self._config, self._rates = config, MoERates.load(path)
+        self._layers = list(model.layers.values())
+        replicas = grid.edp if grid.layout.edp > 1 else None
+        try:
+            self._mover = ExpertMover(self._layers, grid.ep, [optimizer], replicas=replicas)
+        except ConfigError as error:
+            raise ConfigError(f"moe.swap_every is {config.swap_every}, but {error}") from None
+        self._periods: list[SwapPeriod] = []
+        self._balancer: ExpertBalancer | None = None
+        if saved is not None:
+            self._restore(saved)
+        self._find_balancer()
+
+    def step(self, done: int) -> None:
+        """Move experts if that pays, after the step with which `done` are done."""
+        self._find_balancer()
+        if self._balancer is not None and (balanced := self._balancer.step(done)) is not None:
+            self.count += len(balanced.swapped)
+
+    def state(self) -> str:
+        """Where experts are and when to look at them next, as JSON."""
+        slots = [self._mover.placement(number).slots.tolist() for number in range(len(self._layers))]
+        periods = [asdict(period) for period in self._periods]
+        return json.dumps({**self._sharers(), "num_swaps": self.count, "slots": slots, "periods": periods})
+
+    def at_home(self) -> AbstractContextManager[object]:
+        """The context in which a checkpoint is saved: experts are in logical order."""
+        return self._mover.logical_order()
+
+    def _find_balancer(self) -> None:
+        """Have one while all layers go in levels, which may change from step to step."""
+        if any(not isinstance(layer.dispatcher, HierarchicalDispatcher) for layer in self._layers):
+            self._balancer = None
+        elif self._balancer is None:
+            config = self._config
+            self._balancer = ExpertBalancer(
+                self._mover,
+                self._rates,
+                num_pairs=config.swap_pairs,
+                min_period=config.swap_every,
+                criterion=config.swap_when,
+            )
+            if self._periods:
+                self._balancer.periods = self._periods
+            self._periods = self._balancer.periods
+
+    def _restore(self, saved: str) -> None:
+        try:
+            state = json.loads(saved)
+            if any(state[name] != value for name, value in self._sharers().items()):
+                return
+            least = self._config.swap_every
+            self._periods = [replace(SwapPeriod(**period), min_period=least) for period in state["periods"]]
+            slots = [torch.tensor(one, dtype=torch.int64) for one in state["slots"]]
+            self.count = int(state["num_swaps"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{STATE_FILE} of the checkpoint does not say where experts are ({error!r}); continue from another one"
+            ) from None
+        self._mover.move([*slots])
+
+    def _sharers(self) -> dict[str, Any]:
+        """What has to be the same for experts to have the same places."""
+        return {
+            "expert_parallel": self._config.expert_parallel,
+            "num_experts": [layer.gate.num_experts for layer in self._layers],
+        }

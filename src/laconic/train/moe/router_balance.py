@@ -1,0 +1,245 @@
+"""What keeps the experts of a model evenly used in training: losses of its routers, and biases that follow the load.
+
+Routers are looked at from outside, whether the model's own blocks call them or layers of laconic.moe. The balance loss
+is that of Hugging Face's families (Switch Transformers, equations 4 to 6, over all layers as one), with shares counted
+over the micro-batches of all processes: the loss does not depend on how many share the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError, ModelError
+from laconic.moe.huggingface import Block, find_blocks
+from laconic.moe.losses import z_loss
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.world import World
+
+__all__ = ["Routers", "watch_routers"]
+
+_BIAS = "e_score_correction_bias"
+"""What families with DeepSeek-V3's balancing call the buffer that is added to scores before the choice."""
+_BIAS_RATE = 1e-3
+"""DeepSeek-V3 (2024), section 4.2."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One router in one forward."""
+
+    probabilities: Tensor
+    """fp32 [E], their mean over tokens; with a graph."""
+    counts: Tensor
+    """int64 [E], tokens that chose each expert."""
+    num_tokens: int
+    z: Tensor
+    """The z-loss, 0-dim; with a graph."""
+
+
+class Routers:
+    """The routers of a model in training: `begin`, a forward, `loss`; after the step's update `after_step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[Block],
+        world: World,
+        *,
+        balance_coef: float = 0.0,
+        z_coef: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:
+        """`blocks`: of `model`, with their routers known. The coefficients are those of `[moe]`."""
+        self.balance_coef, self.z_coef, self.bias_rate = balance_coef, z_coef, bias_rate
+        self._routers = {block.router: block.num_experts for block in blocks if block.router is not None}
+        self._model, self._names, self._world = model, tuple(self._routers), world
+        self._seen: dict[str, _Seen] = {}
+        # Since the last step: balance losses, z-losses, forwards.
+        self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self._loads: dict[str, Tensor] = {}
+        self._with_logits: set[str] = set()
+        for name, num_experts in self._routers.items():
+            model.get_submodule(name).register_forward_hook(self._watch(name, num_experts))
+
+    def begin(self) -> None:
+        """A forward is about to begin; what another one left, or a second run of a layer in backward, is forgotten."""
+        self._seen.clear()
+
+    def loss(self) -> Tensor | None:
+        """What to add to the loss of the forward that has ended, fp32 0-dim with a graph; None if nothing.
+
+        All processes call it together. Raises ModelError if a router was not called, or its logits have no graph.
+        """
+        seen = self._seen
+        missing = [name for name in self._names if name not in seen]
+        if missing:
+            raise ModelError(f"router {missing[0]} was not called in a training forward, so it cannot be balanced")
+        for name in seen:
+            counts = seen[name].counts
+            self._loads[name] = self._loads[name] + counts if name in self._loads else counts
+        total: Tensor | None = None
+        self._sums[2] += 1
+        if self.balance_coef:
+            balance = self._balance()
+            self._sums[0] += balance.detach()
+            total = self.balance_coef * balance
+        if self.z_coef:
+            z = torch.stack([one.z for one in seen.values()]).mean()
+            self._sums[1] += z.detach()
+            total = self.z_coef * z if total is None else total + self.z_coef * z
+        if total is not None and not total.requires_grad:
+            raise ModelError(
+                f"the logits of router {self._names[0]} have no gradient, so no loss can balance them; set "
+                "moe.balance_coef = 0 and moe.z_coef = 0"
+            )
+        seen.clear()
+        return total
+
+    def after_step(self, skipped: bool) -> dict[str, float]:
+        """Let biases follow the load unless the update was `skipped`; fields for metrics.jsonl, since the last call.
+
+        All processes call it together.
+        """
+        fields: dict[str, float] = {}
+        balance, z, num_forwards = self._world.sum(self._sums.clone()).tolist()
+        if num_forwards and self.balance_coef:
+            fields["moe_balance_loss"] = balance / num_forwards
+        if num_forwards and self.z_coef:
+            fields["moe_z_loss"] = z / num_forwards
+        if self.bias_rate and self._loads:
+            fields["moe_bias_range"] = self._update_biases(skipped)
+        self.clear()
+        return fields
+
+    def clear(self) -> None:
+        """Forget all forwards since the last step."""
+        self._seen.clear()
+        self._sums.zero_()
+        self._loads.clear()
+
+    def __str__(self) -> str:
+        ways = {"balance loss": self.balance_coef, "z-loss": self.z_coef, "bias by load": self.bias_rate}
+        found = ", ".join(f"{way} {value:g}" for way, value in ways.items() if value)
+        return f"routers: {found or 'nothing balances them'}"
+
+    def _watch(self, name: str, num_experts: int) -> Callable[[nn.Module, Any, Any], None]:
+        def watch(router: nn.Module, _: Any, out: Any) -> None:
+            if not router.training:
+                return
+            logits, indices = _decision(name, out, num_experts)
+            num_tokens = len(logits)
+            if num_tokens and (self.balance_coef or self.z_coef) and name not in self._with_logits:
+                self._with_logits.add(name)  # looked at once: it waits for a GPU
+                if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
+                    raise ModelError(
+                        f"router {name} returns probabilities, but balance and z-loss need logits; set moe.balance_coef"
+                        " and moe.z_coef to 0"
+                    )
+            self._seen[name] = _Seen(
+                logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.balance_coef else logits.new_zeros(num_experts),
+                torch.bincount(indices.flatten(), minlength=num_experts),
+                num_tokens,
+                z_loss(logits) if self.z_coef else logits.new_zeros(()),
+            )
+
+        return watch
+
+    def _balance(self) -> Tensor:
+        """E * sum over experts of (assignments per token) * (mean probability), both means over layers too."""
+        seen = list(self._seen.values())
+        num_experts = len(seen[0].counts)
+        tokens = seen[0].counts.new_tensor([sum(one.num_tokens for one in seen)])
+        counts = self._world.sum(torch.cat([torch.stack([one.counts for one in seen]).sum(0), tokens]))
+        shares = counts[:num_experts].float() / counts[num_experts].clamp_min(1)
+        return num_experts * torch.dot(shares, torch.stack([one.probabilities for one in seen]).mean(0))
+
+    @torch.no_grad()
+    def _update_biases(self, skipped: bool) -> float:
+        """Lower the bias of experts with more than the mean load, raise the others'; the widest layer's range."""
+        loads = self._world.sum(torch.cat([self._loads[name] for name in self._names]))
+        sizes = [len(self._loads[name]) for name in self._names]
+        widest = 0.0
+        for name, load in zip(self._names, loads.split(sizes), strict=True):
+            bias = self._model.get_submodule(name).get_buffer(_BIAS)
+            if not skipped:
+                behind = load.double().mean() - load.double()
+                bias += self.bias_rate * behind.sign().to(bias.dtype)
+            widest = max(widest, float(bias.max() - bias.min()))
+        return widest
+
+
+def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Logits fp32 [n, E] and chosen experts int64 [n, k] among what a router returned.
+
+    Raises ModelError if one of them is not there.
+    """
+    parts = [part for part in (out if isinstance(out, tuple | list) else (out,)) if isinstance(part, Tensor)]
+    logits = [part for part in parts if part.is_floating_point() and part.shape[-1] == num_experts]
+    indices = [part for part in parts if part.dtype in (torch.int64, torch.int32)]
+    if not logits or len(indices) != 1:
+        raise ModelError(
+            f"router {name} returned {[f'{p.dtype} {list(p.shape)}' for p in parts]}, but balancing needs logits of"
+            f" {num_experts} experts and the chosen ones; set moe.balance_coef, moe.z_coef and moe.bias_rate to 0"
+        )
+    return logits[0].reshape(-1, num_experts).float(), indices[0].long()
+
+
+def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[Routers | None, str | None]:
+    """The routers of `model` as `[moe]` wants them balanced, and a line that says how; None, None for a dense model.
+
+    Call it before the model's blocks are replaced or its parts wrapped. Where the configuration asks for nothing, the
+    family decides: its `router_aux_loss_coef`, and DeepSeek-V3's rate where there are biases. Raises ConfigError for
+    what this model cannot do.
+    """
+    moe = config.moe
+    asked = {name: value for name in ("balance_coef", "z_coef", "bias_rate") if (value := getattr(moe, name))}
+    try:
+        blocks, reason = find_blocks(model), "the model has no mixture-of-experts blocks"
+    except ModelError as error:
+        blocks, reason = {}, str(error)
+        if not asked:
+            return None, f"routers: nothing balances them; {reason}"
+    if blocks and (without := [name for name, block in blocks.items() if block.router is None]):
+        blocks, reason = {}, f"no module beside {without[0]} is its router for certain"
+        if not asked:
+            return None, f"routers: nothing balances them; {reason}"
+    routers = [block.router for block in blocks.values() if block.router is not None]
+    if not routers and asked:
+        name, value = next(iter(asked.items()))
+        raise ConfigError(f"moe.{name} is {value}, but {reason}; leave it out")
+    if not routers:
+        return None, None
+    if config.pipeline.stages > 1:
+        return None, "routers: nothing balances them between stages of a pipeline"
+    biased = all(_BIAS in model.get_submodule(name)._buffers for name in routers)
+    family: Any = getattr(model, "config", None)
+    of_family = getattr(family, "router_aux_loss_coef", None)
+    if moe.balance_coef and biased and of_family is None:
+        raise ConfigError(
+            f"moe.balance_coef is {moe.balance_coef}, but the routers of {type(model).__name__} have biases for that; "
+            "use moe.bias_rate"
+        )
+    if moe.bias_rate and not biased:
+        raise ConfigError(
+            f"moe.bias_rate is {moe.bias_rate}, but the routers of {type(model).__name__} have no {_BIAS}; use "
+            "moe.balance_coef"
+        )
+    balance_coef = moe.balance_coef if moe.balance_coef is not None else float(of_family or 0.0)
+    bias_rate = moe.bias_rate if moe.bias_rate is not None else _BIAS_RATE if biased else 0.0
+    _check_alike(model, blocks, balance_coef)
+    made = Routers(model, blocks.values(), world, balance_coef=balance_coef, z_coef=moe.z_coef, bias_rate=bias_rate)
+    return made, str(made)
+
+
+def _check_alike(model: nn.Module, blocks: Mapping[str, Block], balance_coef: float) -> None:
+    sizes = {block.num_experts for block in blocks.values()}
+    if balance_coef and len(sizes) > 1:
+        raise ConfigError(
+            f"moe.balance_coef is {balance_coef}, but layers of {type(model).__name__} have {sorted(sizes)} experts, "
+            "which no loss over all layers can count together; set it to 0"
+        )

@@ -1,0 +1,217 @@
+"""Experts of a mixture-of-experts model spread over the processes of a run, as `[moe]` of its configuration says.
+
+The rest of the model is data parallel over all processes, as it always is. An EP group is `expert_parallel` processes
+next to each other that hold every expert once; processes at the same place of different EP groups hold the same
+experts and average their gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.cost.moe.rates import MoERates
+from laconic.errors import ConfigError, ModelError
+from laconic.formats import BlockFormat
+from laconic.moe.autotune import Autotuned, autotune
+from laconic.moe.dispatch import Dispatcher, LocalDispatcher
+from laconic.moe.flat import FlatDispatcher
+from laconic.moe.grid import Grid
+from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.huggingface import Parallelized, parallelize
+from laconic.moe.layer import Schedule
+from laconic.moe.pipeline import PipelineSchedule
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.comm_compression import zip_codec
+from laconic.train.distributed.world import World
+from laconic.train.moe.metrics import Capacity, ExpertMeter, ExpertUse, schedule_of
+from laconic.train.moe.migration import Swaps
+
+__all__ = ["SpreadExperts", "check_experts", "spread_experts"]
+
+_ROWS = BlockFormat("int8", 128)
+
+
+def check_experts(config: TrainConfig, world: World) -> None:
+    """Raise ConfigError where `[moe]` does not fit the processes of the run."""
+    moe, size = config.moe, config.moe.expert_parallel or 1
+    if world.size % size:
+        raise ConfigError(
+            f"moe.expert_parallel is {size}, but it must divide the number of processes ({world.size}); start a "
+            f"multiple of {size}"
+        )
+    levels = level_sizes(config)
+    if any(fine <= coarse or fine % coarse for coarse, fine in pairwise((1, *levels))) or size % (levels or (1,))[-1]:
+        raise ConfigError(
+            f"moe.levels is {list(levels)}, but each number must be a larger multiple of the one before (the first of "
+            f"1), and the last must divide moe.expert_parallel ({size})"
+        )
+    if moe.depth is not None and moe.depth > (most := num_stages(size, levels)):
+        raise ConfigError(
+            f"moe.depth is {moe.depth}, but it must be at most {most}: moe.levels are {list(levels)} for {size} "
+            "processes; name the levels, as [2] for two machines"
+        )
+
+
+def level_sizes(config: TrainConfig) -> tuple[int, ...]:
+    """Groups of an EP group at each level below the first; `moe.levels`, or the machines."""
+    moe, size = config.moe, config.moe.expert_parallel or 1
+    if moe.levels:
+        return moe.levels
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    machines = size // per_machine if size % per_machine == 0 else 1
+    return (machines,) if machines > 1 else ()
+
+
+def num_stages(size: int, levels: tuple[int, ...]) -> int:
+    """The largest depth: levels whose groups have more than one process, and the last stage between those."""
+    return 1 + sum(num_groups < size for num_groups in levels)
+
+
+class SpreadExperts:
+    """The layers of a run whose experts are spread, what they do in each step, and who moves them."""
+
+    def __init__(self, model: Parallelized, meter: ExpertMeter, config: TrainConfig) -> None:
+        self.model = model
+        self._meter = meter
+        self._config = config
+        self._swaps: Swaps | None = None
+        self._tuned: Autotuned | None = None
+        self._last: ExpertUse | None = None
+        self._messages: list[str] = []
+
+    def tune(self, example: Callable[[], object]) -> None:
+        """With `dispatcher = "auto"`, choose how every layer runs by a forward, `example`; all processes call it.
+
+        Before the model is wrapped: layers are measured on their own. Raises ConfigError for layers or rates that
+        nothing can be predicted from.
+        """
+        moe, grid = self._config.moe, self.model.grid
+        if moe.dispatcher != "auto" or grid is None:
+            return
+        rates = None if moe.rates is None else MoERates.load(moe.rates)
+        codecs: list[Codec] = [Raw()]
+        if moe.rows != "raw" and self._config.zip != "off":
+            codecs.append(Lossless("tiered"))
+        if moe.rows == "int8":
+            codecs.append(Blockwise(_ROWS))
+        self._tuned = autotune(self.model, grid, example, rates=rates, codecs=codecs, report=None)
+        self._messages += str(self._tuned).splitlines()
+
+    def messages(self) -> list[str]:
+        """What there is to tell since the last call."""
+        told, self._messages = self._messages, []
+        return told
+
+    def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
+        """Make ready to move experts, if the configuration wants that; see `Swaps`. All processes call it together."""
+        moe, grid = self._config.moe, self.model.grid
+        if moe.swap_every and grid is not None:
+            self._swaps = Swaps(self.model, grid, moe, optimizer, saved)
+
+    def state(self) -> str | None:
+        """Where experts are, as text for a checkpoint; None if they stay at home."""
+        return None if self._swaps is None else self._swaps.state()
+
+    def begin(self) -> None:
+        """Forget what layers did before the first step."""
+        self._meter.clear()
+
+    @property
+    def schedule(self) -> str:
+        """How layers run, in a few words."""
+        return "; ".join(dict.fromkeys(map(schedule_of, self.model.layers.values())))
+
+    def after_step(self, done: int, skipped: bool) -> dict[str, float | int | str]:
+        """Take the numbers of the step after which `done` steps are done, and move experts if that pays.
+
+        All processes call it together and get the same fields for metrics.jsonl.
+        """
+        self._last = self._meter.take()
+        if self._tuned is not None:
+            for name, reason in self._tuned.step().items():
+                self._messages.append(f"step {done}: {name} now runs {schedule_of(self.model.layers[name])}: {reason}")
+        fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
+        if self._last is not None:
+            fields |= self._last.to_metrics()
+        if self._swaps is not None:
+            if not skipped:
+                self._swaps.step(done)
+            fields["moe_swaps"] = self._swaps.count
+        return fields
+
+    def at_home(self) -> AbstractContextManager[object]:
+        """The context in which a checkpoint is saved: experts are in logical order."""
+        return nullcontext() if self._swaps is None else self._swaps.at_home()
+
+    def __str__(self) -> str:
+        return f"experts: {len(self.model.layers)} layers over {self._meter.num_processes} processes, {self.schedule}"
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json: how rows travel, and what the last step's experts did."""
+        last = self._last
+        return {
+            "experts": str(self),
+            "expert_parallel": self._config.moe.expert_parallel,
+            "dispatcher": self._config.moe.dispatcher if self.model.grid is not None else "local",
+            "schedule": self.schedule,
+            "autotune": None if self._tuned is None else str(self._tuned).splitlines(),
+            "num_levels": self._meter.num_levels,
+            "swaps": 0 if self._swaps is None else self._swaps.count,
+            "last_step": None if last is None else {**last.to_metrics(), "loads": [list(load) for load in last.loads]},
+        }
+
+
+def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> SpreadExperts | None:
+    """Put layers of laconic.moe in the place of `model`'s blocks; None without `moe.expert_parallel`.
+
+    All processes call it together, with the whole model on `world.device`. Raises ModelError for a model without such
+    blocks, and ConfigError where its experts cannot be divided.
+    """
+    size = config.moe.expert_parallel
+    if size is None:
+        return None
+    meter = ExpertMeter(world, size, level_sizes(config))
+    factor = config.moe.capacity_factor
+    hooks = (meter,) if factor is None else (Capacity(factor), meter)
+    grid = Grid(ep=size, levels=level_sizes(config), device_type=world.device.type) if size > 1 else None
+    # A process that refused bad logits would leave the others waiting; a loss that is not finite is skipped by all.
+    try:
+        spread = parallelize(
+            model,
+            grid,
+            dispatcher=lambda grid: _dispatcher(grid, config),
+            schedule=_schedule(config),
+            hooks=hooks,
+            check_logits=False,
+        )
+    except ModelError as error:
+        raise ModelError(f"moe.expert_parallel is {size}, but {error}") from None
+    return SpreadExperts(spread, meter, config)
+
+
+def _dispatcher(grid: Grid | None, config: TrainConfig) -> Dispatcher:
+    if grid is None:
+        return LocalDispatcher()
+    if config.moe.dispatcher != "hierarchical":  # auto begins with one, too
+        return FlatDispatcher(grid.ep, codec=row_codec(config))
+    return HierarchicalDispatcher(grid.levels, config.moe.depth, codec=row_codec(config))
+
+
+def row_codec(config: TrainConfig) -> Codec | str:
+    """What rows travel in."""
+    codecs: dict[str, Codec | str | None] = {"int8": Blockwise(_ROWS), "raw": Raw(), "lossless": Lossless()}
+    codec = codecs.get(config.moe.rows, zip_codec(config))
+    return Raw() if codec is None else codec
+
+
+def _schedule(config: TrainConfig) -> Schedule | None:
+    chunks = config.moe.chunks
+    return PipelineSchedule(*chunks) if max(chunks, default=1) > 1 else None

@@ -1,0 +1,1 @@
+"""Pipeline parallel runs: cutting a model into stages, and running the schedule."""

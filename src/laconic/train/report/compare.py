@@ -1,0 +1,31 @@
+"""`laconic compare`: runs side by side, as a table in the terminal and a page for the browser."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from laconic.errors import DataError
+from laconic.train.report.html import render_page
+from laconic.train.report.run_reader import load_runs
+from laconic.train.report.table import config_differences, summary_rows, text_table
+
+__all__ = ["compare"]
+
+
+def compare(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] = "report.html") -> str:
+    """Compare runs with the first of `run_dirs`: returns a text table and writes the HTML report `out`.
+
+    The report is one file without references to anything outside it. Raises DataError for a directory that is no run
+    and when `out` cannot be written; files missing inside a run show as "-" and are named under the table.
+    """
+    runs = load_runs(run_dirs)
+    rows = summary_rows(runs)
+    differences = config_differences(runs)
+    page = render_page(runs, rows, differences)
+    try:
+        Path(out).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot write the report {os.fspath(out)}: {error.strerror}") from None
+    return text_table(runs, rows, differences)

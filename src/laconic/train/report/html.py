@@ -1,0 +1,123 @@
+"""The HTML page of `laconic compare`: the template beside this file, filled with one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import laconic
+from laconic.train.report.run_reader import Run
+from laconic.train.report.table import Row
+
+__all__ = ["downsample", "render_page", "smooth"]
+
+_MAX_POINTS = 1000
+_SMOOTHING = 25  # curves are means over this share of their points
+_PLACEHOLDER = "__REPORT_DATA__"
+
+Points = list[tuple[int, float]]
+
+
+def render_page(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]) -> str:
+    """A complete HTML document about `runs`, with the tables `rows` and `differences`."""
+    data = {
+        "version": laconic.__version__,
+        "verdicts": [_verdict(run, runs[0]) for run in runs[1:]],
+        "runs": [_run_data(run, runs[0]) for run in runs],
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "differences": [dataclasses.asdict(row) for row in differences],
+    }
+    template = resources.files("laconic.train.report").joinpath("page.html").read_text("utf-8")
+    # "<" never appears in the data, so no name of a run can close the script element that holds it.
+    return template.replace(_PLACEHOLDER, json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
+
+
+def smooth(points: Points, window: int) -> Points:
+    """Mean over about `window` neighbours centred on each (step, value) point, so that nothing lags; fewer at the ends.
+
+    Non-finite values are left out.
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    reach = window // 2
+    totals = [0.0, *itertools.accumulate(value for _, value in finite)]
+    smoothed = []
+    for index, (step, _) in enumerate(finite):
+        start, stop = max(0, index - reach), min(len(finite), index + reach + 1)
+        smoothed.append((step, (totals[stop] - totals[start]) / (stop - start)))
+    return smoothed
+
+
+def downsample(points: Points, limit: int = _MAX_POINTS) -> Points:
+    """At most `limit` points: means of equal runs of neighbours, each at the step of its last point."""
+    stride = math.ceil(len(points) / limit)
+    if stride <= 1:
+        return points
+    groups = [points[start : start + stride] for start in range(0, len(points), stride)]
+    return [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
+
+
+def _verdict(run: Run, first: Run) -> str:
+    """One sentence on what `run` costs and brings against `first`; of the measures, those that both have."""
+    parts = []
+    if run.kept_nbytes_per_token is not None and first.kept_nbytes_per_token:
+        parts.append(
+            f"keeps {run.kept_nbytes_per_token / first.kept_nbytes_per_token * 100:.0f} % of the bytes for backward"
+        )
+    if run.validation_loss is not None and first.validation_loss is not None:
+        change = run.validation_loss - first.validation_loss
+        parts.append(f"ends with a validation loss {abs(change):.4f} {'higher' if change > 0 else 'lower'}")
+    if run.tokens_per_second and first.tokens_per_second:
+        parts.append(f"trains at {run.tokens_per_second / first.tokens_per_second * 100:.0f} % of the speed")
+    if not parts:
+        return f"{run.name} and {first.name} have no measure in common."
+    return (
+        f"Against {first.name}, {run.name} " + ", ".join(parts[:-1]) + (" and " if parts[1:] else "") + parts[-1] + "."
+    )
+
+
+def _run_data(run: Run, first: Run) -> dict[str, Any]:
+    losses = run.series("loss")
+    smoothed = _smoothed(losses)
+    validation = [point for point in run.series("validation_loss") if math.isfinite(point[1])]
+    speeds = run.series("tokens_per_second")
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "setting": run.activation_setting,
+        "notes": run.notes,
+        "loss": downsample(smoothed),
+        "raw_loss": downsample([point for point in losses if math.isfinite(point[1])]),
+        "validation_loss": validation,
+        "loss_gap": [] if run is first else downsample(_gap(smoothed, _smoothed(first.series("loss")))),
+        "validation_gap": [] if run is first else _gap(validation, first.series("validation_loss")),
+        # The first step pays for warming up and would set the scale of all others.
+        "tokens_per_second": downsample(_smoothed(speeds[1:])),
+        "kept": _kinds(run.activations.get("by_kind_after")),
+        "exact": _kinds(run.activations.get("by_kind_before")),
+        "exact_dtype": str(run.activations.get("reference_dtype", "exact")),
+    }
+
+
+def _smoothed(points: Points) -> Points:
+    return smooth(points, max(1, len(points) // _SMOOTHING))
+
+
+def _gap(points: Points, reference: Points) -> Points:
+    """Difference to `reference` at the steps that both have."""
+    values = {step: value for step, value in reference if math.isfinite(value)}
+    return [(step, value - values[step]) for step, value in points if step in values]
+
+
+def _kinds(value: Any) -> dict[str, float]:
+    """A {kind: bytes per token} table, largest first; empty if the file does not hold one."""
+    if not isinstance(value, dict):
+        return {}
+    kinds = {
+        str(kind): float(nbytes) for kind, nbytes in value.items() if isinstance(nbytes, int | float) and nbytes > 0
+    }
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]))

@@ -1,0 +1,145 @@
+"""The directory of a run: config.toml, metrics.jsonl, activations.json, summary.json, checkpoints/, lock.json.
+
+Light to import, as the launcher only needs to know where a run is and what its latest checkpoint is called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laconic.errors import CheckpointError, ConfigError
+from laconic.train.run_lock import LOCK_FILE, RunLock
+
+if TYPE_CHECKING:
+    from laconic.train.config.schema import TrainConfig
+    from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer
+    from laconic.train.distributed.world import World
+
+__all__ = [
+    "CHECKPOINT_NAME",
+    "TOKENIZER_FILES",
+    "check_run_dir",
+    "checkpoint_age",
+    "checkpoint_names",
+    "claim_run_dir",
+    "copy_tokenizer",
+    "latest_name",
+    "new_run_dir",
+    "write_json",
+]
+
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+"""step-00000200, and step-00000200-2 when that step was saved again."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What a run keeps of its tokenizer, and an export takes along."""
+
+
+def new_run_dir() -> str:
+    """The directory of a run that was given none: runs/<date>-<time>."""
+    return f"runs/{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_run_dir(config: TrainConfig, world: World) -> Path:
+    """The run directory, the same on every process; all of them call it together. Nothing is written.
+
+    Raises ConfigError on every process unless it is new or empty, or holds the run to resume.
+    """
+    chosen = world.gather(config.run_dir or new_run_dir())[0]
+    run_dir = Path(chosen)
+    error = world.first_error(_refusal(run_dir, config.resume) if world.is_main else None)
+    if error is not None:
+        raise ConfigError(error)
+    return run_dir
+
+
+def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World) -> None:
+    """Let the first process take the lock of `run_dir`, which is made if it is new; all of them call it together.
+
+    Raises ConfigError on every process when another run is at work there, or was since `check_run_dir`.
+    """
+    error = None
+    if world.is_main:
+        try:
+            lock.acquire(run_dir)
+            error = _refusal(run_dir, resume)
+        except ConfigError as failure:
+            error = str(failure)
+    error = world.first_error(error)
+    if error is not None:
+        raise ConfigError(error)
+
+
+def _refusal(run_dir: Path, resume: bool) -> str | None:
+    """Why a run cannot begin, or go on, in `run_dir`."""
+    shown = str(run_dir)
+    try:
+        if resume:
+            if not (run_dir / "config.toml").is_file():
+                return f"run_dir is {shown!r}, but it must hold the config.toml of a run for resume"
+        elif run_dir.is_dir():
+            if any(path.name != LOCK_FILE for path in run_dir.iterdir()):
+                return f"run_dir is {shown!r}, which is not empty; continue that run with --resume or choose another"
+        elif os.path.lexists(run_dir):
+            return f"run_dir is {shown!r}, which is not a directory"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        return f"run_dir is {shown!r}, which cannot be used: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def latest_name(run_dir: Path) -> str | None:
+    """The name in `<run_dir>/checkpoints/latest`, or None when there is no such file; raises CheckpointError."""
+    file = run_dir / "checkpoints" / "latest"
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+
+
+def checkpoint_names(run_dir: Path) -> list[str]:
+    """The names of the checkpoints in `run_dir`, newest first; of one step that was saved again, the later one first.
+
+    Raises CheckpointError when they cannot be listed.
+    """
+    folder = run_dir / "checkpoints"
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    return sorted((name for name in names if CHECKPOINT_NAME.fullmatch(name)), key=checkpoint_age, reverse=True)
+
+
+def checkpoint_age(name: str) -> tuple[int, int]:
+    """The step of a checkpoint by its name, and which of that step it is, from 1."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def copy_tokenizer(tokenizer: BytesTokenizer | JsonTokenizer, run_dir: Path) -> None:
+    """Keep the tokenizer with the run, so that it can be exported wherever the run is moved to."""
+    from laconic.train.data.tokenizer import JsonTokenizer  # late: the launcher does without numpy
+
+    if not isinstance(tokenizer, JsonTokenizer):
+        return
+    (run_dir / TOKENIZER_FILES[0]).write_bytes(tokenizer.content)
+    for name in TOKENIZER_FILES[1:]:
+        if (tokenizer.folder / name).is_file():
+            shutil.copyfile(tokenizer.folder / name, run_dir / name)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON; the file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

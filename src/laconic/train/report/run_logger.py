@@ -1,0 +1,180 @@
+"""What a run writes down and shows: metrics, progress, summary.json and the closing words. Only rank 0 does so."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from laconic.collectives import audit
+from laconic.train.config.schema import TrainConfig
+from laconic.train.distributed.world import World
+from laconic.train.memory.check import MemoryCheck
+from laconic.train.report.metrics import MetricsWriter, Progress, format_nbytes, peak_memory_nbytes, read_metrics
+from laconic.train.trainer import StepResult, Trainer
+
+__all__ = ["Journal", "closing_words"]
+
+
+class Journal:
+    """Takes each step and each validation loss, on all processes alike; a context manager around the steps.
+
+    `first_step` is the number of steps done before; what metrics.jsonl holds of later ones is dropped.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, run_dir: Path, first_step: int) -> None:
+        self._config = config
+        self._world = world
+        self._run_dir = run_dir
+        self._metrics = MetricsWriter(run_dir, config.tensorboard) if world.is_main else None
+        if self._metrics is not None:
+            self._metrics.truncate_after(first_step)
+        self._progress = Progress(config.steps, first_step, rank=world.rank, log_every=config.log_every)
+        self._step_seconds: list[float] = []
+        self._last: dict[str, Any] = {}
+        self._num_skipped = 0
+        self._memory: MemoryCheck | None = None
+        self._wire: list[tuple[int, int]] = []
+        self._audit_before = audit.snapshot()
+
+    def message(self, text: str) -> None:
+        """Show a line to the user."""
+        self._progress.message(text)
+
+    def step(
+        self,
+        done: int,
+        result: StepResult,
+        seconds: float,
+        trainer: Trainer,
+        of_experts: Mapping[str, float | int | str] | None = None,
+    ) -> None:
+        """Write down the step after which `done` steps are done; it took `seconds`. `of_experts`: more fields."""
+        config = self._config
+        step_tokens = config.batch_size * config.sequence_length
+        self._step_seconds.append(seconds)
+        self._num_skipped += result.skipped
+        self._wire.append((trainer.wire_nbytes or 0, trainer.wire_raw_nbytes or 0))
+        self._last |= {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_second": step_tokens / seconds,
+            "step_seconds": seconds,
+            "peak_memory_nbytes": peak_memory_nbytes(),
+            "saved_nbytes": trainer.saved_nbytes,
+            "wire_nbytes": trainer.wire_nbytes,
+            "wire_raw_nbytes": trainer.wire_raw_nbytes,
+            "tokens": done * step_tokens,
+            "skipped_steps": self._num_skipped,
+            **(of_experts or {}),
+        }
+        if trainer.window_nbytes is not None:
+            self._last["moe_window_nbytes"] = trainer.window_nbytes
+        if self._metrics is not None:
+            self._metrics.write(done, **{name: self._last[name] for name in self._last if name != "validation_loss"})
+        self._progress.update(done, self._last)
+
+    def memory(self, check: MemoryCheck) -> None:
+        """Write down what the planner had predicted for this process and what was measured."""
+        self._memory = check
+        self.message(str(check))
+
+    def validation(self, done: int, loss: float | None) -> None:
+        """Write down the validation loss after `done` steps; None: there is no validation data."""
+        if loss is None:
+            return
+        self._last["validation_loss"] = loss
+        if self._metrics is not None:
+            self._metrics.write(done, validation_loss=loss)
+        self.message(f"step {done}: validation loss {loss:.4f}")
+
+    def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_token: float, seconds: float) -> dict[str, Any]:
+        """What summary.json holds; all processes call it together.
+
+        The speed is that of the median step, so that neither the measuring first step nor a pause counts. Memory is
+        that of the process that took most.
+        """
+        config = self._config
+        micro_tokens = trainer.micro_batch_size * config.sequence_length
+        # A copy of the model is as many processes as there are stages.
+        saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
+        peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
+        sent, raw = (statistics.median(column) for column in zip(*self._wire, strict=True))
+        audits = self._world.gather((audit.snapshot() - self._audit_before).to_dict())
+        coded = sum(map(audit.Snapshot.from_dict, audits), audit.Snapshot(()))
+        best: float | None = None
+        if self._metrics is not None:
+            losses = [row["validation_loss"] for row in read_metrics(self._run_dir) if "validation_loss" in row]
+            best = min((loss for loss in losses if math.isfinite(loss)), default=None)
+        return {
+            "steps": done,
+            "loss": self._last["loss"],
+            "validation_loss": self._last.get("validation_loss"),
+            "best_validation_loss": best,
+            "tokens_per_second": config.batch_size * config.sequence_length / statistics.median(self._step_seconds),
+            "peak_memory_nbytes": peak_nbytes,
+            "saved_nbytes_per_token": saved_nbytes / micro_tokens,
+            "bf16_nbytes_per_token": bf16_nbytes_per_token,
+            "wire_nbytes_per_step": sent,
+            "wire_raw_nbytes_per_step": raw,
+            "collectives": coded.to_dict() if coded.entries else None,
+            "skipped_steps": self._num_skipped,
+            "world_size": self._world.size,
+            "parallel": config.parallel,
+            "stages": config.pipeline.stages,
+            "precision": config.precision,
+            "seconds": seconds,
+            "memory": None if self._memory is None else self._memory.to_dict(),
+        }
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
+    """The end of a run in words: what came out, what it took, and what to do next."""
+    done, steps = summary["steps"], config.steps
+    kept, unmodified = summary["saved_nbytes_per_token"], summary["bf16_nbytes_per_token"]
+    validation, best = summary["validation_loss"], summary["best_validation_loss"]
+    stages = f", {summary['stages']} stages" if summary["stages"] > 1 else ""
+    processes = f"{summary['world_size']} processes, {config.parallel}{stages}"
+    processes = "1 process" if summary["world_size"] == 1 else processes
+    lines = [
+        f"{'done' if done == steps else 'stopped'}: {done} of {steps} steps in {summary['seconds']:.0f} s",
+        f"  loss               {summary['loss']:.4f}",
+    ]
+    if validation is not None:
+        lines.append(f"  validation loss    {validation:.4f} (best {best:.4f})")
+    lines += [
+        f"  speed              {summary['tokens_per_second']:,.0f} tokens/s ({processes}, {config.precision})",
+        f"  kept for backward  {kept:,.0f} bytes per token; the unmodified model in bf16 keeps {unmodified:,.0f} "
+        f"({unmodified / kept:.2f}x)",
+        f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
+        *_wire_words(summary),
+        f"  run directory      {run_dir}",
+        "next:",
+    ]
+    further = "" if done < steps else f" --steps {2 * steps}"
+    lines += [
+        f"  laconic train --resume --run-dir {run_dir}{further}",
+        f"  laconic compare {run_dir} OTHER_RUN",
+        f"  laconic export {run_dir} DIRECTORY",
+    ]
+    return "\n".join(lines)
+
+
+def _wire_words(summary: dict[str, Any]) -> list[str]:
+    """What a process sends, and what it would send if nothing were shortened; nothing for a process alone."""
+    sent, raw = summary["wire_nbytes_per_step"], summary["wire_raw_nbytes_per_step"]
+    if not sent:
+        return []
+    shortened = f"; {format_nbytes(raw)} before lossless coding ({raw / sent:.2f}x)" if raw != sent else ""
+    return [f"  sent               {format_nbytes(sent)} per process and step{shortened}"]

@@ -1,0 +1,323 @@
+"""A run directory, read back: config.toml, metrics.jsonl, activations.json and summary.json.
+
+A run that died early lacks some of them and still deserves to be looked at, so a file that is missing or damaged leaves
+its part empty and a note in `Run.notes`; only a directory that is no run at all is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import DataError
+from laconic.train.config.dotted_names import flat_settings
+from laconic.train.report.metrics import METRICS_FILE, read_metrics
+
+__all__ = ["Run", "load_run", "load_runs"]
+
+_FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
+_LOSSES = ("loss", "validation_loss")
+_MEASURES = (
+    "tokens_per_second",
+    "step_seconds",
+    "peak_memory_nbytes",
+    "saved_nbytes",
+    "wire_nbytes",
+    "wire_raw_nbytes",
+    "moe_load_ratio",
+    "moe_duplicate_rate",
+)
+_ACTIVATIONS = {"before_nbytes_per_token", "after_nbytes_per_token"}
+LOSS_WINDOW = 20
+"""Steps over which the training loss is averaged where one number stands for it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind. Numbers are None where the run does not tell."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    """config.toml, flattened to dotted names."""
+    rows: Sequence[Mapping[str, Any]]
+    """metrics.jsonl."""
+    activations: Mapping[str, Any]
+    """activations.json."""
+    summary: Mapping[str, Any]
+    """summary.json."""
+    notes: tuple[str, ...]
+    """What is missing, damaged or cannot be compared, in words."""
+    loss_scale: float | None = 1.0
+    """Times this, losses are in the unit of all compared runs; None: they cannot be."""
+
+    def series(self, field: str) -> list[tuple[int, float]]:
+        """(step, value) of each row that has a number under `field`; losses in the unit of all compared runs."""
+        scale = self.loss_scale if field in _LOSSES else 1.0
+        if scale is None:
+            return []
+        return [(row["step"], float(row[field]) * scale) for row in self.rows if _is_number(row.get(field))]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text per token of the data; None if the run does not tell."""
+        recorded = _number(self.summary, "bytes_per_token")
+        if recorded is not None and math.isfinite(recorded) and recorded > 0:
+            return float(recorded)
+        return 1.0 if self.tokenizer == "bytes" else None
+
+    @property
+    def tokenizer(self) -> str | None:
+        """What tells one tokenizer from another; None if the run does not tell."""
+        copied = self.path / "tokenizer.json"
+        if copied.is_file():
+            return hashlib.sha256(copied.read_bytes()).hexdigest()
+        return str(self.config.get("data.tokenizer") or "bytes") if self.config else None
+
+    def median(self, field: str) -> float | None:
+        """Median of `field` over the steps, without the first one, which pays for warming up."""
+        values = [value for _, value in self.series(field)]
+        return statistics.median(values[1:] or values) if values else None
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that were trained."""
+        losses = [row["step"] for row in self.rows if _is_number(row.get("loss"))]
+        return losses[-1] if losses else _number(self.summary, "steps", int)
+
+    def _summary_loss(self, key: str) -> float | None:
+        value = _number(self.summary, key)
+        return None if value is None or self.loss_scale is None else float(value) * self.loss_scale
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss, mean of the last LOSS_WINDOW steps."""
+        means = self._mean_losses()
+        return means[-1] if means else self._summary_loss("loss")
+
+    @property
+    def best_loss(self) -> float | None:
+        """Lowest mean of LOSS_WINDOW consecutive training losses."""
+        means = [mean for mean in self._mean_losses() if math.isfinite(mean)]
+        return min(means, default=None)
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Last validation loss."""
+        losses = self.series("validation_loss")
+        return losses[-1][1] if losses else self._summary_loss("validation_loss")
+
+    @property
+    def best_validation_loss(self) -> float | None:
+        """Lowest validation loss."""
+        losses = [value for _, value in self.series("validation_loss") if math.isfinite(value)]
+        return min(losses) if losses else self._summary_loss("best_validation_loss")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over steps."""
+        return self.median("tokens_per_second") or _number(self.summary, "tokens_per_second")
+
+    @property
+    def peak_memory_nbytes(self) -> float | None:
+        """Most memory a process held."""
+        values = [value for _, value in self.series("peak_memory_nbytes")]
+        return max(values) if values else _number(self.summary, "peak_memory_nbytes")
+
+    @property
+    def wire_nbytes(self) -> float | None:
+        """Bytes that a process sends per step, median."""
+        return self.median("wire_nbytes")
+
+    @property
+    def wire_raw_nbytes(self) -> float | None:
+        """Bytes that a process would send per step without lossless coding, median."""
+        return self.median("wire_raw_nbytes")
+
+    @property
+    def wire_ratio(self) -> float | None:
+        """Bytes without lossless coding over bytes sent; None where nothing is sent."""
+        raw, sent = self.wire_raw_nbytes, self.wire_nbytes
+        return raw / sent if raw and sent else None
+
+    @property
+    def expert_load_ratio(self) -> float | None:
+        """Tokens of a layer's busiest expert over the mean, mean over layers, median over steps."""
+        return self.median("moe_load_ratio")
+
+    @property
+    def duplicate_rate(self) -> float | None:
+        """Share of assignments to experts that need no row of their own, median over steps."""
+        return self.median("moe_duplicate_rate")
+
+    @property
+    def collectives_table(self) -> str | None:
+        """What the collectives of all processes sent, by operation and type, and what was left raw and why."""
+        counted = self.summary.get("collectives")
+        if not counted:
+            return None
+        from laconic.collectives.audit import Snapshot  # late: a run that has none needs no torch to be looked at
+
+        try:
+            return Snapshot.from_dict(counted).table()
+        except (KeyError, TypeError):
+            return None
+
+    @property
+    def kept_nbytes_per_token(self) -> float | None:
+        """Bytes kept for backward per token."""
+        kept = _number(self.activations, "after_nbytes_per_token")
+        return kept if kept is not None else _number(self.summary, "saved_nbytes_per_token")
+
+    @property
+    def exact_nbytes_per_token(self) -> float | None:
+        """Bytes that the unmodified model keeps for backward per token, in the precision of the run."""
+        return _number(self.activations, "before_nbytes_per_token")
+
+    @property
+    def bf16_nbytes_per_token(self) -> float | None:
+        """Bytes that the unmodified model in bf16 would keep."""
+        return _number(self.summary, "bf16_nbytes_per_token")
+
+    @property
+    def activation_setting(self) -> str | None:
+        """How activations were kept, in a few words; None if the configuration does not say."""
+        bits = self.config.get("activations.bits")
+        if bits is None:
+            return None
+        if bits == 16:
+            return "exact"
+        name = self.config.get("activations.format") or {4: "nf4"}.get(bits, f"int{bits}")
+        mode = self.config.get("activations.mode", "sites")
+        block = self.config.get("activations.block_size")
+        return f"{name} b{block}" + ("" if mode == "sites" else f" {mode}")
+
+    def _mean_losses(self) -> list[float]:
+        losses = [value for _, value in self.series("loss")]
+        window = min(LOSS_WINDOW, len(losses))
+        if not window:
+            return []
+        return [math.fsum(losses[end - window : end]) / window for end in range(window, len(losses) + 1)]
+
+
+def load_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """`load_run` of each directory, named by its last path component where that tells them apart."""
+    paths = [Path(run_dir) for run_dir in run_dirs]
+    if not paths:
+        raise DataError("compare needs at least one run directory")
+    names = [Path(os.path.abspath(path)).name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return _in_one_unit([load_run(path, name) for path, name in zip(paths, names, strict=True)])
+
+
+def _in_one_unit(runs: list[Run]) -> list[Run]:
+    """The runs with losses that can be compared: nats per token of one tokenizer, else bits per byte of text."""
+    if len({run.tokenizer for run in runs}) == 1:
+        return runs
+    found = []
+    for run in runs:
+        nbytes = run.bytes_per_token
+        notes = run.notes
+        if nbytes is None:
+            notes += (
+                f"losses of {run.name} are not compared: the tokenizers of the runs differ or are not known, and this "
+                f"run does not say how many bytes its tokens have (bytes_per_token in summary.json)",
+            )
+        found.append(replace(run, notes=notes, loss_scale=None if nbytes is None else 1 / (math.log(2) * nbytes)))
+    return found
+
+
+def load_run(path: Path, name: str) -> Run:
+    """Read the run directory `path`. Raises DataError when it does not exist or holds none of a run's files."""
+    if not path.is_dir():
+        raise DataError(f"{path} is not a directory; give run directories, e.g. runs/20260102-030405")
+    if not any((path / file).exists() for file in _FILES):
+        raise DataError(f"{path} is no run directory: it holds none of {', '.join(_FILES)}")
+    notes: list[str] = []
+    run = Run(
+        name=name,
+        path=path,
+        config=flat_settings(_read(path / "config.toml", lambda content: tomllib.loads(content.decode()), notes)),
+        rows=_read_rows(path, notes),
+        activations=_read(path / "activations.json", json.loads, notes),
+        summary=_read(path / "summary.json", json.loads, notes),
+        notes=(),
+    )
+    if run.config and not {"steps", "batch_size", "sequence_length"} & set(run.config):
+        notes.append(f"{path / 'config.toml'} is no configuration of laconic train")
+        run = replace(run, config={})
+    # Files of these names are written by other programs, too.
+    if not (run.config or run.rows or run.activations.keys() & _ACTIVATIONS or "steps" in run.summary):
+        raise DataError(f"{path} is no run directory: {'; '.join(notes) or 'its files hold nothing of a run'}")
+    return replace(run, notes=tuple(notes))
+
+
+def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl without what cannot be a measurement, of which each kind is noted once."""
+    try:
+        rows = read_metrics(path)
+    except DataError as error:
+        notes.append(str(error))
+        return []
+    wrong: dict[str, tuple[int, str]] = {}
+    kept: list[dict[str, Any]] = []
+    for number, row in enumerate(rows, 1):
+        last = kept[-1]["step"] if kept else 0
+        if row["step"] < last:
+            back = f"step is {row['step']} after {last}, but steps never go back"
+            wrong.setdefault("step", (number, back))
+            continue
+        good = {}
+        for field, value in row.items():
+            rule = _rule_broken_by(field, value)
+            if rule is None:
+                good[field] = value
+            else:
+                wrong.setdefault(field, (number, f"{field} is {value!r}, but it must be {rule}"))
+        kept.append(good)
+    notes += [f"{path / METRICS_FILE}, row {number}: {problem}; left out" for number, problem in wrong.values()]
+    if kept and not any(_is_number(row.get(field)) for row in kept for field in _LOSSES):
+        notes.append(f"{path / METRICS_FILE} holds no loss")
+    return kept
+
+
+def _rule_broken_by(field: str, value: Any) -> str | None:
+    """What a measurement would have to be; None if it is that."""
+    if value is None or field not in (*_LOSSES, *_MEASURES):
+        return None
+    if not _is_number(value):
+        return "a number"
+    if field in _MEASURES and not math.isfinite(value):
+        return "finite"  # a loss may be: the run diverged
+    return "at least 0" if value < 0 else None
+
+
+def _read(path: Path, parse: Callable[[bytes], Any], notes: list[str]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no table")
+        return content
+    except OSError as error:
+        notes.append(f"{path} cannot be read: {error.strerror}")
+    except ValueError as error:
+        notes.append(f"{path} is damaged: {error}")
+    return {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(table: Mapping[str, Any], key: str, kind: type[int] | type[float] = float) -> Any:
+    value: Any = table.get(key)
+    return kind(value) if _is_number(value) else None

@@ -1,0 +1,141 @@
+"""Tables about runs: their measures with differences to the first run, and how their configurations differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from laconic.train.report.metrics import format_nbytes
+from laconic.train.report.run_reader import LOSS_WINDOW, Run
+
+__all__ = ["MISSING", "Cell", "Row", "config_differences", "summary_rows", "text_table"]
+
+MISSING = "-"
+"""Stands where a run does not tell."""
+# Fields that differ between any two runs and say nothing.
+_NOT_COMPARED = ("run_dir", "resume")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value of one run as text, and its difference to the first run ("" for that run and where there is none)."""
+
+    text: str
+    difference: str = ""
+    better: bool | None = None
+    """Whether the difference is to the good; None where neither way is better."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure, a cell per run."""
+
+    label: str
+    cells: tuple[Cell, ...]
+
+
+def summary_rows(runs: Sequence[Run]) -> list[Row]:
+    """The measures of `runs`, each with its difference to the first run."""
+
+    def row(label: str, value: Callable[[Run], float | None], form: _Form) -> Row:
+        first = value(runs[0])
+        return Row(label, tuple(form.cell(value(run), None if run is runs[0] else first) for run in runs))
+
+    loss = _Form("{:.4f}".format, relative=False, lower_is_better=True)
+    nbytes = _Form(format_nbytes, relative=True, lower_is_better=True)
+    # Losses of different tokenizers are comparable per byte of text only.
+    unit = "" if all(run.loss_scale == 1.0 for run in runs) else ", bits per byte"
+    settings = tuple(Cell(run.activation_setting or MISSING) for run in runs)
+    return [
+        Row("activations kept as", settings),
+        row("steps", lambda run: run.steps, _Form("{:,.0f}".format, relative=False, lower_is_better=None)),
+        row(f"validation loss{unit}", lambda run: run.validation_loss, loss),
+        row(f"validation loss, best{unit}", lambda run: run.best_validation_loss, loss),
+        row(f"train loss, last {LOSS_WINDOW} steps{unit}", lambda run: run.loss, loss),
+        row(f"train loss, best {LOSS_WINDOW} steps{unit}", lambda run: run.best_loss, loss),
+        row("tokens/s, median", lambda run: run.tokens_per_second, _Form("{:,.0f}".format, True, False)),
+        row("peak memory of a process", lambda run: run.peak_memory_nbytes, nbytes),
+        row("kept for backward per token", lambda run: run.kept_nbytes_per_token, nbytes),
+        row("unmodified model keeps", lambda run: run.exact_nbytes_per_token, nbytes),
+        row("unmodified model in bf16 keeps", lambda run: run.bf16_nbytes_per_token, nbytes),
+        row("sent by a process per step", lambda run: run.wire_nbytes, nbytes),
+        row("before lossless coding", lambda run: run.wire_raw_nbytes, nbytes),
+        row("lossless coding's ratio", lambda run: run.wire_ratio, _Form("{:.3f}".format, False, False)),
+        *(
+            row(label, value, _Form("{:.3f}".format, False, lower_is_better))
+            for label, value, lower_is_better in (
+                ("busiest expert over mean", lambda run: run.expert_load_ratio, True),
+                ("duplicate rate", lambda run: run.duplicate_rate, None),
+            )
+            if any(value(run) is not None for run in runs)
+        ),
+    ]
+
+
+def config_differences(runs: Sequence[Run]) -> list[Row]:
+    """Fields of the configuration that are not the same in all `runs` that have one."""
+    names = sorted({name for run in runs for name in run.config if name not in _NOT_COMPARED})
+    rows = []
+    for name in names:
+        texts = [_config_text(run, name) for run in runs]
+        if len(set(texts) - {MISSING}) > 1:
+            rows.append(Row(name, tuple(map(Cell, texts))))
+    return rows
+
+
+def text_table(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]) -> str:
+    """Both tables as aligned text, a column per run, followed by the notes of the runs."""
+    lines = [["", *(run.name for run in runs)]]
+    for row in rows:
+        lines.append([row.label, *(f"{c.text} ({c.difference})" if c.difference else c.text for c in row.cells)])
+    if differences:
+        lines.append([""] * (len(runs) + 1))
+        lines += [[row.label, *(cell.text for cell in row.cells)] for row in differences]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(runs) + 1)]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    for run in runs:
+        if run.collectives_table is not None:
+            text += ["", f"collectives of {run.name}, all processes", *run.collectives_table.splitlines()]
+    notes = [f"note: {note}" for run in runs for note in run.notes]
+    return "\n".join(line.rstrip() for line in [*text, *([""] if notes else []), *notes])
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a measure is written and judged."""
+
+    write: Callable[[float], str]
+    relative: bool
+    """The difference is a share of the first run's value rather than a number of the same unit."""
+    lower_is_better: bool | None
+
+    def cell(self, value: float | None, first: float | None) -> Cell:
+        if value is None:
+            return Cell(MISSING)
+        text = self.write(value) if math.isfinite(value) else str(value)
+        if first is None or not math.isfinite(first) or not math.isfinite(value):
+            return Cell(text)
+        if value == first:
+            return Cell(text, "=")
+        if self.relative and not first:
+            return Cell(text)
+        change = value - first
+        if self.relative:
+            difference = f"{change / first * 100:+.1f} %"
+        else:
+            difference = ("-" if change < 0 else "+") + self.write(abs(change))
+        # A difference that rounds to nothing is neither good nor bad.
+        visible = any(digit in difference for digit in "123456789")
+        better = None if self.lower_is_better is None or not visible else (change < 0) == self.lower_is_better
+        return Cell(text, difference if visible else "=", better)
+
+
+def _config_text(run: Run, name: str) -> str:
+    if not run.config:
+        return MISSING
+    value = run.config.get(name)
+    return "not set" if value is None else str(value)

@@ -1,0 +1,298 @@
+"""One optimizer step and one evaluation, the same code for one process and many.
+
+Everything random in step s of rank r is seeded by (seed, s, r), and samples are a function of (seed, s), so a step
+needs nothing from the steps before it but weights and optimizer moments.
+
+The loss is the mean over all tokens of the global batch: micro-batches are equally large, so the mean of their means is
+that. Before the update all processes add up three numbers (loss, non-finite values, requests to stop) in one small
+all-reduce, and therefore always take the same decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.activations import SavedTensorTracker
+from laconic.collectives import audit
+from laconic.optim import AdamW8bit
+from laconic.train.config.schema import OptimizerConfig, TrainConfig
+from laconic.train.data.corpus import TokenDataset, batch
+from laconic.train.data.sampler import split_mix
+from laconic.train.distributed.data_parallel import autocast, plain_model
+from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.traffic import WireCounter
+from laconic.train.distributed.world import World
+from laconic.train.gradients import Gradients
+from laconic.train.lr_schedule import learning_rate
+from laconic.train.moe.router_balance import Routers
+from laconic.train.pipeline.runtime import Pipeline
+from laconic.train.pipeline.split import mean_loss
+from laconic.train.signals import StopRequest
+
+__all__ = ["StepResult", "Trainer", "make_optimizer"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, the same on every process."""
+
+    loss: float
+    """Mean over the tokens of the global batch, nats per token, before the update."""
+    grad_norm: float
+    """2-norm of all gradients before clipping."""
+    learning_rate: float
+    skipped: bool
+    """Whether the update was left out, because loss or gradient of some process was not finite."""
+    stop: bool
+    """Whether some process was asked to stop."""
+
+
+class Trainer:
+    """Owns the model, its optimizer and the data, and runs steps and evaluations.
+
+    `model` may be plain, DDP- or FSDP2-wrapped, or the parts of a `pipeline`. `validation` None: `evaluate` gives None.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        layout: Layout,
+        model: nn.Module,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        train: TokenDataset,
+        validation: TokenDataset | None,
+        pipeline: Pipeline | None = None,
+        chunked_loss: bool = False,
+        routers: Routers | None = None,
+    ) -> None:
+        self._chunked_loss = chunked_loss
+        self._routers = routers
+        self._config = config
+        self._world = world
+        self._layout = layout
+        self._pipeline = pipeline
+        self._gradients = gradients
+        self.model = model
+        self.optimizer = optimizer
+        self._train = train
+        self._validation = validation
+        self.micro_batch_size = config.batch_size // (layout.num_replicas * config.micro_batches)
+        """Sequences in a micro-batch."""
+        self.saved_nbytes: int | None = None
+        """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
+        self.wire_nbytes: int | None = None
+        """Bytes this process sent in the last step."""
+        self.wire_raw_nbytes: int | None = None
+        """Bytes it would have sent in the last step if nothing had been shortened losslessly."""
+        self.window_nbytes: int | None = None
+        """Bytes of dense gradients that the last step averaged in windows of layers in chunks; None without windows."""
+        self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
+        self._num_counted = 0
+        self.before_update: Callable[[], None] | None = None
+        """Called in each step that updates, when gradients are there and before they are used up."""
+
+    def settle(self) -> None:
+        """Let DDP come to rest before the first step; all processes call it together.
+
+        DDP lays out its buckets anew after its first backward. Where an element lies in its bucket decides in which
+        order more than two processes add it up, and, in codes, which values share its scale. So one backward is thrown
+        away, lest the first step after resuming add or quantize otherwise than the same step of a run that was never
+        interrupted.
+        """
+        parts = [self.model] if self._pipeline is None else self._pipeline.wrapped
+        buckets_matter = self._layout.num_replicas > 2 or self._config.reduce == "q8"
+        if not buckets_matter or not any(isinstance(part, DistributedDataParallel) for part in parts):
+            return
+        if self._pipeline is None:
+            self._training_loss(next(self._micro_batches(0)))[1].backward()
+        else:
+            with self._gradients.last_backward(self._config.micro_batches):
+                self._pipeline.forward_backward(torch.cat(list(self._micro_batches(0))))
+        if self._routers is not None:
+            self._routers.clear()
+        self._gradients.clear()
+
+    def step(self, step: int, stop: StopRequest) -> StepResult:
+        """Run optimizer step `step` (0-based). All processes call it together; a stop asked of one is told to all."""
+        config, world = self._config, self._world
+        rate = learning_rate(config.optimizer, step, config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        torch.manual_seed(split_mix(split_mix(split_mix(config.seed) ^ step) ^ world.rank))
+
+        before = audit.snapshot()
+        with ExitStack() as measuring:
+            counter = measuring.enter_context(WireCounter(world.size)) if self._num_counted < 2 else None
+            loss = self._forward_backward(step)
+            norm = self._gradients.norm(self._counted_parameters())
+            bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+            stops = torch.full_like(loss, float(stop.requested))
+            votes = [loss / self._layout.num_replicas, bad.to(loss.dtype), stops]
+            if self._pipeline is not None:
+                # Each stage knows the norm of its own part; its replicas all know the same.
+                votes.append(norm.double() ** 2 / self._layout.num_replicas)
+            mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
+        coded = audit.snapshot() - before
+        if counter is not None:
+            # The lesser of two steps counts: the first may have measured links, in the second DDP lays out its buckets.
+            counted = counter.nbytes - coded.sent_nbytes
+            self._other_nbytes = counted if self._other_nbytes is None else min(self._other_nbytes, counted)
+            self._num_counted += 1
+        assert self._other_nbytes is not None
+        self.wire_nbytes = self._other_nbytes + coded.sent_nbytes
+        self.wire_raw_nbytes = self._other_nbytes + coded.raw_nbytes
+        if squares:
+            norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
+
+        skipped = num_bad > 0
+        if not skipped:
+            self._gradients.clip(norm, config.optimizer.clip_norm)
+            if self.before_update is not None:
+                self.before_update()
+            self._gradients.prepare_update()
+            self.optimizer.step()
+        self.window_nbytes = self._gradients.window_nbytes
+        self._gradients.clear()
+        return StepResult(mean_loss, float(norm), rate, skipped, num_stop > 0)
+
+    def _counted_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose gradients make up this process's part of the norm."""
+        return list(self.model.parameters()) if self._pipeline is None else self._pipeline.counted
+
+    def _forward_backward(self, step: int) -> torch.Tensor:
+        """Gradients of this process's share of the batch, and its mean loss, fp64 0-dim on the device.
+
+        In a pipeline the last stage has the loss and the others 0.
+        """
+        config, layout, gradients, pipeline = self._config, self._layout, self._gradients, self._pipeline
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        if pipeline is not None:
+            tokens = torch.cat(list(self._micro_batches(step)))
+            with gradients.last_backward(config.micro_batches):
+                total += pipeline.forward_backward(tokens)
+            self.saved_nbytes = pipeline.saved_nbytes
+        else:
+            for micro, tokens in enumerate(self._micro_batches(step)):
+                last = micro == config.micro_batches - 1
+                with gradients.last_backward() if last else gradients.earlier_backward():
+                    loss, whole = self._training_loss(tokens)
+                    (whole / config.micro_batches).backward()
+                total += loss.detach().double() / config.micro_batches
+        gradients.reduce()
+        if pipeline is not None and layout.ends_group is not None:
+            gradients.add_copies(pipeline.copies, layout.ends_group)
+        return total
+
+    def _training_loss(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean cross entropy, and what backward starts from: that and the losses of routers."""
+        if self._routers is None:
+            loss = self._measured_loss(tokens)
+            return loss, loss
+        self._routers.begin()
+        loss = self._measured_loss(tokens)
+        of_routers = self._routers.loss()
+        return loss, loss if of_routers is None else loss + of_routers
+
+    def _measured_loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`_loss` of the model in training; the first time also a measurement."""
+        if self.saved_nbytes is not None:
+            return self._loss(self.model, tokens)
+        with SavedTensorTracker(plain_model(self.model)) as tracker:
+            loss = self._loss(self.model, tokens)
+        self.saved_nbytes = tracker.nbytes
+        return loss
+
+    def _micro_batches(self, step: int) -> Iterator[torch.Tensor]:
+        """This replica's micro-batches of a step, each int64 [micro_batch_size, T + 1] on the device."""
+        config, layout = self._config, self._layout
+        for micro in range(config.micro_batches):
+            yield batch(
+                self._train,
+                config.seed,
+                step,
+                config.batch_size,
+                config.micro_batches,
+                micro,
+                layout.replica,
+                layout.num_replicas,
+            ).to(self._world.device)
+
+    def _loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, fp32, of the model's predictions on `tokens`, int64 [n, T + 1]."""
+        with autocast(model, self._world.device, self._config.precision):
+            return mean_loss(model, tokens[:, 1:], self._chunked_loss, input_ids=tokens[:, :-1])
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss over the validation sequences, the same ones each time, shared by the processes."""
+        if self._validation is None:
+            return None
+        world, pipeline = self._world, self._pipeline
+        model = plain_model(self.model)
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for tokens, num_counted in self._validation_batches():
+            total[0] += num_counted
+            if pipeline is None:
+                total[1] += num_counted * self._loss(model, tokens)
+            else:
+                counts = torch.arange(len(tokens), device=world.device) < num_counted
+                total[1] += pipeline.evaluate(tokens, counts)
+        model.train()
+        count, loss = world.sum(total).tolist()
+        # All stages of a replica have counted its sequences, and the last one has their loss.
+        return float(loss * self._layout.num_stages / count)
+
+    def _validation_batches(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """This replica's validation sequences in batches, [n, T + 1], with how many of them count: the first so many.
+
+        A batch that is not full is short; in a pipeline, whose shapes are fixed, it is filled up with repetitions.
+        """
+        assert self._validation is not None
+        config, world, layout = self._config, self._world, self._layout
+        available = len(self._validation)
+        num_sequences = min(config.eval_sequences, available)
+        chosen = [index * available // num_sequences for index in range(num_sequences)]
+        own = chosen[layout.replica :: layout.num_replicas]
+        fixed = self._pipeline is not None
+        size = self.micro_batch_size * (config.micro_batches if fixed else 1)
+        # FSDP2 gathers in every forward, so all processes make equally many, if need be with a batch that counts 0.
+        num_rounds = math.ceil(math.ceil(num_sequences / layout.num_replicas) / size)
+        for start in range(0, num_rounds * size, size):
+            part = own[start : start + size]
+            filled = part + chosen[:1] * (size - len(part) if fixed else not part)
+            sequences = [self._validation[index] for index in filled]
+            yield torch.stack(sequences).to(world.device), len(part)
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over `model`'s trainable parameters; vectors (norms, biases) are not decayed."""
+    # A fused update takes tensors that are spread alike: experts are not, and make groups of their own.
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for parameter in model.parameters():
+            if parameter.requires_grad and (parameter.dim() >= 2) == decays:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                groups.setdefault((decays, mesh), []).append(parameter)
+    options: dict[str, Any] = {
+        "params": [
+            {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
+            for (decays, _), group in groups.items()
+        ],
+        "lr": config.peak_learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
+    return AdamW8bit(**options) if config.kind == "adamw8bit" else torch.optim.AdamW(**options, fused=True)
