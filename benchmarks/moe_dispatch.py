@@ -31,10 +31,10 @@ from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line, WireRates
 from laconic.formats import BlockFormat
 from laconic.moe import Dispatched, Dispatcher, Grid, HierarchicalDispatcher, Order, Placement, Routing, SortedOrder
-from laconic.moe.agreement import agree_on_depth, gather_counts
-from laconic.moe.flat import FlatDispatcher
-from laconic.moe.rows import sum_picked
-from laconic.moe.swap_look import agree_on_swaps
+from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.placement.swap_query import agree_on_swaps
+from laconic.moe.row_ops import sum_picked
+from laconic.moe.tuning.consensus import agree_on_depth, gather_counts
 from laconic.testing.netlab import Lab, why_not
 
 _NETWORKS = ((2, 100e6, 4), (2, 1e9, 4), (2, 1e9, 2), (4, 100e6, 2), (4, 1e9, 2))

@@ -26,8 +26,8 @@ from laconic.cost.moe.hierarchy import (
     level_costs,
 )
 from laconic.cost.wire.rates import Line, LinkRates, WireRates
-from laconic.moe.rebalance import rebalance
-from laconic.moe.swap_plan import SwapTables, plan_swaps, swap_tables
+from laconic.moe.placement.rebalance import rebalance
+from laconic.moe.placement.swap_search import SwapTables, plan_swaps, swap_tables
 
 __all__ = ["CLUSTER", "FITS", "PUBLISHED_RATES", "paper_rates"]
 

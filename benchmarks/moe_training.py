@@ -29,7 +29,7 @@ from benchmarks.registry import Options, Table, benchmark, processor
 from benchmarks.slow_links import join, leave, run_ranks
 from laconic.cost.moe.shape import LayerShape
 from laconic.moe import Grid
-from laconic.moe.measure import measure_moe
+from laconic.moe.tuning.measure_cluster import measure_moe
 from laconic.testing.netlab import Lab, bits_per_second_of, why_not
 from laconic.train.config.toml import load_config
 from laconic.train.distributed.world import World

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line, LinkRates
-from laconic.moe.balancer import ExpertBalancer
 from laconic.moe.huggingface import GivenRouting
+from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.train.distributed.world import join_world, read_environment
 from laconic.train.launch.worker import leave
 from laconic.train.trainer import Trainer

@@ -19,12 +19,12 @@ from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line
 from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
-from laconic.moe.agreement import agree_on_depth, gather_counts, hierarchy_of
-from laconic.moe.dispatch import Dispatcher
-from laconic.moe.grid import Grid
-from laconic.moe.hierarchy import HierarchicalDispatcher
-from laconic.moe.order import SortedOrder
+from laconic.moe.dispatch.base import Dispatcher
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.permute import SortedOrder
 from laconic.moe.routing import Routing
+from laconic.moe.tuning.consensus import agree_on_depth, gather_counts, hierarchy_of
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 

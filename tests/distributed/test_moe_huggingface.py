@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import CheckpointError, ConfigError, ModelError
 from laconic.formats.shards import local_part
-from laconic.moe.grid import Grid
-from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
-from laconic.moe.moves import ExpertMover
-from laconic.moe.pipeline import PipelineSchedule
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.placement.migration import ExpertMover
 from laconic.optim import AdamW8bit
 from tests.activations.models import make_ids, make_model
 from tests.moe.worlds import run_world

@@ -18,8 +18,8 @@ from laconic.cost.moe.rates import MoERates
 from laconic.cost.wire.rates import Line
 from laconic.errors import CheckpointError, CollectiveError, ConfigError
 from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
-from laconic.moe.balancer import Criterion, ExpertBalancer
-from laconic.moe.moves import ExpertMover
+from laconic.moe.placement.balancer import Criterion, ExpertBalancer
+from laconic.moe.placement.migration import ExpertMover
 from laconic.moe.routing import Routing
 from laconic.train.launch.worker import leave
 from tests.activations.models import make_ids, make_model

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.moe.grid import Grid
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import parallelize
 from laconic.moe.layer import MoELayer
+from laconic.moe.parallel.grid import Grid
 from tests.activations.models import loss_of, make_ids, make_model
 from tests.moe.worlds import run_world
 

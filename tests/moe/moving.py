@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.moe import Dispatcher, Experts, GatedExperts, GptExperts, MoELayer, SoftmaxGate
-from laconic.moe.placement import Placement
+from laconic.moe.placement.expert_map import Placement
 from laconic.optim import AdamW8bit
 
 M, H, E, K = 16, 24, 8, 3

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.moe import Dispatcher, Gate, GatedExperts, GptExperts, MoELayer, Routing, SoftmaxGate
-from laconic.moe.grid import Grid
-from laconic.moe.sharding import expert_shard
+from laconic.moe.experts.shard import expert_shard
+from laconic.moe.parallel.grid import Grid
 from tests.moe.reference import layer_output
 
 DIM, HIDDEN, TOP_K = 6, 8, 2

@@ -28,8 +28,8 @@ from laconic.moe import (
     expert_shard,
     make_dispatcher,
 )
-from laconic.moe.drift import Drift
-from laconic.moe.measure import measure_moe
+from laconic.moe.tuning.drift import Drift
+from laconic.moe.tuning.measure_cluster import measure_moe
 from tests.moe.worlds import run_world
 
 E, M, H, N = 8, 16, 32, 24

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.moe import SigmoidGate, SoftmaxGate
-from laconic.moe.losses import load_balance_loss
+from laconic.moe.gates.losses import load_balance_loss
 from tests.moe.worlds import run_world
 
 SIZES = (5, 9)

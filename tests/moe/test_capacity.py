@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.moe import GatedExperts, MoELayer, Routing, SoftmaxGate
-from laconic.moe.capacity import DropPolicy, capacity_of, dropped
+from laconic.moe.gates.capacity import DropPolicy, capacity_of, dropped
 from tests.moe.reference import layer_output
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.collectives import Lossless, Raw, audit, native
 from laconic.errors import ConfigError, FormatError
-from laconic.moe import collectives
-from laconic.moe.grid import Grid, GridLayout
+from laconic.moe.parallel import autograd_collectives as collectives
+from laconic.moe.parallel.grid import Grid, GridLayout
 from tests.moe.worlds import run_world
 
 RAW = Raw()

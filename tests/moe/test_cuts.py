@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.moe.cuts import Cut, Sharing, slice_sizes
+from laconic.moe.dispatch.chunking import Cut, Sharing, slice_sizes
 
 
 @given(

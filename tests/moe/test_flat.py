@@ -15,9 +15,9 @@ from laconic.collectives import Blockwise, Lossless, Raw
 from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
 from laconic.moe import Gate, GatedExperts, HierarchicalDispatcher, MoELayer, Routing, SoftmaxGate
-from laconic.moe.flat import FlatDispatcher, added_up, copied
-from laconic.moe.grid import Grid
-from laconic.moe.sharding import expert_shard
+from laconic.moe.dispatch.flat import FlatDispatcher, added_up, copied
+from laconic.moe.experts.shard import expert_shard
+from laconic.moe.parallel.grid import Grid
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 from tests.moe.parallel import DIM, assert_same_as_whole, make_whole, spread_over

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laconic.errors import ConfigError
-from laconic.moe.grid import Grid, GridLayout
+from laconic.moe.parallel.grid import Grid, GridLayout
 
 NAMES = ("dp", "mp", "edp", "ep", "esp", "joint")
 

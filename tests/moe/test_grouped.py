@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.errors import RoutingError
 from laconic.moe import GatedExperts, GptExperts, grouped_mm
-from laconic.moe.grouped import runs_expert_by_expert, way_of
+from laconic.moe.experts.grouped_mm import runs_expert_by_expert, way_of
 
 
 def truth(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.moe.legs import Held, Leg, arrive, leave
-from laconic.moe.levels import Levels
+from laconic.moe.dispatch.send_plan import Held, Leg, arrive, leave
+from laconic.moe.dispatch.topology import Levels
 
 LEVELS = [Levels(1), Levels(3), Levels(4, (1, 2)), Levels(4, (1, 2, 4)), Levels(8, (1, 2, 4)), Levels(12, (1, 2, 6))]
 

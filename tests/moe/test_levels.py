@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from laconic.errors import ConfigError
-from laconic.moe.levels import Levels, Stage
+from laconic.moe.dispatch.topology import Levels, Stage
 
 LEVELS = [
     Levels(1),

@@ -7,7 +7,7 @@ import torch
 
 from laconic.errors import RoutingError
 from laconic.moe import SigmoidGate, SoftmaxGate
-from laconic.moe.losses import load_balance_loss, sequence_balance_loss, z_loss
+from laconic.moe.gates.losses import load_balance_loss, sequence_balance_loss, z_loss
 
 
 def test_balance_loss_is_one_when_even_and_the_number_of_experts_when_all_go_to_one() -> None:

@@ -15,8 +15,8 @@ from laconic.cost.wire.rates import Line, LinkRates, WireRates
 from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
-from laconic.moe.grid import Grid
-from laconic.moe.measure import groups_of, measure_moe
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.tuning.measure_cluster import groups_of, measure_moe
 from tests.moe.worlds import run_world
 
 LAYER = LayerShape(num_tokens=64, model_dim=32, hidden_dim=64, num_experts=4, top_k=2)

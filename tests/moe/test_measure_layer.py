@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from laconic.collectives.measure import Ranks
-from laconic.moe import measure_layer
-from laconic.moe.measure_layer import Timed, samples_in_turn
+from laconic.moe.tuning import measure_layer
+from laconic.moe.tuning.measure_layer import Timed, samples_in_turn
 
 
 class _Alone(Ranks):

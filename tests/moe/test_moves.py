@@ -10,7 +10,7 @@ import torch
 from laconic.errors import CheckpointError, ConfigError, RoutingError
 from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.moe import MoELayer
-from laconic.moe.moves import ExpertMover, Moved
+from laconic.moe.placement.migration import ExpertMover, Moved
 from tests.moe.moving import OPTIMIZERS, E, build, experts_of, forward, inputs, train_step
 
 

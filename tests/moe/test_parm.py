@@ -23,10 +23,10 @@ from laconic.moe import (
     SoftmaxGate,
     expert_shard,
 )
-from laconic.moe.flat import FlatDispatcher
-from laconic.moe.grid import Grid
-from laconic.moe.parm import S1Dispatcher, S2Dispatcher, make_dispatcher
-from laconic.moe.sharded import ShardedDispatcher
+from laconic.moe.dispatch.expert_sharded import ShardedDispatcher
+from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.dispatch.parm import S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.parallel.grid import Grid
 from tests.moe.parallel import DIM, assert_same_as_whole, close, make_whole, spread_over
 from tests.moe.worlds import Scenario, run_world
 

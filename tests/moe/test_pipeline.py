@@ -39,8 +39,8 @@ from laconic.moe import (
     SoftMoEGate,
     expert_shard,
 )
-from laconic.moe.parm import Gathered
-from laconic.moe.pipeline import issued_around_compute
+from laconic.moe.dispatch.parm import Gathered
+from laconic.moe.pipeline.schedule import issued_around_compute
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, pipeline_plan
 from tests.moe.parallel import DIM, Whole, assert_same_as_whole, close, make_whole, spread_over
 from tests.moe.test_replicas import losses_are_those_of_one_process

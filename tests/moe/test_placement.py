@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laconic.errors import CheckpointError, RoutingError
-from laconic.moe.placement import Placement
+from laconic.moe.placement.expert_map import Placement
 
 
 def placed(*slots: int) -> Placement:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.errors import ConfigError
-from laconic.moe.rebalance import imbalance, pack, rebalance
+from laconic.moe.placement.rebalance import imbalance, pack, rebalance
 
 LOADS = st.lists(st.integers(0, 100), min_size=16, max_size=16)
 

@@ -17,10 +17,10 @@ from laconic.collectives import Raw, operations
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate
-from laconic.moe.grid import Grid
-from laconic.moe.parm import make_dispatcher
-from laconic.moe.replicas import fully_shard_layers, reduce_gradients
-from laconic.moe.sharding import expert_shard
+from laconic.moe.dispatch.parm import make_dispatcher
+from laconic.moe.experts.shard import expert_shard
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.parallel.replica_gradients import fully_shard_layers, reduce_gradients
 from tests.moe.parallel import close
 from tests.moe.worlds import Scenario, run_world
 

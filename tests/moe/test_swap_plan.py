@@ -14,8 +14,8 @@ from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, RowCounts, best_depth, count_vector, level_costs
 from laconic.cost.wire.rates import Line
 from laconic.errors import ConfigError
-from laconic.moe.levels import Levels
-from laconic.moe.swap_plan import (
+from laconic.moe.dispatch.topology import Levels
+from laconic.moe.placement.swap_search import (
     GAMMA,
     SwapPlan,
     SwapTables,
@@ -117,7 +117,7 @@ def test_tables_of_ranks_add_up_and_chunks_do_not_matter(monkeypatch: pytest.Mon
         swap_tables(tokens[~first] - 20, slots[~first], 30, 8, (2, 8)),
     ]
     assert torch.equal(parts[0].flat + parts[1].flat, whole.flat)
-    monkeypatch.setattr("laconic.moe.swap_plan._CHUNK_TOKENS", 7)
+    monkeypatch.setattr("laconic.moe.placement.swap_search._CHUNK_TOKENS", 7)
     assert torch.equal(swap_tables(tokens, slots, 50, 8, (2, 8)).flat, whole.flat)
     with torch.autocast("cpu", torch.bfloat16):
         many, to = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)

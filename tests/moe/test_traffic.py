@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from laconic.errors import ConfigError
-from laconic.moe.traffic import LevelTraffic, add_traffic
+from laconic.moe.dispatch.traffic import LevelTraffic, add_traffic
 
 FIRST = LevelTraffic(num_entries=8, num_rows=4, num_sent_entries=5, num_sent_rows=3, row_nbytes=96, id_nbytes=56)
 SECOND = LevelTraffic(num_entries=2, num_rows=2, num_sent_entries=1, num_sent_rows=1, row_nbytes=32, id_nbytes=24)

@@ -14,7 +14,7 @@ from laconic.collectives import Blockwise, Raw
 from laconic.errors import ModelError, ScheduleError
 from laconic.formats import BlockFormat
 from laconic.moe import FlatDispatcher, GatedExperts, Grid, MoELayer, PipelineSchedule, SoftmaxGate
-from laconic.moe.windows import DenseGradients, Sent, mean_over
+from laconic.moe.pipeline.grad_reduce import DenseGradients, Sent, mean_over
 from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, Window, fill_windows
 from laconic.schedule.moe_pipeline import GRADIENTS, ChunkTime, LayerTimes
 from tests.moe.worlds import run_world

@@ -55,8 +55,8 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
     import torch
 
     from laconic.cost.moe.rates_table import moe_rates_text
-    from laconic.moe.grid import Grid
-    from laconic.moe.measure import measure_moe
+    from laconic.moe.parallel.grid import Grid
+    from laconic.moe.tuning.measure_cluster import measure_moe
 
     shape = layer_shape(options)
     levels = tuple(options.levels)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from laconic.moe.agreement import agree_on_depth
-from laconic.moe.autotune import Autotuned, LayerChoice, autotune
-from laconic.moe.balancer import ExpertBalancer
-from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
-from laconic.moe.drift import Drift
-from laconic.moe.experts import Experts, GatedExperts, GptExperts
-from laconic.moe.flat import FlatDispatcher
+from laconic.moe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
+from laconic.moe.dispatch.expert_sharded import ShardedDispatcher
+from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.dispatch.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.experts.grouped_mm import grouped_mm
+from laconic.moe.experts.modules import Experts, GatedExperts, GptExperts
+from laconic.moe.experts.shard import expert_shard
 from laconic.moe.gates import (
     CosineGate,
     ExpertChoiceGate,
@@ -19,24 +20,23 @@ from laconic.moe.gates import (
     SoftMoEGate,
     TokenChoiceGate,
 )
-from laconic.moe.grid import Grid, GridLayout, Level
-from laconic.moe.grouped import grouped_mm
-from laconic.moe.hierarchy import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses, moe_layers
-from laconic.moe.moves import ExpertMover, Moved
-from laconic.moe.order import DenseOrder, Order, SortedOrder
-from laconic.moe.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
-from laconic.moe.pipeline import PipelineSchedule
-from laconic.moe.placement import Placement
-from laconic.moe.replicas import fully_shard_layers, reduce_gradients
+from laconic.moe.parallel.grid import Grid, GridLayout, Level
+from laconic.moe.parallel.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.moe.permute import DenseOrder, Order, SortedOrder
+from laconic.moe.pipeline.grad_reduce import DenseGradients, mean_over
+from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_windows
+from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.placement.balancer import ExpertBalancer
+from laconic.moe.placement.expert_map import Placement
+from laconic.moe.placement.migration import ExpertMover, Moved
+from laconic.moe.placement.swap_query import agree_on_swaps
 from laconic.moe.routing import Routing, SoftRouting
-from laconic.moe.sharded import ShardedDispatcher
-from laconic.moe.sharding import expert_shard
-from laconic.moe.swap_look import agree_on_swaps
-from laconic.moe.windows import DenseGradients, mean_over
-from laconic.moe.windows_fsdp2 import reduce_in_windows
+from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune
+from laconic.moe.tuning.consensus import agree_on_depth
+from laconic.moe.tuning.drift import Drift
 
 __all__ = [
     "parallelize",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.dispatch import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
+from laconic.moe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
-from laconic.moe.order import Order, SortedOrder
+from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["MoELayer", "Schedule", "auxiliary_losses", "moe_layers"]

@@ -2,8 +2,8 @@
 
 `execute` issues every task once, in the plan's order, and each stream does its own in that order. What a stream is, is
 up to the caller: a thread (`ThreadStream`), the caller's own thread (`InlineStream`), a CUDA stream
-(`laconic.moe.cuda_stream`). Ranks that execute equal plans start the tasks of a stream in the same order, so a stream
-may own a process group and issue its collectives without any further agreement.
+(`laconic.moe.pipeline.cuda_streams`). Ranks that execute equal plans start the tasks of a stream in the same order, so
+a stream may own a process group and issue its collectives without any further agreement.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat, quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.gradients import CompressedGradients, all_reduce_q8, all_reduce_quantized, compress_gradients
-from laconic.moe import windows
-from laconic.moe.grid import Grid
 from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
-from laconic.moe.pipeline import PipelineSchedule
-from laconic.moe.windows_fsdp2 import reduce_in_windows
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.pipeline import grad_reduce
+from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_windows
+from laconic.moe.pipeline.schedule import PipelineSchedule
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.data_parallel import accumulate, clip_gradients, full_value, gradient_norm
@@ -171,11 +171,11 @@ class WindowedGradients(SpreadGradients):
         """`model` is wrapped in FSDP2, or else bare; `group`: over whom the dense part is averaged."""
         super().__init__(model, experts, grid, config)
         if config.parallel == "fsdp":
-            self._windows = windows.DenseGradients((), None)
+            self._windows = grad_reduce.DenseGradients((), None)
             reduce_in_windows(model, self._windows)
         else:
             codec = Blockwise(_CODES) if self._q8 else self._codec
-            self._windows = windows.DenseGradients(experts.dense(), windows.mean_over(group, codec=codec))
+            self._windows = grad_reduce.DenseGradients(experts.dense(), grad_reduce.mean_over(group, codec=codec))
         for layer in experts.layers.values():
             if isinstance(layer.schedule, PipelineSchedule):
                 layer.schedule.gradients = self._windows

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laconic.activations import compress_activations
 from laconic.errors import ConfigError, ModelError, RoutingError
-from laconic.moe.grouped import expert_by_expert
+from laconic.moe.experts.grouped_mm import expert_by_expert
 from laconic.moe.huggingface import ExpertsLayer, FusedExperts, experts, find_blocks, parallelize
 from laconic.moe.huggingface.experts import check
 from laconic.moe.layer import moe_layers

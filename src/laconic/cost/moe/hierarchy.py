@@ -203,7 +203,8 @@ def count_vector(
     """The counts of one rank: for g of U[1], ..., U[D-1], G its rows to each of g groups; then its assignments to each
     rank. int64 [sum of g + G]
 
-    tokens, experts: [a], entry i sends token tokens[i] to expert experts[i] (a slot, see laconic.moe.placement).
+    tokens, experts: [a], entry i sends token tokens[i] to expert experts[i] (a slot, see
+        laconic.moe.placement.expert_map).
     Raises ConfigError if experts do not divide over the ranks or an id is none.
     """
     import numpy as np
@@ -382,7 +383,7 @@ def level_lines(
     rates: MoERates,
     coding: Coding | None = None,
 ) -> tuple[LevelCost, ...]:
-    """The levels of a depth as lines in the rows of their fullest group, for `laconic.moe.swap_plan`.
+    """The levels of a depth as lines in the rows of their fullest group, for `laconic.moe.placement.swap_search`.
 
     Each of a group's ranks receives its share from all peers but itself. With a code the line goes through
     nothing sent and what is sent now.

@@ -1,7 +1,7 @@
 """What a route costs around its wires: sorting and packing rows, telling counts, the small rounds before the large one.
 
 It is measured as a whole, since the parts are many and short: a route with experts that do nothing, forward and
-backward, less what the lines of its links say (`laconic.moe.measure_routes`). The model is
+backward, less what the lines of its links say (`laconic.moe.tuning.measure_dispatch`). The model is
 
     seconds = alpha + seconds_per_row * rows + seconds_per_byte * nbytes
 

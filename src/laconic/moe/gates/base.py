@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.capacity import DropPolicy, capacity_of, dropped
-from laconic.moe.losses import load_balance_loss, sequence_balance_loss, z_loss
+from laconic.moe.gates.capacity import DropPolicy, capacity_of, dropped
+from laconic.moe.gates.losses import load_balance_loss, sequence_balance_loss, z_loss
 from laconic.moe.routing import Routing, SoftRouting
-from laconic.moe.rows import accumulation_dtype
+from laconic.moe.row_ops import accumulation_dtype
 
 __all__ = ["Gate", "TokenChoiceGate", "checked", "linear_logits"]
 
@@ -40,7 +40,7 @@ class TokenChoiceGate(Gate):
         num_groups, top_groups: experts are in `num_groups` equal groups of neighbors, and a token chooses only among
             its `top_groups` best groups (group-limited routing, DeepSeek-V2 section 2.1.2).
         capacity_factor: None keeps every assignment; f lets an expert take at most ceil(f * top_k * n / E).
-        drop_policy: which ones go then, see laconic.moe.capacity.
+        drop_policy: which ones go then, see laconic.moe.gates.capacity.
         balance_coef, z_coef: of the losses "balance" and "z"; 0 leaves a loss out.
         sequence_coef, sequence_length: of the loss "sequence balance", the balance within each sequence of that many
             neighboring tokens (DeepSeek-V3's complement to its bias). The length may be set anew before a forward.

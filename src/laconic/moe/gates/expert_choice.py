@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.capacity import capacity_of
 from laconic.moe.gates.base import Gate, checked, linear_logits
-from laconic.moe.losses import z_loss
+from laconic.moe.gates.capacity import capacity_of
+from laconic.moe.gates.losses import z_loss
 from laconic.moe.routing import Routing
 
 __all__ = ["ExpertChoiceGate"]

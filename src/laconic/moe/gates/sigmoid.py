@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.moe.gates.base import TokenChoiceGate, linear_logits
-from laconic.moe.losses import summed_counts
+from laconic.moe.gates.losses import summed_counts
 from laconic.moe.routing import Routing
 
 __all__ = ["SigmoidGate"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laconic.errors import RoutingError
 from laconic.moe.gates.base import Gate, checked, linear_logits
 from laconic.moe.routing import SoftRouting
-from laconic.moe.rows import accumulation_dtype
+from laconic.moe.row_ops import accumulation_dtype
 
 __all__ = ["SoftMoEGate"]
 

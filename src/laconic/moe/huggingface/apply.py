@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
-from laconic.moe.dispatch import Dispatcher, LocalDispatcher
-from laconic.moe.flat import FlatDispatcher
-from laconic.moe.grid import Grid
+from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
+from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
 from laconic.moe.huggingface.experts import FusedExperts, check
@@ -30,9 +29,10 @@ from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
 from laconic.moe.layer import Schedule, moe_layers
-from laconic.moe.order import Order
-from laconic.moe.placement import Placement
-from laconic.moe.replicas import fully_shard_layers, reduce_gradients
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.parallel.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.moe.permute import Order
+from laconic.moe.placement.expert_map import Placement
 
 __all__ = ["Parallelized", "parallelize"]
 

@@ -12,10 +12,10 @@ from torch.func import functional_call
 
 from laconic.errors import ModelError
 from laconic.formats.shards import local_part
-from laconic.moe.experts import Experts
-from laconic.moe.grouped import expert_by_expert, grouped_mm, runs_expert_by_expert
+from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
+from laconic.moe.experts.modules import Experts
 from laconic.moe.layer import MoELayer
-from laconic.moe.placement import Placement
+from laconic.moe.placement.expert_map import Placement
 
 __all__ = ["FusedExperts", "check"]
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.moe.dispatch import Dispatcher
-from laconic.moe.grid import Grid
+from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.layer import MoELayer, Schedule
-from laconic.moe.order import Order
-from laconic.moe.placement import Placement
-from laconic.moe.replicas import average_expert_gradients
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.parallel.replica_gradients import average_expert_gradients
+from laconic.moe.permute import Order
+from laconic.moe.placement.expert_map import Placement
 from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["ExpertsLayer"]

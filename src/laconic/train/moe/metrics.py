@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless
-from laconic.moe.capacity import capacity_of, dropped
-from laconic.moe.dispatch import Dispatcher, LocalDispatcher, row_nbytes
-from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, row_nbytes
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.gates.capacity import capacity_of, dropped
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
-from laconic.moe.pipeline import PipelineSchedule
+from laconic.moe.pipeline.schedule import PipelineSchedule
 from laconic.moe.routing import Routing
 from laconic.train.distributed.world import World
 

@@ -13,11 +13,11 @@ import torch
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.swap_period import SwapPeriod
 from laconic.errors import CheckpointError, ConfigError
-from laconic.moe.balancer import ExpertBalancer
-from laconic.moe.grid import Grid
-from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized
-from laconic.moe.moves import ExpertMover
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.placement.balancer import ExpertBalancer
+from laconic.moe.placement.migration import ExpertMover
 from laconic.train.config.schema import MoEConfig
 
 __all__ = ["STATE_FILE", "Swaps"]

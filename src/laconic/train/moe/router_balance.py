@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError, ModelError
+from laconic.moe.gates.losses import z_loss
 from laconic.moe.huggingface import Block, find_blocks
-from laconic.moe.losses import z_loss
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 

@@ -20,14 +20,14 @@ from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
 from laconic.cost.moe.rates import MoERates
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import BlockFormat
-from laconic.moe.autotune import Autotuned, autotune
-from laconic.moe.dispatch import Dispatcher, LocalDispatcher
-from laconic.moe.flat import FlatDispatcher
-from laconic.moe.grid import Grid
-from laconic.moe.hierarchy import HierarchicalDispatcher
+from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
+from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import Schedule
-from laconic.moe.pipeline import PipelineSchedule
+from laconic.moe.parallel.grid import Grid
+from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.tuning.autotune import Autotuned, autotune
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.world import World

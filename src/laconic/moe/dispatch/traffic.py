@@ -1,0 +1,72 @@
+"""What a dispatch sent, level by level: rows, duplicates that were left out, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from laconic.errors import ConfigError
+from laconic.moe.dispatch.hierarchical_exchange import Crossing
+
+__all__ = ["LevelTraffic", "add_traffic", "traffic_of"]
+
+
+@dataclass(frozen=True)
+class LevelTraffic:
+    """One rank's rows in one stage of one or more dispatches; what stays on the rank is counted apart."""
+
+    num_entries: int
+    """Assignments, each of which would be a row without de-duplication."""
+    num_rows: int
+    """Rows that went on, those that stayed on this rank among them."""
+    num_sent_entries: int
+    """Assignments whose rows went to another rank."""
+    num_sent_rows: int
+    """Rows that went to another rank."""
+    row_nbytes: int
+    """Bytes of the rows sent, before a codec; combine sends as many back in all, and so does backward for each."""
+    id_nbytes: int
+    """Bytes of ids, weights and sizes sent; combine sends none, backward the weights' gradients."""
+
+    @property
+    def duplicate_rate(self) -> float:
+        """Share of assignments that needed no row of their own, 0 to 1 (HierMoE, table II); 0 if there were none."""
+        return 1 - self.num_rows / self.num_entries if self.num_entries else 0.0
+
+    def __add__(self, other: LevelTraffic) -> LevelTraffic:
+        return LevelTraffic(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def traffic_of(crossing: Crossing, rows: Tensor, weights: Tensor) -> LevelTraffic:
+    """What a stage sends for rows [n, M] and weights [a] of these dtypes."""
+    leg, me = crossing.leg, crossing.group.rank()
+    num_rows, num_entries = sum(leg.row_splits), sum(leg.entry_splits)
+    sent_rows, sent_entries = num_rows - leg.row_splits[me], num_entries - leg.entry_splits[me]
+    others = len(leg.row_splits) - 1
+    sizes = others * 8 * (1 + len(leg.row_splits))  # each message's length, and the rows to all places
+    return LevelTraffic(
+        num_entries=num_entries,
+        num_rows=num_rows,
+        num_sent_entries=sent_entries,
+        num_sent_rows=sent_rows,
+        row_nbytes=sent_rows * rows.shape[1] * rows.itemsize,
+        id_nbytes=sent_entries * (leg.ids.itemsize + weights.itemsize) + sizes,
+    )
+
+
+def add_traffic(many: Iterable[tuple[LevelTraffic, ...]]) -> tuple[LevelTraffic, ...]:
+    """Stage by stage, the sums over dispatches: of several layers, steps or ranks.
+
+    Raises ConfigError for dispatches of different depths.
+    """
+    sums: tuple[LevelTraffic, ...] = ()
+    for traffic in many:
+        if sums and len(traffic) != len(sums):
+            raise ConfigError(
+                f"dispatches have {len(sums)} and {len(traffic)} stages, but only those of one depth add up; sort them"
+                " by depth first"
+            )
+        sums = tuple(a + b for a, b in zip(sums, traffic, strict=True)) if sums else traffic
+    return sums

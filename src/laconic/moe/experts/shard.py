@@ -1,0 +1,69 @@
+"""Parts of experts: those that live on one rank, each with a part of its hidden dimension."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError
+from laconic.moe.dispatch.flat import num_local_experts
+from laconic.moe.experts.modules import GatedExperts, GptExperts
+from laconic.moe.parallel.grid import Grid
+
+__all__ = ["expert_shard"]
+
+AnyExperts = TypeVar("AnyExperts", GptExperts, GatedExperts)
+
+
+def expert_shard(experts: AnyExperts, grid: Grid) -> AnyExperts:
+    """This rank's part of `experts`, which all ranks have alike: E / N_EP of them with H / N_ESP hidden units each.
+
+    The outputs of the N_ESP parts add up to those of the whole. `down_bias` is therefore kept by the first part only
+    and None in the others. Parameters are copies, with the dtype, device and requires_grad of the whole's.
+
+    Raises RoutingError if experts are no multiple of N_EP, ConfigError if N_ESP does not divide the hidden dimension or
+    the class is not known.
+    """
+    layout = grid.layout
+    here = num_local_experts(experts.num_experts, layout.ep)
+    if experts.hidden_dim % layout.esp:
+        raise ConfigError(
+            f"esp is {layout.esp}, but it must divide the experts' hidden_dim, which is {experts.hidden_dim}; change"
+            " one of them"
+        )
+    if type(experts) not in (GptExperts, GatedExperts):
+        raise ConfigError(
+            f"experts are {type(experts).__name__}, but only GptExperts and GatedExperts are known; cut others by hand"
+        )
+    mine = slice(grid.ep.rank() * here, (grid.ep.rank() + 1) * here)
+    part = grid.esp.rank()
+
+    def units(weight: Tensor, dim: int) -> Tensor:
+        return weight[mine].chunk(layout.esp, dim)[part]
+
+    hidden, model_dim, down = experts.hidden_dim // layout.esp, experts.model_dim, experts.down
+    options: dict[str, Any] = {"activation": experts.activation, "device": down.device, "dtype": down.dtype}
+    cut: GatedExperts | GptExperts
+    with torch.no_grad():
+        if isinstance(experts, GatedExperts):
+            cut = GatedExperts(here, model_dim, hidden, **options)
+            halves = [units(half, 2) for half in experts.gate_up.chunk(2, dim=2)]
+            _fill(cut.gate_up, torch.cat(halves, dim=2), experts.gate_up)
+        else:
+            cut = GptExperts(here, model_dim, hidden, bias=experts.up_bias is not None, **options)
+            _fill(cut.up, units(experts.up, 2), experts.up)
+            if experts.up_bias is not None and cut.up_bias is not None:
+                _fill(cut.up_bias, units(experts.up_bias, 1), experts.up_bias)
+            if experts.down_bias is not None and cut.down_bias is not None:
+                _fill(cut.down_bias, experts.down_bias[mine], experts.down_bias)
+                cut.down_bias = None if part else cut.down_bias
+        _fill(cut.down, units(down, 1), down)
+    assert isinstance(cut, type(experts))
+    return cut
+
+
+def _fill(parameter: nn.Parameter, values: Tensor, whole: Tensor) -> None:
+    parameter.copy_(values)
+    parameter.requires_grad_(whole.requires_grad)

@@ -1,0 +1,1 @@
+"""Ranks of a layer: who belongs together, differentiable collectives, gradients of replicas."""

@@ -1,0 +1,152 @@
+"""Gradients of a model whose experts have other replicas than the rest: FSDP2, or one plain reduction.
+
+The training loss is the mean of the N_DP dp ranks' losses. Dense parameters are averaged over dp. Backward of the
+exchange has brought all rows' gradients to an expert already, so those of its N_EDP replicas are added, and divided by
+N_DP, not by N_EDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from laconic.collectives import operations
+from laconic.collectives.codec import Codec
+from laconic.errors import ConfigError, ModelError
+from laconic.formats import quantized_gradient
+from laconic.formats.shards import local_part
+from laconic.moe.layer import MoELayer, moe_layers
+from laconic.moe.parallel.grid import Grid
+
+__all__ = ["average_expert_gradients", "fully_shard_layers", "reduce_gradients"]
+
+BUCKET_NBYTES = 25 << 20
+"""Bytes of gradients that travel together, as in DDP."""
+
+
+def fully_shard_layers(model: nn.Module, grid: Grid, *, units: Iterable[nn.Module] = (), **options: Any) -> FSDPModule:
+    """FSDP2 for a model with MoELayers: experts are sharded over edp, everything else over dp.
+
+    Arguments:
+        model: with this rank's experts in its layers; sharded in place.
+        units: modules that are gathered on their own, such as a transformer's blocks, in the order of their use.
+        options: of fully_shard, for all of them.
+
+    Raises ModelError if there is no MoELayer.
+    """
+    ignored = set(options.pop("ignored_params", ()))
+    for layer in _layers(model):
+        ignored |= _shard_experts(layer.experts, grid, options)
+    for module in (*units, model):
+        fully_shard(module, mesh=grid.dense_mesh["dp"], ignored_params=ignored or None, **options)
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> set[nn.Parameter]:
+    """Shard over edp; returns the parameters that were left as they are."""
+    parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    policy = options.get("mp_policy")
+    dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
+    if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:
+        # On a mesh of one rank FSDP2 divides gradients of other types twice; without replicas nothing is to shard.
+        for parameter in parameters:
+            parameter.register_hook(lambda grad: grad / grid.layout.dp)
+        return set(experts.parameters())
+    sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
+    if parameters:
+        sharded.set_gradient_divide_factor(float(grid.layout.dp))
+        # gloo cannot multiply while it adds; on a mesh of one rank a forced sum would be divided twice.
+        sharded.set_force_sum_reduction_for_comms(grid.layout.edp > 1)
+    return set()
+
+
+def reduce_gradients(
+    model: nn.Module, grid: Grid, *, codec: Codec | str = "auto", bucket_nbytes: int = BUCKET_NBYTES
+) -> None:
+    """What DDP does, for a model without a wrapper: call it after backward, on all ranks.
+
+    Gradients of one dtype and device travel in buckets of about `bucket_nbytes` bytes, in the order of the model's
+    parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
+    where another may have one.
+
+    Raises ModelError, before anything is sent, if there is no MoELayer or a gradient is in codes (compress_gradients
+    reduces those itself), ConfigError for a bucket_nbytes that is not positive.
+    """
+    if bucket_nbytes <= 0:
+        raise ConfigError(f"bucket_nbytes is {bucket_nbytes}, but it must be positive")
+    of_experts = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
+    held: dict[tuple[bool, torch.dtype, torch.device], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if quantized_gradient(parameter) is not None:
+            raise ModelError(
+                f"the gradient of {name} is in codes, which reduce_gradients cannot add; give compress_gradients the"
+                " group and call reduce() of its result"
+            )
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        # Of a DTensor (experts of parallelize) what is here.
+        gradient = local_part(parameter.grad)
+        held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)
+    for (expert, _, _), gradients in held.items():
+        for bucket in _buckets(gradients, bucket_nbytes):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            operations.all_reduce(flat, grid.edp if expert else grid.dp, codec=codec)
+            parts = flat.div_(grid.layout.dp).split([gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+
+def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive gradients that together are about that large; one that is larger goes alone."""
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for gradient in gradients:
+        if bucket and nbytes + gradient.nbytes > bucket_nbytes:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(gradient)
+        nbytes += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> None:
+    """Average the gradients of `experts` as autograd makes them, in backwards for which `active` is true.
+
+    For a wrapper that averages everything else and leaves experts alone, as DDP does. Each backward averages what it
+    adds, so accumulation over micro-batches is right too.
+    """
+    for parameter in experts.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_averaged, grid=grid, active=active))
+
+
+def _averaged(grad: Tensor, *, grid: Grid, active: Callable[[], bool]) -> Tensor:
+    if not active():
+        return grad
+    grad = grad / grid.layout.dp
+    if grid.layout.edp > 1:
+        held = local_part(grad)
+        summed = held.contiguous()
+        dist.all_reduce(summed, group=grid.edp)
+        if summed is not held:
+            held.copy_(summed)
+    return grad
+
+
+def _layers(model: nn.Module) -> list[MoELayer]:
+    layers = [*moe_layers(model).values()]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no MoELayer, so there are no experts to treat apart; use fully_shard or DDP"
+        )
+    return layers

@@ -1,0 +1,129 @@
+"""FSDP2's reduce-scatters in windows of the backward.
+
+FSDP2 reduces a unit's gradients as soon as its backward has ended, and goes on with the result where it lies: the
+gradients of its sharded parameters are views of it. So the reduction may come later, in slices, as long as nobody looks
+at those gradients before `DenseGradients.finish`. What would look at once (a cast, a division, an accumulation, an
+all-reduce behind it, a hook) is refused.
+
+The reductions run in the thread of the wire between nodes, while FSDP2 gathers parameters in the caller's. Therefore
+they have process groups of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from laconic.collectives.fsdp2 import ReduceScatter, num_shards, param_groups, replicates
+from laconic.errors import ModelError, ScheduleError
+from laconic.moe.layer import moe_layers
+from laconic.moe.pipeline.grad_reduce import DenseGradients
+
+__all__ = ["reduce_in_windows"]
+
+
+def reduce_in_windows(model: nn.Module, gradients: DenseGradients) -> int:
+    """Let the FSDP2 units of a model, apart from those in experts, reduce in the windows of `gradients`.
+
+    What a unit reduces with stays: torch's own reduce-scatter, that of `zip_collectives`, or the quantized one of
+    `quantize_reduction`. All ranks call it together, after fully_shard and those. Micro-batches but the last must not
+    reduce (`set_requires_gradient_sync(False)`), and gradients must be None before each backward that does.
+
+    Returns the number of groups of parameters that reduce in windows; those on one rank have nothing to reduce.
+
+    Raises ModelError for units whose result is needed at once: over a 2-D mesh (HSDP), with an all-reduce hook, a
+    divide factor, or offloaded to the host.
+    """
+    of_experts = {id(one) for layer in moe_layers(model).values() for one in layer.experts.modules()}
+    own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    number = 0
+    for name, unit in model.named_modules():
+        if not isinstance(unit, FSDPModule) or id(unit) in of_experts:
+            continue
+        for group in param_groups(unit):
+            if isinstance(group._reduce_scatter_comm, _Deferred):
+                raise ModelError(f"unit {name or type(model).__name__!r} reduces in windows already; call it once")
+            if num_shards(group) == 1 and not replicates(group):
+                continue
+            _check(name or type(model).__name__, group)
+            ranks = tuple(dist.get_process_group_ranks(group._reduce_scatter_process_group))
+            if ranks not in own_groups:
+                made = dist.new_group(list(ranks), use_local_synchronization=True)
+                assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+                own_groups[ranks] = made
+            # The mean in one step: a division afterwards would come before the sum.
+            group.force_sum_reduction_for_comms = False
+            group._reduce_scatter_comm = _Deferred(name, group, gradients, own_groups[ranks])
+            number += 1
+    return number
+
+
+def _check(name: str, group: Any) -> None:
+    why = (
+        "is sharded over a 2-D mesh (HSDP), whose all-reduce follows at once; shard it over a 1-D mesh"
+        if replicates(group)
+        else "has an all-reduce hook, which follows at once; leave it out"
+        if group._all_reduce_hook is not None
+        else f"has the gradient divide factor {group.gradient_divide_factor}, and divides at once; leave it out"
+        if group.gradient_divide_factor is not None
+        else "is offloaded to the host, which copies its gradients at once; keep it on the device"
+        if any(one.offload_to_cpu for one in group.fsdp_params)
+        else None
+    )
+    if why is not None:
+        raise ModelError(f"unit {name!r} {why}, or let it reduce outside of windows")
+
+
+class _Deferred(ReduceScatter):
+    """Puts the reduction at the end of what waits."""
+
+    def __init__(self, name: str, group: Any, gradients: DenseGradients, own: dist.ProcessGroup) -> None:
+        self._name, self._group, self._gradients, self._own = name, group, gradients, own
+        self._inner: ReduceScatter = group._reduce_scatter_comm
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Not from a pool: the buffers live until `finish`."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Promise to reduce input_tensor [W * n] into output_tensor [n]."""
+        self._refuse_what_looks(output_tensor, op)
+        rows = input_tensor.view(self._own.size(), -1)
+        ready = None
+        if input_tensor.is_cuda:
+            ready = torch.cuda.current_stream().record_event()
+            self._gradients.hold(input_tensor, output_tensor)
+
+        def reduce(first: int, last: int) -> None:
+            if ready is not None:
+                torch.cuda.current_stream().wait_event(ready)
+            part = rows[:, first:last].reshape(-1)
+            self._inner(output_tensor[first:last], part, self._own, op)
+
+        self._gradients.defer_slices(rows.shape[1], rows.shape[0] * rows.itemsize, reduce, input_tensor.device)
+        return None
+
+    def _refuse_what_looks(self, output: Tensor, op: Any) -> None:
+        params = self._group.fsdp_params
+        why = (
+            f"reduces {output.dtype}, which is not the mean that the collective makes; use float32 or bfloat16"
+            if op != dist.ReduceOp.AVG
+            else f"reduces {output.dtype}, but its parameters are {self._group._orig_dtype}; set"
+            " MixedPrecisionPolicy.reduce_dtype to that"
+            if self._group._orig_dtype not in (None, output.dtype)
+            else "has gradients already, to which this one would be added at once; set them to None, and let"
+            " micro-batches but the last not reduce (set_requires_gradient_sync(False))"
+            if any(one.sharded_param.grad is not None for one in params)
+            else "has parameters with post-accumulate-grad hooks, which look at once; call them after finish"
+            if any(getattr(one.sharded_param, "_post_accumulate_grad_hooks", None) for one in params)
+            else None
+        )
+        if why is not None:
+            raise ScheduleError(f"unit {self._name!r} reduces in windows, but {why}")

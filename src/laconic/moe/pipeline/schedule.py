@@ -1,0 +1,248 @@
+"""A layer in pieces on streams: what `laconic.schedule.moe_pipeline` plans, executed, forward and backward.
+
+Experts run in the caller's thread, where autocast and hooks on saved tensors are; wires have threads of their own (on
+CUDA everything is issued by the caller, to streams). The order of tasks is that of the plan on every stream, so ranks
+issue the same collectives in the same order on each group.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from laconic.collectives.native import in_background
+from laconic.errors import ScheduleError
+from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
+from laconic.moe.dispatch.chunked import Exchanged, FlatExchanged, Parcel, Wires
+from laconic.moe.dispatch.chunked_hierarchical import LevelExchanged
+from laconic.moe.dispatch.chunked_parm import BaselineExchanged, S2Exchanged
+from laconic.moe.dispatch.expert_sharded import ShardedDispatcher
+from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.dispatch.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher
+from laconic.moe.layer import MoELayer
+from laconic.moe.permute import Order
+from laconic.moe.pipeline.autograd import Compute, Flow, Run, one_call
+from laconic.moe.pipeline.cuda_streams import CudaStream
+from laconic.moe.routing import Routing
+from laconic.schedule.execute import Execution, InlineStream, Stream, ThreadStream, execute
+from laconic.schedule.moe_pipeline import (
+    COMPUTE,
+    GRADIENTS,
+    INTER,
+    INTRA,
+    ChunkTime,
+    LayerTimes,
+    best_degree,
+    pipeline_tasks,
+)
+from laconic.schedule.streams import StreamPlan
+
+__all__ = ["GradientWindows", "PipelineSchedule", "issued_around_compute", "pipeline_streams"]
+
+
+class GradientWindows(Protocol):
+    """Who reduces dense gradients while the wire between nodes is idle; `laconic.moe.pipeline.grad_reduce` has one."""
+
+    def window(self, part: str) -> Callable[[], object] | None:
+        """What to do between dispatches and combines of a part's backward; None if nothing."""
+
+    def after(self, part: str) -> None:
+        """The part's backward has ended."""
+
+
+class PipelineSchedule:
+    """Cuts a layer's rows into chunks that are dispatched, computed and combined at once on several streams.
+
+    The rows of each expert are cut, after the order and before its inverse (FSMoE's capacity axis); under
+    `HierarchicalDispatcher` tokens are, so that no row travels twice. Either way a token's sum does not know of the
+    pieces: outputs and gradients of inputs are those of a whole layer, up to what the experts' matrix products do
+    differently for other numbers of rows. Gradients of parameters are sums over slices: fp32 (fp64) sums in the order
+    of slices, rounded once.
+
+    For every dispatcher of laconic.moe; with `LocalDispatcher` there is nothing to overlap and nothing is cut.
+    Gradients of gradients are not available.
+
+    Attributes:
+        executions: of the last run of this schedule, "forward" and "backward"; their `timeline` says when what ran.
+    """
+
+    def __init__(
+        self,
+        forward: int = 1,
+        backward: int | None = None,
+        *,
+        one_wire: bool = False,
+        times: tuple[LayerTimes, LayerTimes] | None = None,
+        gradients: GradientWindows | None = None,
+        part: str = "",
+        streams: Mapping[str, Stream] | None = None,
+    ) -> None:
+        """All ranks must say the same.
+
+        Arguments:
+            forward, backward: numbers of chunks; backward None: as forward. Experts run in slices of which there are
+                as many as the least common multiple of both.
+            one_wire: gathers among sharers wait for exchanges, as on one wire.
+            times: forward's and backward's, for the predicted seconds in the plans of `executions`.
+            gradients: reduces dense gradients in the window of `part`'s backward.
+            streams: by INTER, INTRA and COMPUTE; None: `pipeline_streams` of the device, shared by all schedules.
+
+        Raises ScheduleError for degrees below 1.
+        """
+        backward = forward if backward is None else backward
+        for name, degree in (("forward", forward), ("backward", backward)):
+            if degree < 1:
+                raise ScheduleError(f"{name} is {degree!r}, but a layer is cut into at least one chunk; raise it")
+        self.forward, self.backward, self.one_wire = forward, backward, one_wire
+        self.times, self.gradients, self.part = times, gradients, part
+        self.executions: dict[str, Execution] = {}
+        self._streams = streams
+
+    @classmethod
+    def best(
+        cls,
+        forward: LayerTimes,
+        backward: LayerTimes,
+        *,
+        gradient_seconds: float = 0.0,
+        one_wire: bool = False,
+        **options: Any,
+    ) -> PipelineSchedule:
+        """With the degrees that the simulator finds best for these times (`best_degree`), each for its direction."""
+        degrees = (
+            best_degree(forward, one_wire=one_wire).degree,
+            best_degree(backward, gradient_seconds, one_wire=one_wire).degree,
+        )
+        return cls(*degrees, one_wire=one_wire, times=(forward, backward), **options)
+
+    @property
+    def num_slices(self) -> int:
+        """Into how many slices each expert's rows are cut."""
+        return math.lcm(self.forward, self.backward)
+
+    def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
+        """See `Schedule.run`. Hooks see slices. Raises ScheduleError for a dispatcher that has no pieces."""
+        inner = layer.dispatcher.inner if isinstance(layer.dispatcher, S1Dispatcher) else layer.dispatcher
+        if not isinstance(inner, LocalDispatcher) and (whole := _is_checkpointed()):
+            warnings.warn(
+                "torch.utils.checkpoint with use_reentrant=False (Hugging Face's default) is around a layer in chunks,"
+                " and would compute it again for every chunk, so the layer runs in one piece; use_reentrant=True keeps"
+                " chunks",
+                stacklevel=2,
+            )
+        else:
+            whole = isinstance(inner, LocalDispatcher)
+        if whole:
+            layer.dispatch(batch)
+            layer.compute(batch)
+            return layer.combine(batch)
+        exchanged = _exchanged(inner, batch["x"], batch["routing"], layer.order, self.num_slices)
+        run = Run(self, layer, batch, exchanged)
+        with one_call(layer.experts, run.forward) as call:
+            out = call(*exchanged.inputs)
+        return exchanged.finish(out)
+
+    def execute(self, direction: str, exchanged: Exchanged, home: Parcel, compute: Compute) -> Parcel:
+        """`home` out to the experts in one direction, `compute` there slice by slice, and what comes home."""
+        back = direction == "backward"
+        degree = self.backward if back else self.forward
+        wires = exchanged.wires(degree, backward=back)
+        window = self.gradients.window(self.part) if back and self.gradients is not None else None
+        flow = Flow(wires, home, compute, degree, self.num_slices // degree)
+        actions = flow.actions() | ({GRADIENTS: window} if window is not None else {})
+        plan = self._plan(degree, self.times and self.times[back], wires, 0.0 if window else None)
+        streams = self._streams or pipeline_streams(home[0].device)
+        if self.one_wire:
+            streams = {**streams, INTRA: streams[INTER]}
+        self.executions[direction] = execute(plan, actions, streams)
+        if back and self.gradients is not None:
+            self.gradients.after(self.part)
+        return wires.home
+
+    def _plan(self, degree: int, times: LayerTimes | None, wires: Wires, gradient_seconds: float | None) -> StreamPlan:
+        none = ChunkTime(0.0, 0.0)
+        if times is None:
+            times = LayerTimes(none, none, none, *((none, none) if wires.has_shards else ()))
+        if (times.all_gather is not None) != wires.has_shards:
+            raise ScheduleError(
+                f"times {'have' if times.all_gather else 'lack'} all_gather and reduce_scatter, but the layer's"
+                f" dispatcher {'does' if wires.has_shards else 'does not do'} either; measure the times of this"
+                " dispatcher"
+            )
+        if (times.share is not None) != wires.shares:
+            times = replace(times, share=none if wires.shares else None)
+        tasks = pipeline_tasks(times, degree, gradient_seconds, one_wire=self.one_wire)
+        return issued_around_compute(StreamPlan(tuple(tasks)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what the last run left."""
+        return {**self.__dict__, "executions": {}}
+
+
+def issued_around_compute(plan: StreamPlan) -> StreamPlan:
+    """The same plan, issued such that what computes may hold the thread that issues.
+
+    Everything before the first task on `compute` that does not wait for one is issued first, then each task on
+    `compute` with what follows from it. The order on every stream stays the same.
+    """
+    late: set[str] = set()
+    for task in plan.tasks:
+        if task.stream == COMPUTE or any(name in late for name in task.after):
+            late.add(task.name)
+    first = [task for task in plan.tasks if task.name not in late]
+    rest = [task for task in plan.tasks if task.name in late and task.stream != COMPUTE]
+    ordered = []
+    for task in plan.tasks:
+        if task.stream == COMPUTE:
+            ordered.append(task)
+            known = {one.name for one in (*first, *ordered)}
+            while rest and known.issuperset(rest[0].after):
+                known.add(rest[0].name)
+                ordered.append(rest.pop(0))
+    return StreamPlan((*first, *ordered))
+
+
+_wires: dict[torch.device, dict[str, Stream]] = {}
+
+
+def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
+    """This process's streams for layers on a device: two wires, and the caller's thread (on CUDA its stream).
+
+    No machine with several GPUs has run this yet.
+    """
+    cuda = device.type == "cuda"
+    if device not in _wires:
+        names = (INTER, INTRA)
+        _wires[device] = {
+            name: CudaStream() if cuda else ThreadStream(f"laconic-{name}", in_background) for name in names
+        }
+    return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
+
+
+def _exchanged(dispatcher: Dispatcher, x: Tensor, routing: Routing, order: Order, num_slices: int) -> Exchanged:
+    match dispatcher:
+        case FlatDispatcher() | ShardedDispatcher():
+            return FlatExchanged(dispatcher, x, routing, order, num_slices)
+        case HierarchicalDispatcher():
+            return LevelExchanged(dispatcher, x, routing, order, num_slices)
+        case BaselineDispatcher():
+            return BaselineExchanged(dispatcher, x, routing, order, num_slices)
+        case S2Dispatcher():
+            return S2Exchanged(dispatcher, x, routing, order, num_slices)
+    raise ScheduleError(
+        f"the layer's dispatcher is {type(dispatcher).__name__}, which cannot be run in pieces; use one of laconic.moe,"
+        " or no schedule"
+    )
+
+
+def _is_checkpointed() -> bool:
+    """Whether a non-reentrant checkpoint is around, which would compute its region again for every slice."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

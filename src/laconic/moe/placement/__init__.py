@@ -1,0 +1,1 @@
+"""Where experts live: the map, moving them, and deciding when that pays."""

@@ -1,0 +1,199 @@
+"""Keeps experts where the fewest rows cross slow links: looks, plans, and moves when it pays (HierMoE, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, look_seconds, move_seconds
+from laconic.cost.wire.seconds import World
+from laconic.errors import ConfigError
+from laconic.moe.dispatch.base import row_nbytes
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.hooks import Hook
+from laconic.moe.layer import MoELayer
+from laconic.moe.placement.migration import ExpertMover, Moved
+from laconic.moe.placement.swap_query import Look, look
+from laconic.moe.placement.swap_search import SwapPlan
+from laconic.moe.routing import Routing
+from laconic.moe.tuning.consensus import agree_on_depth, first_answer, hierarchy_of
+
+__all__ = ["Balanced", "Criterion", "ExpertBalancer"]
+
+T = TypeVar("T")
+
+Criterion = Literal["pays", "shorter"]
+
+_ID_NBYTES = 8
+"""Of an assignment that travels with a row: the expert's number and a weight in fp32."""
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """What one call of `ExpertBalancer.step` found and did; the same on all ranks but for bytes."""
+
+    plans: dict[int, SwapPlan]
+    """By layer, of those that were looked at: the swap that was found or weighed, with seconds of one all-to-all before
+    and after, by the tokens of this step."""
+    swapped: tuple[int, ...]
+    """Layers of which experts have moved."""
+    moved: Moved
+
+
+class _Watch(Hook):
+    """Remembers what a layer's gate said last."""
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+        self.row_nbytes = 0.0
+
+    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+        routing, x = batch["routing"], batch["x"]
+        if layer.training and isinstance(routing, Routing):
+            self.routing = replace(routing, weights=routing.weights.detach(), losses={})
+            entries_per_token = len(routing) / max(1, routing.num_tokens)
+            self.row_nbytes = row_nbytes(layer.dispatcher, x) + _ID_NBYTES * entries_per_token
+
+
+class ExpertBalancer:
+    """Swaps experts of layers during training where measured routing and the cost model say that it pays.
+
+    Arguments:
+        mover: with layers that all have a HierarchicalDispatcher over its group.
+        rates: of the cluster; the same file on all ranks.
+        num_pairs: at most so many swaps per layer at a time; one is the paper's.
+        choose_depth: also let the depth follow the routing.
+        coding: if rows are coded on the wire.
+        min_period: steps between two looks at a layer, at least.
+        criterion: `pays`: a swap is found on the tokens of one step and made when, on tokens of later ones, it would
+            have gained what it costs (`SwapPeriod`). `shorter`: HierMoE's own; every `min_period` steps the best swap
+            is made if it shortens the all-to-all of that step's tokens.
+
+    Call `step` on all ranks after every optimizer step.
+
+    Raises ConfigError for a layer with another dispatcher.
+    """
+
+    def __init__(
+        self,
+        mover: ExpertMover,
+        rates: MoERates,
+        *,
+        num_pairs: int = 1,
+        choose_depth: bool = False,
+        coding: Coding | None = None,
+        min_period: int = 1,
+        criterion: Criterion = "pays",
+    ) -> None:
+        self.mover, self.rates, self.num_pairs = mover, rates, num_pairs
+        self.choose_depth, self.coding, self.criterion = choose_depth, coding, criterion
+        self._watches = []
+        self.periods: list[SwapPeriod] = []
+        """One for each layer."""
+        for number, layer in enumerate(mover.layers):
+            if not isinstance(layer.dispatcher, HierarchicalDispatcher):
+                raise ConfigError(
+                    f"layer {number} has a {type(layer.dispatcher).__name__}, but balancing counts rows by level; build"
+                    " the layer with a HierarchicalDispatcher"
+                )
+            across = [(0, mover.placement(number).num_experts - 1)] * num_pairs
+            self.periods.append(SwapPeriod(self._move_seconds(number, across), min_period=min_period))
+            watch = _Watch()
+            self._watches.append(watch)
+            layer.hooks = (*layer.hooks, watch)
+
+    def step(self, number: int) -> Balanced | None:
+        """Look at the layers that are due after step `number` and move experts where that pays.
+
+        None if no layer was due.
+        """
+        due = [layer for layer, period in enumerate(self.periods) if period.due(number)]
+        if not due:
+            return None
+        plans, swapped = self._decide(number, due)
+        slots: list[torch.Tensor | None] = [None] * len(self.periods)
+        for layer in swapped:
+            placement = self.mover.placement(layer)
+            went = torch.tensor(plans[layer].new_slots(placement.num_experts), device=placement.slots.device)
+            slots[layer] = went[placement.slots]
+        moved = self.mover.move(slots) if swapped else Moved(0, 0, 0)
+        return Balanced(plans, swapped, moved)
+
+    def _decide(self, number: int, due: Sequence[int]) -> tuple[dict[int, SwapPlan], tuple[int, ...]]:
+        """Plans of the layers that are due, and which of those layers swap; replicas do as the first of them."""
+        asked = [self._look(layer) for layer in due]
+        group = asked[0].dispatcher.group
+        found = look(asked, group, self.rates, num_pairs=self.num_pairs, coding=self.coding)
+        # Optimizers make their state in the first step. Numbers of tokens differ between ranks.
+        mine = [
+            (plan, self._move_seconds(layer, plan.pairs), self._distance(one, plan))
+            for layer, one, plan in zip(due, asked, found, strict=True)
+        ]
+        told = self._alike(first_answer(mine, group))
+        swapped = []
+        for layer, one, (plan, cost_seconds, distance) in zip(due, asked, told, strict=True):
+            period, gain = self.periods[layer], DIRECTIONS * plan.gain_seconds
+            period.cost_seconds = cost_seconds
+            if self.criterion == "shorter":
+                period.next_step = number + period.min_period
+                swaps = bool(plan.pairs)
+            elif one.pairs:
+                swaps = period.weighed(number, gain, distance)
+            else:
+                period.found(number, plan.pairs, gain, distance)
+                swaps = False
+            if swaps:
+                swapped.append(layer)
+        return {layer: plan for layer, (plan, *_) in zip(due, told, strict=True)}, tuple(swapped)
+
+    def _look(self, number: int) -> Look:
+        dispatcher, watch = self.mover.layers[number].dispatcher, self._watches[number]
+        assert isinstance(dispatcher, HierarchicalDispatcher)
+        if watch.routing is None:
+            raise ConfigError(
+                f"layer {number} has routed nothing in training yet, so there is nothing to balance; call step after a"
+                " training step of all layers, with a gate that assigns tokens to experts"
+            )
+        routing = replace(watch.routing, experts=self.mover.placement(number)(watch.routing.experts))
+        if self.choose_depth:
+            agree_on_depth(dispatcher, routing, watch.row_nbytes, self.rates, self.coding)
+        pairs = self.periods[number].pairs if self.criterion == "pays" else ()
+        return Look(dispatcher, routing, watch.row_nbytes, pairs)
+
+    def _distance(self, asked: Look, plan: SwapPlan) -> int:
+        """Steps to the next look, at least, for looks to take next to nothing."""
+        seconds = look_seconds(
+            asked.routing.num_tokens,
+            asked.routing.num_experts,
+            asked.num_groups,
+            self._world(asked.dispatcher),
+            self.rates,
+        )
+        return look_distance(seconds, DIRECTIONS * plan.before_seconds)
+
+    def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]]) -> float:
+        """Of exchanging the experts in these pairs of slots."""
+        dispatcher = self.mover.layers[number].dispatcher
+        assert isinstance(dispatcher, HierarchicalDispatcher)
+        nbytes, world = self.mover.expert_nbytes(number), self._world(dispatcher)
+        if world.num_nodes == 1:
+            return move_seconds(len(pairs) * nbytes, world, self.rates)
+        each = self.mover.placement(number).num_experts // world.num_nodes
+        crossing = sum(a // each != b // each for a, b in pairs)
+        seconds = move_seconds(crossing * nbytes, world, self.rates) if crossing else 0.0
+        if len(pairs) > crossing:
+            node = World(world.ranks_per_node, world.ranks_per_node)
+            seconds += move_seconds((len(pairs) - crossing) * nbytes, node, self.rates, "intra1")
+        return seconds
+
+    def _world(self, dispatcher: HierarchicalDispatcher) -> World:
+        hierarchy = hierarchy_of(dispatcher)
+        return hierarchy.world(hierarchy.levels(1)[0])
+
+    def _alike(self, mine: T) -> T:
+        """The first replica's answer: those with the same experts move alike."""
+        return mine if self.mover.replicas is None else first_answer(mine, self.mover.replicas)

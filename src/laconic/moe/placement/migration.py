@@ -1,0 +1,324 @@
+"""Experts change places: weights and optimizer state, in one batch of point-to-point messages.
+
+[Note: moving is all or nothing]
+Ranks first find out that they mean the same move of the same tensors. Then all that leaves a rank goes to each
+receiver in one message, of all layers together, into buffers beside the experts. Only when every rank says that it has
+received everything do weights, state and placements change, by local copies. A rank that is lost before that leaves the
+others as they were; what is on disk is in logical order at any time, because checkpoints are written in no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.errors import CollectiveError, ConfigError
+from laconic.formats import quantized_gradient
+from laconic.formats.shards import local_part
+from laconic.moe.layer import MoELayer
+from laconic.moe.placement.expert_map import Placement
+
+__all__ = ["ExpertMover", "Moved"]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one move did."""
+
+    num_experts: int
+    """Experts that changed their slot, of all layers."""
+    sent_nbytes: int
+    """Bytes that this rank sent to others."""
+    received_nbytes: int
+    """Bytes that came from others."""
+
+
+class ExpertMover:
+    """Moves the experts of layers between the ranks of an expert-parallel group; outputs stay what they were.
+
+    Arguments:
+        layers: MoELayers; one without a placement gets a Placement. Parameters of their experts begin with the
+            dimension of the local experts.
+        group: the expert-parallel group, `Grid.ep`; None for a single process.
+        optimizers: those that have the experts' parameters. Of their state tensors move along, which must begin with
+            that dimension too; scalars such as the number of steps must be the same on all ranks.
+
+        replicas: the ranks with the same experts, `Grid.edp`, whose gradients are added: they have to move alike.
+
+    Gradients move too. All ranks of the groups call each method together, between steps.
+
+    Raises ConfigError for a layer with a placement of another kind and for tensors that cannot be split by expert.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        group: dist.ProcessGroup | None = None,
+        optimizers: Sequence[Optimizer] = (),
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.layers, self.group, self.optimizers = tuple(layers), group, tuple(optimizers)
+        self.replicas = replicas
+        if not self.layers:
+            raise ConfigError("layers are empty, but there must be experts to move; give at least one MoELayer")
+        self._rank, self._world = (0, 1) if group is None else (group.rank(), group.size())
+        for number, layer in enumerate(self.layers):
+            if layer.placement is None:
+                layer.placement = Placement(layer.gate.num_experts, next(layer.experts.parameters()).device)
+            placement = layer.placement
+            if not isinstance(placement, Placement):
+                raise ConfigError(
+                    f"layer {number} has the placement {placement!r}, but experts that move need a"
+                    " laconic.moe.Placement; leave it out"
+                )
+            if placement.num_experts % self._world:
+                raise ConfigError(
+                    f"layer {number} has {placement.num_experts} experts, but they must be a multiple of the"
+                    f" {self._world} ranks of the group"
+                )
+            self._tensors(number)
+
+    def placement(self, number: int) -> Placement:
+        """The placement of layer `number`."""
+        placement = self.layers[number].placement
+        assert isinstance(placement, Placement)
+        return placement
+
+    def expert_nbytes(self, number: int) -> int:
+        """Bytes that move with one expert of layer `number`: weights, gradients and state as they are now."""
+        return sum(tensor[0].nbytes for tensor in self._tensors(number).values())
+
+    def swap(self, pairs: Sequence[tuple[int, int] | None]) -> Moved:
+        """Let two experts (logical numbers) of each layer change places; None leaves a layer as it is.
+
+        Raises as `move` does, and RoutingError for experts that do not exist.
+        """
+        placements = map(self.placement, range(len(self.layers)))
+        return self.move(
+            [None if pair is None else one.swapped(*pair) for one, pair in zip(placements, pairs, strict=True)]
+        )
+
+    def move(self, slots: Sequence[Tensor | None]) -> Moved:
+        """Bring the experts of each layer to new slots, int64 [E] as `Placement.slots`; None leaves a layer as it is.
+
+        Raises RoutingError for slots that are no permutation, ConfigError on every rank when ranks differ in what they
+        want to move, and CollectiveError if a rank is lost; then nothing has changed here.
+        """
+        if len(slots) != len(self.layers):
+            raise ConfigError(
+                f"slots are those of {len(slots)} layers, but there are {len(self.layers)}; give one each"
+            )
+        targets = []
+        for number, wanted in enumerate(slots):
+            placement = self.placement(number)
+            if wanted is not None:
+                placement.check(wanted)
+            targets.append(placement.slots if wanted is None else wanted.to(placement.slots.device))
+        routes = [list(self._route(number, target)) for number, target in enumerate(targets)]
+        if not self._agree(targets):
+            return Moved(0, 0, 0)
+        with torch.no_grad():
+            outgoing, incoming = self._packed(routes)
+            self._exchange(outgoing, incoming)
+            for put in self._unpacked(routes, incoming):
+                put()
+        for number, target in enumerate(targets):
+            self.placement(number).slots.copy_(target)
+        return Moved(
+            sum(map(len, routes)),
+            sum(buffer.nbytes for peer, buffer in outgoing.items() if peer != self._rank),
+            sum(buffer.nbytes for peer, buffer in incoming.items() if peer != self._rank),
+        )
+
+    def bring_home(self) -> Moved:
+        """Every expert to the slot of its own number."""
+        return self.move([torch.arange(self.placement(i).num_experts) for i in range(len(self.layers))])
+
+    @contextmanager
+    def logical_order(self) -> Iterator[None]:
+        """Experts are in logical order inside of the block, and where they are now after it: for checkpoints.
+
+        If the block raises, they stay in logical order.
+        """
+        before = [self.placement(number).slots.clone() for number in range(len(self.layers))]
+        self.bring_home()
+        yield
+        self.move(before)
+
+    # --- what moves ---
+
+    def _local(self, number: int) -> int:
+        return self.placement(number).num_experts // self._world
+
+    def _tensors(self, number: int) -> dict[str, Tensor]:
+        """All that belongs to the experts here, by name; [E_local, ...] each."""
+        experts = self.layers[number].experts
+        found: dict[str, Tensor] = {}
+        for name, parameter in experts.named_parameters():
+            if quantized_gradient(parameter) is not None:
+                raise ConfigError(
+                    f"{name} of layer {number} has a quantized gradient, which cannot be split by expert; move experts"
+                    " after zero_grad()"
+                )
+            found[name] = parameter
+            if parameter.grad is not None:
+                found[f"{name}.grad"] = parameter.grad
+            for key, value in self._state(parameter).items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
+                    found[f"{name}.{key}"] = value
+        local = self._local(number)
+        for name, buffer in experts.named_buffers():
+            if buffer.dim() > 0 and len(buffer) == local:
+                found[name] = buffer
+        parts = {name: local_part(tensor).detach() for name, tensor in found.items()}
+        for name, part in parts.items():
+            if part.dim() == 0 or len(part) != local:
+                raise ConfigError(
+                    f"{name} of layer {number} has shape {list(part.shape)} here, but it must begin with the {local}"
+                    " experts of this rank; shard experts along another dimension, or leave this optimizer"
+                )
+        return parts
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        return next((one.state[parameter] for one in self.optimizers if parameter in one.state), {})
+
+    def _scalars(self, number: int) -> dict[str, float]:
+        """State that all experts of a parameter share, such as its number of steps."""
+        found = {}
+        for name, parameter in self.layers[number].experts.named_parameters():
+            for key, value in self._state(parameter).items():
+                if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                    found[f"{name}.{key}"] = float(local_part(value)) if isinstance(value, Tensor) else float(value)
+        return found
+
+    def _agree(self, targets: Sequence[Tensor]) -> bool:
+        """Whether anything moves; raises ConfigError on all ranks unless they mean the same."""
+        slots = {
+            f"the slots of layer {number}": [self.placement(number).slots.tolist(), target.tolist()]
+            for number, target in enumerate(targets)
+        }
+        facts: dict[str, Any] = {**slots}
+        for number in range(len(self.layers)):
+            for name, part in self._tensors(number).items():
+                facts[f"{name} of layer {number}"] = f"{part.dtype} {list(part.shape)}"
+            facts |= {f"{name} of layer {number}": value for name, value in self._scalars(number).items()}
+        error: ConfigError | None = None
+        replicated = self.replicas is not None and self.replicas.size() > 1
+        # An error of replicas must not leave the others of a group waiting, so it is told to them.
+        for group, mine in ((self.group, facts), (self.replicas, slots), (self.group if replicated else None, {})):
+            if group is not None and group.size() > 1:
+                found = _difference({**mine, "whether ranks agree": error is None}, group)
+                error = error or found
+        if error is not None:
+            raise error
+        return any(not torch.equal(self.placement(number).slots, target) for number, target in enumerate(targets))
+
+    # --- how it moves ---
+
+    def _route(self, number: int, target: Tensor) -> Iterator[tuple[int, int]]:
+        """From which slot to which, of the experts that move, the same list on every rank."""
+        for was, will in zip(self.placement(number).slots.tolist(), target.tolist(), strict=True):
+            if was != will:
+                yield was, will
+
+    def _packed(self, routes: Sequence[list[tuple[int, int]]]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """By peer, the bytes of what goes to it and room for what comes from it; this rank's own are one buffer."""
+        parts: dict[int, list[Tensor]] = {}
+        sizes: dict[int, int] = {}
+        device = self.placement(0).slots.device
+        for number, route in enumerate(routes):
+            local, tensors = self._local(number), self._tensors(number).values()
+            expert_nbytes = self.expert_nbytes(number)
+            for was, will in route:
+                if was // local == self._rank:
+                    leaving = [_bytes(tensor[was % local]).to(device) for tensor in tensors]
+                    parts.setdefault(will // local, []).extend(leaving)
+                if will // local == self._rank:
+                    sizes[was // local] = sizes.get(was // local, 0) + expert_nbytes
+        outgoing = {peer: torch.cat(pieces) for peer, pieces in parts.items()}
+        incoming = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sizes.items()}
+        if self._rank in incoming:
+            incoming[self._rank] = outgoing[self._rank]
+        return outgoing, incoming
+
+    def _exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        """Fill `incoming`; returns when every rank has all that it waits for."""
+        if self.group is None or self._world == 1:
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        operations = [
+            dist.P2POp(call, buffer, ranks[peer], self.group)
+            for call, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for peer, buffer in buffers.items()
+            if peer != self._rank
+        ]
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+            received: list[bool] = [False] * self._world
+            dist.all_gather_object(received, True, group=self.group)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"one of ranks {ranks} ended or stopped while experts moved; none has moved here, go on from the last"
+                " checkpoint"
+            ) from error
+
+    def _unpacked(
+        self, routes: Sequence[list[tuple[int, int]]], incoming: dict[int, Tensor]
+    ) -> list[Callable[[], object]]:
+        """The copies that put what came into its slots."""
+        copies: list[Callable[[], object]] = []
+        at = dict.fromkeys(incoming, 0)
+        for number, route in enumerate(routes):
+            local, tensors = self._local(number), self._tensors(number).values()
+            for was, will in route:
+                if will // local != self._rank:
+                    continue
+                source = was // local
+                for tensor in tensors:
+                    target = tensor[will % local]
+                    piece = incoming[source][at[source] : at[source] + target.nbytes]
+                    at[source] += target.nbytes
+                    copies.append(_copy(target, piece))
+        return copies
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _copy(target: Tensor, piece: Tensor) -> Callable[[], object]:
+    # Cloned: a view of bytes as numbers needs an aligned start.
+    return lambda: target.copy_(piece.clone().view(target.dtype).view(target.shape))
+
+
+def _difference(facts: dict[str, Any], group: dist.ProcessGroup) -> ConfigError | None:
+    """What to raise, on all ranks of a group, unless all have the same facts."""
+    text = json.dumps(facts)
+    digests: list[str] = [""] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)
+    if len({*digests}) == 1:
+        return None
+    texts: list[str] = [""] * group.size()
+    dist.all_gather_object(texts, text, group=group)
+    ranks, told = dist.get_process_group_ranks(group), [json.loads(text) for text in texts]
+    first = told[0]
+    name, place = next(
+        (name, place)
+        for place, other in enumerate(told)
+        for name in {**first, **other}
+        if first.get(name) != other.get(name)
+    )
+    return ConfigError(
+        f"{name} is {first.get(name)} on rank {ranks[0]} and {told[place].get(name)} on rank {ranks[place]}, but"
+        " experts move only between ranks that agree; nothing has moved"
+    )

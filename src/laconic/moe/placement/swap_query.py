@@ -1,0 +1,138 @@
+"""One look at the routing of layers: what swaps of experts would gain, agreed by all ranks of a group.
+
+Every rank counts its own tokens, one all-reduce adds up the counts of all layers, and the first rank's answer counts
+for all, so that rounding on different machines cannot part them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives import native
+from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, level_lines
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.errors import ConfigError
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.placement.swap_search import SwapPlan, SwapTables, group_rows, plan_swaps, swap_tables, weigh_pairs
+from laconic.moe.routing import Routing
+from laconic.moe.tuning.consensus import first_answer, hierarchy_of
+
+__all__ = ["Look", "agree_on_swaps", "look"]
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What is asked about one layer."""
+
+    dispatcher: HierarchicalDispatcher
+    routing: Routing
+    """Of this rank's tokens, its experts numbered by slot."""
+    row_nbytes: float
+    """Of a row with what travels along, ids and weights."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Slots whose exchange is to be weighed, the same on all ranks; none: the best pairs are to be found."""
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The dispatcher's levels."""
+        return hierarchy_of(self.dispatcher)
+
+    @property
+    def num_groups(self) -> tuple[int, ...]:
+        """Of the levels at the dispatcher's depth, each number once."""
+        return tuple(dict.fromkeys(level.num_groups for level in self.hierarchy.levels(self.dispatcher.depth)))
+
+
+def look(
+    asked: Sequence[Look],
+    group: dist.ProcessGroup,
+    rates: MoERates,
+    *,
+    num_pairs: int = 1,
+    coding: Coding | None = None,
+) -> list[SwapPlan]:
+    """A plan for each layer, by the tokens of all ranks of `group`, which call this together and get the same.
+
+    Of layers with `pairs` it says what those gain, which may be negative; for the others it has the at most `num_pairs`
+    pairs that shorten the all-to-all most, at the current depth. Rows are counted anew after each pair, since pairs
+    share tokens, in a round of messages of its own; the first round serves all layers. Nothing moves yet;
+    `ExpertMover` does that.
+
+    coding: if rows are coded on the wire. Raises ConfigError for less than one pair.
+    """
+    if num_pairs < 1:
+        raise ConfigError(f"num_pairs is {num_pairs}, but a plan looks for at least one pair")
+    slots = [one.routing.experts for one in asked]
+    plans: dict[int, SwapPlan] = {}
+    open_, rounds = list(range(len(asked))), 0
+    while open_ and rounds < num_pairs:
+        counted = [_Counted.of(asked[i], slots[i]) for i in open_]
+        told = torch.cat([one.vector for one in counted])
+        native.all_reduce(told, group).wait()
+        parts = told.split([one.vector.numel() for one in counted])
+        answers = first_answer([one.plan(part, rates, coding) for one, part in zip(counted, parts, strict=True)], group)
+        for i, plan in zip(open_, answers, strict=True):
+            plans[i] = plans[i].then(plan) if i in plans else plan
+            if plan.pairs:
+                slots[i] = torch.tensor(plan.new_slots(asked[i].routing.num_experts), device=slots[i].device)[slots[i]]
+        open_ = [i for i, plan in zip(open_, answers, strict=True) if plan.pairs and not asked[i].pairs]
+        rounds += 1
+    return [plans[i] for i in range(len(asked))]
+
+
+def agree_on_swaps(
+    dispatcher: HierarchicalDispatcher,
+    routing: Routing,
+    row_nbytes: float,
+    rates: MoERates,
+    *,
+    num_pairs: int = 1,
+    coding: Coding | None = None,
+) -> SwapPlan:
+    """The pairs of slots whose exchange shortens the all-to-all of this routing most, at the current depth.
+
+    routing, row_nbytes: see `Look`; the others and errors: see `look`. All ranks of the dispatcher's group call this
+    together.
+    """
+    asked = [Look(dispatcher, routing, row_nbytes)]
+    return look(asked, dispatcher.group, rates, num_pairs=num_pairs, coding=coding)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Counted:
+    """What one rank has counted for a layer, to be added up."""
+
+    asked: Look
+    vector: Tensor
+    """int64: the tables' `flat`; or for pairs, the rows of groups by number of groups, as it is and then exchanged."""
+
+    @classmethod
+    def of(cls, asked: Look, slots: Tensor) -> _Counted:
+        routing, groups = asked.routing, asked.num_groups
+        if not asked.pairs:
+            tables = swap_tables(routing.tokens, slots, routing.num_tokens, routing.num_experts, groups)
+            return cls(asked, tables.flat)
+        plan = SwapPlan(asked.pairs, 0.0, 0.0)
+        moved = torch.tensor(plan.new_slots(routing.num_experts), device=slots.device)[slots]
+        rows = [group_rows(routing.tokens, at, routing.num_experts, g) for at in (slots, moved) for g in groups]
+        return cls(asked, torch.cat(rows))
+
+    def plan(self, told: Tensor, rates: MoERates, coding: Coding | None) -> SwapPlan:
+        """By `told`, the sum of all ranks' vectors."""
+        groups, num_experts = self.asked.num_groups, self.asked.routing.num_experts
+        if not self.asked.pairs:
+            tables = SwapTables(num_experts, groups, told)
+            return plan_swaps(tables, self._costs({g: tables.load(g) for g in groups}, rates, coding))
+        now, then = told.split(sum(groups))
+        loads, moved = (dict(zip(groups, part.split(list(groups)), strict=True)) for part in (now, then))
+        return weigh_pairs(self.asked.pairs, loads, moved, self._costs(loads, rates, coding))
+
+    def _costs(self, loads: dict[int, Tensor], rates: MoERates, coding: Coding | None) -> tuple[LevelCost, ...]:
+        fullest = {g: float(load.max()) for g, load in loads.items()}
+        asked = self.asked
+        return level_lines(asked.hierarchy, asked.dispatcher.depth, fullest, asked.row_nbytes, rates, coding)

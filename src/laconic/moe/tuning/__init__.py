@@ -1,0 +1,1 @@
+"""Choosing the fastest configuration of every layer: measuring, agreeing, watching for drift."""

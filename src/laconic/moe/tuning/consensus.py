@@ -1,0 +1,72 @@
+"""What ranks of an expert-parallel group decide together: the depth of the all-to-all.
+
+Every rank counts its own tokens, all counts go to all ranks, and the first rank's answer counts for all of them, so
+that rounding on different machines cannot part them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from laconic.collectives import native
+from laconic.cost.moe.hierarchy import DepthChoice, Hierarchy, RowCounts, best_depth, count_vector
+from laconic.cost.moe.rates import Coding, MoERates
+from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.routing import Routing
+
+__all__ = ["agree_on_depth", "first_answer", "gather_counts", "hierarchy_of"]
+
+T = TypeVar("T")
+
+
+def hierarchy_of(dispatcher: HierarchicalDispatcher) -> Hierarchy:
+    """The dispatcher's levels for the cost model; a node is a part of level 1."""
+    return Hierarchy(dispatcher.levels.num_ranks, dispatcher.levels.num_groups[1:])
+
+
+def gather_counts(
+    dispatcher: HierarchicalDispatcher, routing: Routing, hierarchy: Hierarchy | None = None
+) -> RowCounts:
+    """Rows of every rank by group at every level, without duplicates; the same on all ranks.
+
+    routing: of this rank's tokens, its experts numbered by slot. All ranks of the group call this together.
+    hierarchy: the dispatcher's levels and who shares a machine; None: see `hierarchy_of`.
+    """
+    hierarchy, group = hierarchy or hierarchy_of(dispatcher), dispatcher.group
+    tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
+    vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, hierarchy)).to(routing.experts.device)
+    told = vector.new_empty(group.size(), len(vector))
+    native.all_gather(told, vector, group).wait()
+    return RowCounts.of_vectors(told.cpu().numpy(), hierarchy)
+
+
+def agree_on_depth(
+    dispatcher: HierarchicalDispatcher,
+    routing: Routing,
+    row_nbytes: float,
+    rates: MoERates,
+    coding: Coding | None = None,
+) -> DepthChoice:
+    """Let the dispatcher take the depth that is predicted to be fastest for this routing, the same on all ranks.
+
+    Arguments:
+        routing: of this rank's tokens, its experts numbered by slot.
+        row_nbytes: of a row with what travels along, ids and weights.
+        coding: if rows are coded on the wire.
+
+    All ranks of the group call this together. Returns all candidates and what they were predicted to take.
+    """
+    choice = best_depth(gather_counts(dispatcher, routing), row_nbytes, rates, coding)
+    choice = first_answer(choice, dispatcher.group)
+    dispatcher.set_depth(choice.depth)
+    return choice
+
+
+def first_answer(mine: T, group: dist.ProcessGroup) -> T:
+    """What the group's first rank has; all ranks of the group call this together."""
+    told = [mine]
+    dist.broadcast_object_list(told, src=dist.get_process_group_ranks(group)[0], group=group)
+    return told[0]
