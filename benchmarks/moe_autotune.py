@@ -29,7 +29,7 @@ from benchmarks.slow_links import join, leave, run_ranks
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks
 from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.moe.candidates import Candidate, LayerPlan, best_candidate
+from laconic.cost.moe.search import Candidate, LayerPlan, best_candidate
 from laconic.formats import BlockFormat
 from laconic.moe import GatedExperts, Grid, MoELayer, Routing, expert_shard, make_dispatcher
 from laconic.moe.gates import Gate

@@ -26,9 +26,9 @@ from benchmarks.slow_links import join, leave, run_ranks, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks
 from laconic.collectives.profile import measure_link
+from laconic.cost.comm.rates import Line, WireRates
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line, WireRates
 from laconic.formats import BlockFormat
 from laconic.moe import Dispatched, Dispatcher, Grid, HierarchicalDispatcher, Order, Placement, Routing, SortedOrder
 from laconic.moe.dispatch.flat import FlatDispatcher

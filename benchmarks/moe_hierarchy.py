@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.registry import Options, Table, benchmark
+from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import (
     Hierarchy,
@@ -25,7 +26,6 @@ from laconic.cost.moe.hierarchy import (
     duplicate_rate,
     level_costs,
 )
-from laconic.cost.wire.rates import Line, LinkRates, WireRates
 from laconic.moe.placement.rebalance import rebalance
 from laconic.moe.placement.swap_search import SwapTables, plan_swaps, swap_tables
 

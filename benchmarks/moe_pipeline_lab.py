@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks
 from laconic.collectives import Raw
-from laconic.cost.wire.rates import Line
+from laconic.cost.comm.rates import Line
 from laconic.moe import (
     DenseGradients,
     Dispatcher,

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 import laconic
 from benchmarks.registry import Options, Table, benchmark
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
-from laconic.cost.choose import by_bits, choose
-from laconic.cost.units import Choice
+from laconic.cost.memory.saved_tensors import Choice
+from laconic.cost.planner.policy import by_bits, choose
 from laconic.train.memory.check import choices_of
 
 _SETTINGS = ((16, "exact", "exact"), (4, "exact", "exact"), (4, "int8", "chunked"), (8, "nf4", "chunked"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from laconic.cli.main import main
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line
 from tests.collectives.simulated import made_up_rates
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from laconic.cli.main import main
+from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, WireRates
+from laconic.cost.comm.seconds import World, decide
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import CODES, ITEM_NBYTES, OPERATIONS, WireRates
-from laconic.cost.wire.seconds import World, decide
 from tests.distributed.processes import Ending, environment, finish, free_port, rank_environment, start
 
 

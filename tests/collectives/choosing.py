@@ -21,8 +21,8 @@ from laconic.collectives import choose as choosing
 from laconic.collectives.choose import choose, learn, note, observe, prepare, use_rates, would_talk
 from laconic.collectives.lane import run_in_background
 from laconic.collectives.measure import Ranks
-from laconic.cost.wire.rates import WireRates
-from laconic.cost.wire.seconds import RAW
+from laconic.cost.comm.rates import WireRates
+from laconic.cost.comm.seconds import RAW
 from laconic.errors import ConfigError
 from tests.collectives.simulated import made_up_rates
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.cost.wire.rates import OPERATIONS, CodecRates, Line, LinkRates, WireRates
+from laconic.cost.comm.rates import OPERATIONS, CodecRates, Line, LinkRates, WireRates
 
 
 def made_up_rates(bytes_per_second: float = 125e6, coding_bytes_per_second: float = 8e9) -> WireRates:

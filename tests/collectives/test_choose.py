@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from laconic.collectives import audit
 from laconic.collectives.chooser import Call, Chooser
 from laconic.collectives.measure import world_of
-from laconic.cost.wire.rates import WireRates
-from laconic.cost.wire.seconds import (
+from laconic.cost.comm.rates import WireRates
+from laconic.cost.comm.seconds import (
     LOW_RATIO,
     MEASURED_SLOWER,
     NOT_PREPARED,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from laconic.cost.wire.rates import GROUP_KINDS, OPERATIONS, WireRates
-from laconic.cost.wire.seconds import World, candidates
+from laconic.cost.comm.rates import GROUP_KINDS, OPERATIONS, WireRates
+from laconic.cost.comm.seconds import World, candidates
 from tests.distributed.processes import finish, free_port, rank_environment, start
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings, load_plan, predict
-from laconic.cost.choose import Weights, agoq, by_bits, choose, describe
-from laconic.cost.rates import Hardware, Sensitivity
-from laconic.cost.units import EXACT, Choice
+from laconic.cost.hardware.compute import Hardware, Sensitivity
+from laconic.cost.memory.saved_tensors import EXACT, Choice
+from laconic.cost.planner.policy import Weights, agoq, by_bits, choose, describe
 from laconic.errors import LaconicError, PlanError
 from tests.cost.shapes import shape_of
 
@@ -68,7 +68,7 @@ def test_the_choice_is_the_best_of_all() -> None:
         choices = {unit.name: choice for unit, choice in zip(units, assignment, strict=True)}
         choices |= {u.name: Choice("nf4") for s in job.stages() for u in s.units() if not u.rows}
         found = describe(job, choices, {}, "by hand")
-        from laconic.cost.rates import pack_seconds, recompute_seconds
+        from laconic.cost.hardware.compute import pack_seconds, recompute_seconds
 
         seconds = sum(pack_seconds(job, hardware, u, choices[u.name]) for u in units)
         error = (found.relative_error / 0.05) ** 2
@@ -241,5 +241,6 @@ def test_shipped_numbers_name_their_source() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import laconic.cost.choose, laconic.cost.plan, sys; assert not {'torch', 'scipy'} & set(sys.modules)"
+    modules = "laconic.cost.planner.policy, laconic.cost.planner.plan"
+    code = f"import {modules}, sys; assert not {{'torch', 'scipy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

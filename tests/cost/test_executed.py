@@ -10,8 +10,8 @@ import torch
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker
 from laconic.cost import Batch, Choice, Job, ModelShape, Plan, Settings
-from laconic.cost.choose import by_bits, choose, describe
-from laconic.cost.units import EXACT, RECOMPUTE, Unit, rotary_nbytes
+from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Unit, rotary_nbytes
+from laconic.cost.planner.policy import by_bits, choose, describe
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
 
 BATCH = Batch(2, 64)

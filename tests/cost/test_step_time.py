@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.cost.step_time import LayerTime, step_seconds
+from laconic.cost.hardware.step_time import LayerTime, step_seconds
 from laconic.errors import PlanError
 from laconic.schedule import make_schedule
 

@@ -12,8 +12,8 @@ from torch import nn
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Settings, predict
-from laconic.cost.families import FAMILIES
-from laconic.cost.units import CODE_BITS, EXACT, PRECISIONS, Unit, head_unit, layer_units
+from laconic.cost.memory.families import FAMILIES
+from laconic.cost.memory.saved_tensors import CODE_BITS, EXACT, PRECISIONS, Unit, head_unit, layer_units
 from laconic.errors import PlanError
 from laconic.formats import BlockFormat
 from laconic.train.memory.check import choices_of

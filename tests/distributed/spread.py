@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laconic.cost.comm.rates import Line, LinkRates
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line, LinkRates
 from laconic.moe.huggingface import GivenRouting
 from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.train.distributed.world import join_world, read_environment

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from laconic import collectives
 from laconic.collectives import audit
 from laconic.collectives.choose import use_rates
-from laconic.cost.wire.seconds import PROBE_RAW
+from laconic.cost.comm.seconds import PROBE_RAW
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.over_backend import all_gather_single, join

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe.hierarchy import RowCounts, count_vector, level_nbytes
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line
 from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
 from laconic.moe.dispatch.base import Dispatcher

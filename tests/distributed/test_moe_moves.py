@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line
 from laconic.errors import CheckpointError, CollectiveError, ConfigError
 from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
 from laconic.moe.placement.balancer import Criterion, ExpertBalancer

@@ -18,8 +18,8 @@ from torch import Tensor
 from laconic import collectives
 from laconic.collectives import audit, exchange, operations, wire
 from laconic.collectives.choose import use_rates
-from laconic.cost.wire.rates import RING, Line
-from laconic.cost.wire.seconds import Choice
+from laconic.cost.comm.rates import RING, Line
+from laconic.cost.comm.seconds import Choice
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives.codec import Blockwise, Raw
+from laconic.cost.comm.rates import Line, LinkRates, WireRates
+from laconic.cost.comm.seconds import MIN_GAIN
 from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.moe.candidates import best_plan
-from laconic.cost.wire.rates import Line, LinkRates, WireRates
-from laconic.cost.wire.seconds import MIN_GAIN
+from laconic.cost.moe.search import best_plan
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe import (

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from laconic.collectives.codec import Blockwise
+from laconic.cost.comm.rates import Line, LinkRates, WireRates
+from laconic.cost.comm.seconds import World
 from laconic.cost.moe import Coding, GridShape, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
-from laconic.cost.wire.rates import Line, LinkRates, WireRates
-from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe.parallel.grid import Grid

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, RowCounts, best_depth, count_vector, level_costs
-from laconic.cost.wire.rates import Line
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.topology import Levels
 from laconic.moe.placement.swap_search import (

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cost.comm.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
+from laconic.cost.comm.seconds import World
+from laconic.cost.comm.table import explain_one, explain_sweep, rates_text
 from laconic.cost.moe import GridShape, MoERates
-from laconic.cost.moe.candidates import Pricing
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.moe.rates_table import moe_rates_text
+from laconic.cost.moe.search import Pricing
 from laconic.cost.moe.table import candidates_text
-from laconic.cost.moe.work import LayerWork
-from laconic.cost.sizes import parse_nbytes
-from laconic.cost.wire.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
-from laconic.cost.wire.seconds import World
-from laconic.cost.wire.table import explain_one, explain_sweep, rates_text
+from laconic.cost.text.sizes import parse_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["run"]

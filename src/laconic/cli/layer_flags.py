@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.cost.moe.shape import LayerShape
-from laconic.cost.wire.rates import ITEM_NBYTES
 
 __all__ = ["add_layer", "layer_shape"]
 

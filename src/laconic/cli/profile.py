@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cost.comm.rates import WireRates, default_path
+from laconic.cost.comm.table import rates_text
 from laconic.cost.moe.rates import MoERates, default_moe_path
-from laconic.cost.wire.rates import WireRates, default_path
-from laconic.cost.wire.table import rates_text
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from laconic.collectives.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.lane import original_of
 from laconic.collectives.measure import Ranks, brief_codecs, brief_link, host_name, world_of
 from laconic.collectives.raw_calls import RawCalls
-from laconic.cost.wire.rates import ITEM_NBYTES, SEND, WireRates, default_path
-from laconic.cost.wire.seconds import (
+from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
+from laconic.cost.comm.seconds import (
     MIN_CODED_NBYTES,
     NO_CODE,
     NOT_PREPARED,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from laconic.collectives.estimates import CODED, FINENESS, SLOWER, TRY, Pace, Shrinkage
-from laconic.cost.wire.rates import WireRates
-from laconic.cost.wire.seconds import (
+from laconic.cost.comm.rates import WireRates
+from laconic.cost.comm.seconds import (
     LOW_RATIO,
     MEASURED_SLOWER,
     PROBE,

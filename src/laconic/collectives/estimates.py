@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from laconic.cost.wire.seconds import MIN_GAIN
+from laconic.cost.comm.seconds import MIN_GAIN
 
 __all__ = ["FINENESS", "Pace", "Shrinkage"]
 

@@ -30,7 +30,7 @@ from laconic.collectives.pieces import (
 from laconic.collectives.ring import ring_all_reduce_piece, ring_reduce_scatter_piece
 from laconic.collectives.route import Route, agree, find_route, finish, route_of, slices
 from laconic.collectives.wire import WIRE_VERSION, Outgoing, Wire
-from laconic.cost.wire.seconds import RAW, Choice
+from laconic.cost.comm.seconds import RAW, Choice
 from laconic.errors import CollectiveError, ConfigError
 
 __all__ = ["REDUCIBLE", "Exchange"]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import native
-from laconic.cost.wire.rates import CODES, OPERATIONS, RING, CodecRates, Line, LinkRates, fit_line
-from laconic.cost.wire.seconds import MIN_CODED_NBYTES, World, sent_nbytes
+from laconic.cost.comm.rates import CODES, OPERATIONS, RING, CodecRates, Line, LinkRates, fit_line
+from laconic.cost.comm.seconds import MIN_CODED_NBYTES, World, sent_nbytes
 from laconic.formats import lossless
 
 __all__ = ["Exchange", "Ranks", "brief_codecs", "brief_link", "codec_rates", "host_name", "pass_around", "world_of"]

@@ -26,7 +26,7 @@ from laconic.collectives.batch import Batches
 from laconic.collectives.choose import foresee
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.works import AfterWork, PeerWork
-from laconic.cost.wire.seconds import NO_CODE, RAW, TOO_SMALL
+from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
 __all__ = ["CODED", "Points", "as_bytes"]

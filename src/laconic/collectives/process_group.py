@@ -40,7 +40,7 @@ from laconic.collectives.points import CODED, Points, as_bytes
 from laconic.collectives.raw_calls import RawCalls
 from laconic.collectives.strided import on_dense
 from laconic.collectives.works import LaneWork, Ordered, RawWork, Together, outlive_python
-from laconic.cost.wire.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
+from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create"]

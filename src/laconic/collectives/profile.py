@@ -20,7 +20,7 @@ from laconic.collectives import backend, native, operations
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, pass_around, world_of
 from laconic.collectives.route import Route
-from laconic.cost.wire.rates import (
+from laconic.cost.comm.rates import (
     ITEM_NBYTES,
     OPERATIONS,
     RING,
@@ -31,7 +31,7 @@ from laconic.cost.wire.rates import (
     WireRates,
     fit_line,
 )
-from laconic.cost.wire.seconds import World, coded_seconds, sent_nbytes
+from laconic.cost.comm.seconds import World, coded_seconds, sent_nbytes
 
 __all__ = ["measure_link", "profile"]
 

@@ -12,7 +12,7 @@ from laconic.collectives import audit
 from laconic.collectives.choose import choose, learn, observe, would_talk
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.wire import Wire
-from laconic.cost.wire.seconds import RAW, Choice
+from laconic.cost.comm.seconds import RAW, Choice
 
 __all__ = ["Route", "agree", "find_route", "finish", "route_of", "slices"]
 

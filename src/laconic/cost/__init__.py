@@ -3,10 +3,10 @@
 Pure Python at import; nothing here needs torch.
 """
 
-from laconic.cost.memory import Job, Layout, Prediction, RankMemory, Settings, predict
-from laconic.cost.model_shape import ModelShape
-from laconic.cost.plan import Plan, load_plan
-from laconic.cost.units import Batch, Choice, Unit
+from laconic.cost.memory.model_shape import ModelShape
+from laconic.cost.memory.predict import Job, Layout, Prediction, RankMemory, Settings, predict
+from laconic.cost.memory.saved_tensors import Batch, Choice, Unit
+from laconic.cost.planner.plan import Plan, load_plan
 
 __all__ = [
     "Batch",

@@ -36,7 +36,7 @@ _MAX_STATES = 1000
 
 
 class ReductionLine(Protocol):
-    """seconds = alpha_seconds + seconds_per_byte * bytes, such as laconic.cost.wire.rates.Line."""
+    """seconds = alpha_seconds + seconds_per_byte * bytes, such as laconic.cost.comm.rates.Line."""
 
     @property
     def alpha_seconds(self) -> float: ...

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from laconic.cost.comm.rates import CodecRates, Line, LinkRates
 from laconic.cost.moe import GridShape, LayerShape, MoERates, fsmoe_route, parm_routes
-from laconic.cost.moe.candidates import AROUND, FLAT, LayerPlan, Pricing, best_candidate, best_plan, overhead_size
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector, level_rows, rows_between, slowest_rows
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Overhead
+from laconic.cost.moe.search import AROUND, FLAT, LayerPlan, Pricing, best_candidate, best_plan, overhead_size
 from laconic.cost.moe.table import candidates_text
-from laconic.cost.moe.work import LayerWork
-from laconic.cost.wire.rates import CodecRates, Line, LinkRates
 from laconic.errors import ConfigError
 
 SHAPE = LayerShape(num_tokens=64, model_dim=32, hidden_dim=48, num_experts=8, top_k=4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe import GridShape, LayerShape, MoERates, Route, Step, parm_routes
 from laconic.cost.moe.chunks import hidden_in_chunks, in_chunks
-from laconic.cost.wire.rates import Line
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, pipeline_seconds
 
 GATE, ORDER = Step("gate", 0.5), Step("order", 0.25)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from laconic.cost.comm.rates import Line
+from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridShape, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_a_wire
-from laconic.cost.wire.rates import Line
-from laconic.cost.wire.seconds import sent_nbytes
 from laconic.errors import ConfigError, ScheduleError
 from laconic.schedule.moe import best_degree, closed_form, pipeline_seconds
 

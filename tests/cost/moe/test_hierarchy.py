@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.moe_hierarchy import CLUSTER, FITS, PUBLISHED_RATES, paper_rates
+from laconic.cost.comm.rates import CodecRates, Line
+from laconic.cost.comm.seconds import World
 from laconic.cost.moe import Coding
 from laconic.cost.moe.hierarchy import (
     Hierarchy,
@@ -28,8 +30,6 @@ from laconic.cost.moe.hierarchy import (
     level_rows,
     wire_rows,
 )
-from laconic.cost.wire.rates import CodecRates, Line
-from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
 Routes = list[list[set[int]]]  # by source rank, then token: its experts

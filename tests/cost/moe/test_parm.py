@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laconic.cost.comm.rates import Line
+from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridShape, LayerShape, MoERates, fastest, parm_routes, saa_seconds
-from laconic.cost.wire.rates import Line
-from laconic.cost.wire.seconds import sent_nbytes
 from laconic.errors import ConfigError
 
 NAMES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")

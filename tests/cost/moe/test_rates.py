@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laconic.cost.comm.rates import CodecRates, Line, LinkRates, WireRates
+from laconic.cost.comm.seconds import World, sent_nbytes
 from laconic.cost.moe import GROUPS, Coding, GridShape, LayerShape, MoERates
 from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.rates import default_moe_path
-from laconic.cost.wire.rates import CodecRates, Line, LinkRates, WireRates
-from laconic.cost.wire.seconds import World, sent_nbytes
 from laconic.errors import ConfigError
 
 LAYER = LayerShape(num_tokens=64, model_dim=32, hidden_dim=48, num_experts=8, top_k=2)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laconic.cost.comm.rates import Line, LinkRates
+from laconic.cost.comm.seconds import World
 from laconic.cost.moe import LayerShape, MoERates
 from laconic.cost.moe.swap_period import (
     LOOK_SHARE,
@@ -20,8 +22,6 @@ from laconic.cost.moe.swap_period import (
     look_seconds,
     move_seconds,
 )
-from laconic.cost.wire.rates import Line, LinkRates
-from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
 

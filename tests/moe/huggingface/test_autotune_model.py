@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives.codec import Raw
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe import MoERates
-from laconic.cost.wire.rates import Line
 from laconic.moe import Grid, HierarchicalDispatcher, parallelize
 from laconic.moe.tuning import autotune
 from tests.activations.models import make_model

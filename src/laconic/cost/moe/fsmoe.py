@@ -9,10 +9,10 @@ c*n/N_MP rows; the gather brings N_ESP times as many to each shard, the reduce-s
 
 from __future__ import annotations
 
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.moe.work import LayerWork
 from laconic.schedule.moe import LayerTimes, best_degree, pipeline_seconds
 
 __all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]

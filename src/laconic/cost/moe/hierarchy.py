@@ -24,9 +24,9 @@ from itertools import pairwise
 from math import comb
 from typing import TYPE_CHECKING, Any
 
+from laconic.cost.comm.seconds import World
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import world_of_group
-from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:

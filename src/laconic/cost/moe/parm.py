@@ -18,10 +18,10 @@ other replicated parameters.
 
 from __future__ import annotations
 
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.moe.work import LayerWork
 
 __all__ = ["BASELINE", "S1", "S2", "parm_routes", "saa_seconds"]
 

@@ -1,7 +1,7 @@
 """How fast a cluster runs the parts of mixture-of-experts layers: links by group, matrix products, attention, copies.
 
 Everything is a line, seconds = alpha + beta * size (FSMoE 4.1, HierMoE 3.2). The size of an operation between ranks is
-the bytes one process sends, as in laconic.cost.wire, so that groups of different sizes can share a line; that of a
+the bytes one process sends, as in laconic.cost.comm, so that groups of different sizes can share a line; that of a
 matrix product is its multiply-adds. Published constants count other things and have to be converted.
 """
 
@@ -13,18 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from laconic.cost.moe.overhead import Overhead
-from laconic.cost.moe.shape import GROUPS
-from laconic.cost.rates_file import (
-    cached_path,
-    check_format,
-    check_known,
-    load_json,
-    read_number,
-    read_table,
-    save_json,
-)
-from laconic.cost.wire.rates import (
+from laconic.cost.comm.rates import (
     ITEM_NBYTES,
     CodecRates,
     Line,
@@ -34,7 +23,18 @@ from laconic.cost.wire.rates import (
     read_line,
     read_link,
 )
-from laconic.cost.wire.seconds import RAW, World, chunk_numbers, coded_seconds, pays, sent_nbytes
+from laconic.cost.comm.seconds import RAW, World, chunk_numbers, coded_seconds, pays, sent_nbytes
+from laconic.cost.hardware.rates_file import (
+    cached_path,
+    check_format,
+    check_known,
+    load_json,
+    read_number,
+    read_table,
+    save_json,
+)
+from laconic.cost.moe.overhead import Overhead
+from laconic.cost.moe.shape import GROUPS
 from laconic.errors import ConfigError
 
 __all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
@@ -117,7 +117,7 @@ class MoERates:
     def price(self, operation: str, group: str, world: World, nbytes: float, coding: Coding | None = None) -> Price:
         """Predicted for one operation of a group.
 
-        nbytes: of the input of one rank, as in `laconic.cost.wire.seconds.decide`.
+        nbytes: of the input of one rank, as in `laconic.cost.comm.seconds.decide`.
         Raises ConfigError for a code that was not measured on that dtype.
         """
         if world.num_ranks == 1:

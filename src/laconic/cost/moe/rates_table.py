@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from laconic.cost.comm.rates import Line
+from laconic.cost.comm.table import columns, format_seconds
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.wire.rates import Line
-from laconic.cost.wire.table import columns, format_seconds
 
 __all__ = ["moe_rates_text"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.moe.work import LayerWork
 from laconic.errors import ConfigError
 from laconic.schedule.moe_pipeline import ChunkTime
 

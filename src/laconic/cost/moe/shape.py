@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from laconic.cost.wire.seconds import World
+from laconic.cost.comm.seconds import World
 from laconic.errors import ConfigError
 
 __all__ = ["GROUPS", "GridShape", "LayerShape", "world_of_group"]

@@ -20,9 +20,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from laconic.cost.comm.seconds import World, sent_nbytes
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import LayerShape
-from laconic.cost.wire.seconds import World, sent_nbytes
 from laconic.errors import ConfigError
 
 __all__ = [

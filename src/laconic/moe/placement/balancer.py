@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from laconic.cost.comm.seconds import World
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, look_seconds, move_seconds
-from laconic.cost.wire.seconds import World
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import row_nbytes
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher

@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, host_name, world_of
-from laconic.cost.moe.candidates import Candidate, LayerPlan, Pricing, best_candidate, best_plan
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates, default_moe_path
 from laconic.cost.moe.routes import Route
+from laconic.cost.moe.search import Candidate, LayerPlan, Pricing, best_candidate, best_plan
 from laconic.cost.moe.swap_period import DIRECTIONS, expert_nbytes, move_seconds
 from laconic.cost.moe.table import candidates_text
-from laconic.cost.moe.work import LayerWork
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.topology import Levels

@@ -23,9 +23,9 @@ from laconic.collectives import native
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, world_of
 from laconic.collectives.profile import measure_link
+from laconic.cost.comm.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import GROUPS, LayerShape
-from laconic.cost.wire.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.errors import ConfigError
 from laconic.moe.experts.grouped_mm import grouped_mm
 from laconic.moe.parallel.grid import Grid

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from laconic.collectives import native
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.measure import Ranks, gaussian
-from laconic.cost.moe.candidates import FLAT, Candidate, LayerPlan, Pricing, overhead_size
+from laconic.cost.comm.rates import Line
+from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
+from laconic.cost.moe.search import FLAT, Candidate, LayerPlan, Pricing, overhead_size
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.moe.work import LayerWork
-from laconic.cost.wire.rates import Line
-from laconic.cost.wire.seconds import RAW
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from laconic.collectives.measure import Ranks
+from laconic.cost.comm.rates import Line
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.moe.work import LayerWork
-from laconic.cost.wire.rates import Line
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of

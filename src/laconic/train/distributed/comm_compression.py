@@ -17,7 +17,7 @@ from laconic.collectives.choose import choose, prepare
 from laconic.collectives.codec import Codec, Lossless
 from laconic.collectives.measure import Ranks, gaussian
 from laconic.collectives.zipped import zip_collectives
-from laconic.cost.wire.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
+from laconic.cost.comm.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
 from laconic.errors import ModelError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.layout import Layout

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from laconic.activations import Site, compress_activations, decompress_activations, find_sites
 from laconic.cost import Batch, Job, ModelShape
-from laconic.cost.units import Unit
+from laconic.cost.memory.saved_tensors import Unit
 from laconic.errors import DataError
 from laconic.formats import BlockFormat
 from laconic.train.config.schema import DataConfig, ModelConfig

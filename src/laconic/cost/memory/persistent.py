@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from laconic.cost.job import Job, Stage
+from laconic.cost.memory.job import Job, Stage
 
 __all__ = ["adamw8bit_nbytes", "gradient_nbytes", "lasting_nbytes"]
 

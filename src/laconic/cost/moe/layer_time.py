@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from laconic.cost.comm.rates import Line
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.wire.rates import Line
 
 __all__ = ["LayerWork"]
 

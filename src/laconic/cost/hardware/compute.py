@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.job import Job
-from laconic.cost.units import Choice, Unit
+from laconic.cost.memory.job import Job
+from laconic.cost.memory.saved_tensors import Choice, Unit
 from laconic.errors import PlanError
 
 __all__ = ["Hardware", "Sensitivity", "layer_forward_flops", "pack_seconds", "recompute_seconds"]

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from laconic.cost.model_shape import ModelShape
-from laconic.cost.split import balanced_split
-from laconic.cost.units import (
+from laconic.cost.memory.model_shape import ModelShape
+from laconic.cost.memory.saved_tensors import (
     EXACT,
     PRECISIONS,
     Batch,
@@ -22,6 +21,7 @@ from laconic.cost.units import (
     loss_nbytes,
     rotary_nbytes,
 )
+from laconic.cost.planner.split import balanced_split
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule, make_schedule
 

@@ -2,7 +2,7 @@
 
 U is batch x sequence x hidden x 2 bytes. The paper counts a norm's input in fp32, the sigmoid of SwiGLU as a tensor of
 its own, attention with q, k, v, output and one more U that it does not name, four bits without scales, and no logits.
-`laconic.cost.units` counts what our code keeps; this is for comparison with what was published.
+`laconic.cost.memory.saved_tensors` counts what our code keeps; this is for comparison with what was published.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from laconic.cost.model_shape import ModelShape
+from laconic.cost.memory.model_shape import ModelShape
 
 __all__ = ["COMPONENTS", "PaperRun", "components", "real_components"]
 

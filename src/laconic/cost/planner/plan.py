@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.choose import Chosen
-from laconic.cost.job import Job, Layout, Settings
-from laconic.cost.memory import Prediction, predict
-from laconic.cost.model_shape import ModelShape
-from laconic.cost.units import EXACT, Batch, Choice
+from laconic.cost.memory.job import Job, Layout, Settings
+from laconic.cost.memory.model_shape import ModelShape
+from laconic.cost.memory.predict import Prediction, predict
+from laconic.cost.memory.saved_tensors import EXACT, Batch, Choice
+from laconic.cost.planner.policy import Chosen
 from laconic.errors import PlanError
 
 __all__ = ["Plan", "load_plan"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from laconic.cost.families import FAMILIES, Family
+from laconic.cost.memory.families import FAMILIES, Family
 from laconic.errors import PlanError
 
 __all__ = ["sizes_of"]

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from laconic.cost.job import Job, Layout, Settings, Stage, kept_nbytes
-from laconic.cost.lasting import lasting_nbytes
-from laconic.cost.moments import Moment, moments_of
-from laconic.cost.units import Choice
+from laconic.cost.memory.job import Job, Layout, Settings, Stage, kept_nbytes
+from laconic.cost.memory.peak import Moment, moments_of
+from laconic.cost.memory.persistent import lasting_nbytes
+from laconic.cost.memory.saved_tensors import Choice
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule
 

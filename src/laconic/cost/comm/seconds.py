@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laconic.cost.wire.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, CodecRates, Line, LinkRates, WireRates
+from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, CodecRates, Line, LinkRates, WireRates
 from laconic.errors import ConfigError
 
 __all__ = [

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.rates_file import (
+from laconic.cost.hardware.rates_file import (
     cached_path,
     check_format,
     check_known,
@@ -75,7 +75,7 @@ class Line:
 @dataclass(frozen=True)
 class LinkRates:
     """One kind of group, as measured with `world` ranks of it. Bytes count what one process sends, see `sent_nbytes`
-    in laconic.cost.wire.seconds."""
+    in laconic.cost.comm.seconds."""
 
     world: int
     operations: Mapping[str, Line]

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from laconic.cost.families import FAMILIES, Family
+from laconic.cost.memory.families import FAMILIES, Family
 from laconic.errors import PlanError
 
 __all__ = ["FAMILIES", "Family", "ModelShape"]
@@ -193,7 +193,7 @@ class ModelShape:
             PlanError: a size is missing, the family is not known or not what the configuration says, or the
                 configuration asks for something whose bytes are not predicted.
         """
-        from laconic.cost.model_config import sizes_of
+        from laconic.cost.memory.model_config import sizes_of
 
         return cls(**sizes_of(config, family))
 

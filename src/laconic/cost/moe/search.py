@@ -20,16 +20,16 @@ from itertools import product
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from laconic.cost.comm.rates import Line
+from laconic.cost.comm.seconds import MIN_GAIN, RAW
 from laconic.cost.moe.chunks import hidden_in_chunks, in_chunks
 from laconic.cost.moe.fsmoe import fsmoe_route, shares_a_wire
 from laconic.cost.moe.hierarchy import Hierarchy, Level, RowCounts, rows_between, slowest_rows, wire_rows
+from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, Step
 from laconic.cost.moe.shape import GridShape, LayerShape
-from laconic.cost.moe.work import LayerWork
-from laconic.cost.wire.rates import Line
-from laconic.cost.wire.seconds import MIN_GAIN, RAW
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:

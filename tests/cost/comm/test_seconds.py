@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from laconic.cost.wire import seconds as wire
-from laconic.cost.wire.rates import (
+from laconic.cost.comm import seconds as wire
+from laconic.cost.comm.rates import (
     OPERATIONS,
     RING,
     CodecRates,
@@ -25,7 +25,7 @@ from laconic.cost.wire.rates import (
     default_path,
     fit_line,
 )
-from laconic.cost.wire.seconds import World, candidates, coded_seconds, decide, ring_seconds, sent_nbytes
+from laconic.cost.comm.seconds import World, candidates, coded_seconds, decide, ring_seconds, sent_nbytes
 from laconic.errors import ConfigError
 
 GIGABIT = 125e6

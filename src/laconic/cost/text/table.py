@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from laconic.cost.choose import Chosen
-from laconic.cost.job import Job
-from laconic.cost.sizes import format_nbytes
-from laconic.cost.units import EXACT
+from laconic.cost.memory.job import Job
+from laconic.cost.memory.saved_tensors import EXACT
+from laconic.cost.planner.policy import Chosen
+from laconic.cost.text.sizes import format_nbytes
 
 __all__ = ["describe_job", "plan_text"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from laconic.cost.job import Job, Stage
-from laconic.cost.lasting import lasting_nbytes
-from laconic.cost.units import EXACT, Choice, layer_units
+from laconic.cost.memory.job import Job, Stage
+from laconic.cost.memory.persistent import lasting_nbytes
+from laconic.cost.memory.saved_tensors import EXACT, Choice, layer_units
 
 __all__ = ["Moment", "moments_of"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from laconic.cost.model_shape import ModelShape
+from laconic.cost.memory.model_shape import ModelShape
 from laconic.errors import PlanError
 
 __all__ = [

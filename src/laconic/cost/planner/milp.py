@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from laconic.cost.job import Job, Stage, kept_nbytes, recomputed_nbytes
-from laconic.cost.memory import predict
-from laconic.cost.moments import Moment, moments_of
-from laconic.cost.units import EXACT, RECOMPUTE, Choice, Unit
+from laconic.cost.memory.job import Job, Stage, kept_nbytes, recomputed_nbytes
+from laconic.cost.memory.peak import Moment, moments_of
+from laconic.cost.memory.predict import predict
+from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
 from laconic.errors import PlanError
 
 __all__ = ["LAYER_INPUT", "Costs", "Program"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from laconic.cost.job import Job
-from laconic.cost.memory import Prediction, predict
-from laconic.cost.program import Program
-from laconic.cost.rates import Hardware, Sensitivity, layer_forward_flops, pack_seconds, recompute_seconds
-from laconic.cost.sizes import format_nbytes
-from laconic.cost.units import EXACT, Choice, Unit
+from laconic.cost.hardware.compute import Hardware, Sensitivity, layer_forward_flops, pack_seconds, recompute_seconds
+from laconic.cost.memory.job import Job
+from laconic.cost.memory.predict import Prediction, predict
+from laconic.cost.memory.saved_tensors import EXACT, Choice, Unit
+from laconic.cost.planner.milp import Program
+from laconic.cost.text.sizes import format_nbytes
 from laconic.errors import PlanError
 
 __all__ = ["CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from laconic.cost.memory import Prediction
+from laconic.cost.memory.predict import Prediction
 from laconic.errors import PlanError
 
 __all__ = ["save_chart"]

@@ -1,0 +1,1 @@
+"""What computing takes: measured rates of machines and codecs, seconds of a step."""

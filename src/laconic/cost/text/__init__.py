@@ -1,0 +1,1 @@
+"""Sizes, plans and predictions as text and pictures."""
