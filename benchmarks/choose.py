@@ -115,9 +115,9 @@ def _numel(nbytes: int, world: int) -> int:
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures."""
-    from laconic.collectives.choose import choose, use_rates
-    from laconic.collectives.measure import Ranks
-    from laconic.collectives.profile import profile
+    from laconic.collectives.policy.cluster_profile import profile
+    from laconic.collectives.policy.microbench import Ranks
+    from laconic.collectives.policy.selector import choose, use_rates
 
     started = time.perf_counter()
     use_rates(profile(torch.device("cpu"), quick=task["quick"]))

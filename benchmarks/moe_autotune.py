@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
-from laconic.collectives.measure import Ranks
+from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import LayerShape, MoERates
 from laconic.cost.moe.search import Candidate, LayerPlan, best_candidate
 from laconic.formats import BlockFormat

@@ -24,8 +24,8 @@ from benchmarks.captured import capture_routing
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
-from laconic.collectives.measure import Ranks
-from laconic.collectives.profile import measure_link
+from laconic.collectives.policy.cluster_profile import measure_link
+from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line, WireRates
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import MoERates

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
-    from laconic.collectives.zipped import zip_collectives
+    from laconic.collectives.integrations.zip import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
@@ -38,7 +38,7 @@ _HOME = {
     "decompress_activations": "laconic.activations",
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
-    "zip_collectives": "laconic.collectives.zipped",
+    "zip_collectives": "laconic.collectives.integrations.zip",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",
     "BlockTensor": "laconic.formats",

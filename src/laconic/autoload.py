@@ -58,6 +58,6 @@ class _Creator:
         self._name = name
 
     def __call__(self, arguments: Any, options: Any) -> Any:
-        from laconic.collectives.process_group import create
+        from laconic.collectives.process_group.group import create
 
         return create(self._name, arguments, options)

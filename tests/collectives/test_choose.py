@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.collectives import audit
-from laconic.collectives.chooser import Call, Chooser
-from laconic.collectives.measure import world_of
+from laconic.collectives.policy.chooser import Call, Chooser
+from laconic.collectives.policy.microbench import world_of
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
     LOW_RATIO,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from laconic import collectives
-from laconic.collectives import wire
 from laconic.collectives.codec import Lossless, Raw
+from laconic.collectives.engine import transport
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks, wait_until
@@ -36,9 +36,9 @@ class FlipsBit:
 
     def __init__(self) -> None:
         self.bit = 0
-        self._send = wire.Wire.send
+        self._send = transport.Wire.send
 
-    def __call__(self, self_: wire.Wire, place: int, message: torch.Tensor, tag: int) -> dist.Work:
+    def __call__(self, self_: transport.Wire, place: int, message: torch.Tensor, tag: int) -> dist.Work:
         start = 0 if tag >= 1 << 30 else 256
         if message.numel() > start:
             message = message.clone()
@@ -51,7 +51,7 @@ def damaged(rank: int, world: int, folder: str) -> None:
     join(rank, world, folder)
     flips = FlipsBit()
     if rank == 1:
-        wire.Wire.send = lambda *arguments: flips(*arguments)  # type: ignore[method-assign]
+        transport.Wire.send = lambda *arguments: flips(*arguments)  # type: ignore[method-assign]
     # Header, lists of blocks, payload; the last bits. Short enough for a notice, and longer.
     for number, bit in enumerate(
         (*range(0, 8 * 72, 23), *range(8 * 72, 8 * 90, 13), *range(1000, 56_000, 2997), -1, -9)

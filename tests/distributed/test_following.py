@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from laconic import collectives
 from laconic.collectives import audit
-from laconic.collectives.choose import use_rates
+from laconic.collectives.policy.selector import use_rates
 from laconic.cost.comm.seconds import PROBE_RAW
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates

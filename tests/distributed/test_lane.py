@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from laconic.collectives import native
-from laconic.collectives.lane import Work, run_in_background
+from laconic.collectives.engine import torch_compat
+from laconic.collectives.engine.background import Work, run_in_background
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 
@@ -21,7 +21,7 @@ def work(rank: int, folder: str) -> None:
     x = torch.full((4,), float(rank + 1))
 
     def job(groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
-        native.all_reduce(x, groups[0]).wait()
+        torch_compat.all_reduce(x, groups[0]).wait()
         return x
 
     def begin() -> Work[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from laconic.collectives import audit
 from laconic.collectives.codec import Blockwise, Lossless, Raw
-from laconic.collectives.process_group import ProcessGroupOptions
+from laconic.collectives.process_group.group import ProcessGroupOptions
 from laconic.errors import CollectiveError, ConfigError, FormatError
 from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave

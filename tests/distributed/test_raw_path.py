@@ -17,10 +17,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic import collectives
-from laconic.collectives import audit, lane, wire
-from laconic.collectives.choose import prepare, use_rates
-from laconic.collectives.lane import Work
-from laconic.collectives.works import PeerWork, RawWork
+from laconic.collectives import audit
+from laconic.collectives.engine import background, transport
+from laconic.collectives.engine.background import Work
+from laconic.collectives.policy.selector import prepare, use_rates
+from laconic.collectives.process_group.work_handles import PeerWork, RawWork
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
@@ -104,8 +105,8 @@ def without_notices() -> None:
     def refuse(*arguments: object, **more: object) -> None:
         raise AssertionError("a call that is left raw was announced")
 
-    wire.Wire.__init__ = refuse  # type: ignore[assignment,method-assign]
-    lane._ThreadLane.__init__ = refuse  # type: ignore[assignment,method-assign]
+    transport.Wire.__init__ = refuse  # type: ignore[assignment,method-assign]
+    background._ThreadLane.__init__ = refuse  # type: ignore[assignment,method-assign]
 
 
 def through_the_functions(rank: int, world: int, folder: str) -> None:
@@ -256,7 +257,7 @@ def test_a_process_group_hands_raw_calls_on_and_their_handles_back(tmp_path: Pat
 
 def groups_share(rank: int, world: int, folder: str) -> None:
     """What one group of this process has measured, others of its kind need not."""
-    from laconic.collectives import choose as choosing
+    from laconic.collectives.policy import selector as choosing
 
     torch.set_num_threads(1)
     join("gloo", rank, world, folder, "gloo")

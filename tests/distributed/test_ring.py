@@ -16,8 +16,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic import collectives
-from laconic.collectives import audit, exchange, operations, wire
-from laconic.collectives.choose import use_rates
+from laconic.collectives import api, audit
+from laconic.collectives.engine import call, transport
+from laconic.collectives.policy.selector import use_rates
 from laconic.cost.comm.rates import RING, Line
 from laconic.cost.comm.seconds import Choice
 from laconic.errors import CollectiveError, FormatError
@@ -44,10 +45,10 @@ def bits(x: Tensor) -> Tensor:
 
 def around(num_chunks: int) -> None:
     """From here on all calls go around, in so many chunks, however small they are."""
-    operations.leaves_raw = lambda *arguments: False  # type: ignore[assignment]
-    exchange.would_talk = lambda *arguments, **more: False  # type: ignore[assignment]
+    api.leaves_raw = lambda *arguments: False  # type: ignore[assignment]
+    call.would_talk = lambda *arguments, **more: False  # type: ignore[assignment]
     choice = Choice("tiered", num_chunks, 1, 0.0, 0.0, "asked for", True)
-    exchange.choose = lambda *arguments, **more: choice  # type: ignore[assignment]
+    call.choose = lambda *arguments, **more: choice  # type: ignore[assignment]
 
 
 def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
@@ -88,7 +89,7 @@ def sums(rank: int, world: int, folder: str) -> None:
         expected = ring_sum(rows[:, rank], rank, factor)
         assert torch.equal(bits(part), bits(expected)), f"reduce_scatter {dtype} {numel}"
         if numel >= world:
-            assert torch.equal(bits(mine), bits(reference(x, factor, exchange.choose().num_chunks)))
+            assert torch.equal(bits(mine), bits(reference(x, factor, call.choose().num_chunks)))
     # As many bytes as in any other way, less what the codec saves.
     around(2)
     audit.reset()
@@ -120,9 +121,9 @@ def reference(x: Tensor, factor: float, num_chunks: int) -> Tensor:
 
 def damaged(rank: int, world: int) -> None:
     """Rank 0 sends a wrong bit to the next one, which says so; the others get what they should or break off."""
-    send = wire.Wire.send
+    send = transport.Wire.send
 
-    def flip(self: wire.Wire, place: int, message: Tensor, tag: int) -> dist.Work:
+    def flip(self: transport.Wire, place: int, message: Tensor, tag: int) -> dist.Work:
         if tag >= 1 << 30 and message.numel() > 1:
             message = message.clone()
             message[message.numel() // 2] ^= 4
@@ -130,7 +131,7 @@ def damaged(rank: int, world: int) -> None:
 
     around(1)
     if rank == 0:
-        wire.Wire.send = flip  # type: ignore[method-assign]
+        transport.Wire.send = flip  # type: ignore[method-assign]
     group = dist.new_group(timeout=timedelta(seconds=3))
     x, part = torch.randn(world, 30_000), torch.empty(30_000)
     if rank == 1:
@@ -139,7 +140,7 @@ def damaged(rank: int, world: int) -> None:
     else:
         with pytest.raises(CollectiveError, match=r"waited for rank 1: .*; rank 1 ended, stopped, raised"):
             collectives.reduce_scatter(part, x, group)
-    wire.Wire.send = send  # type: ignore[method-assign]
+    transport.Wire.send = send  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
@@ -156,16 +157,16 @@ def chosen(rank: int, world: int, folder: str) -> None:
     x = torch.randn(world, 1 << 18, generator=torch.Generator().manual_seed(0)).bfloat16()
     for async_op in (False, True):
         calls: list[bool] = []
-        piece = exchange.ring_all_reduce_piece
+        piece = call.ring_all_reduce_piece
 
         def counted(*arguments: object, piece: object = piece, calls: list[bool] = calls) -> object:
             calls.append(True)
             return piece(*arguments)  # type: ignore[operator]
 
-        exchange.ring_all_reduce_piece = counted  # type: ignore[assignment]
+        call.ring_all_reduce_piece = counted  # type: ignore[assignment]
         mine = x[rank].clone()
         collectives.all_reduce(mine, async_op=async_op).wait()
-        exchange.ring_all_reduce_piece = piece
+        call.ring_all_reduce_piece = piece
         assert calls
         everyone = torch.empty(world, mine.nbytes, dtype=torch.uint8)
         dist.all_gather(list(everyone), bits(mine))

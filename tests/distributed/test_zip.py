@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.collectives.autograd import all_to_all
 from laconic.collectives.codec import Codec, Lossless, Raw
+from laconic.collectives.integrations.autograd import all_to_all
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import quantize_reduction
 from laconic.train.launch.worker import leave

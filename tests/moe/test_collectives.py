@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from laconic.collectives import Lossless, Raw, audit, native
+from laconic.collectives import Lossless, Raw, audit
+from laconic.collectives.engine import torch_compat
 from laconic.errors import ConfigError, FormatError
 from laconic.moe.parallel import autograd_collectives as collectives
 from laconic.moe.parallel.grid import Grid, GridLayout
@@ -60,7 +61,7 @@ def values_are_those_of_the_definitions() -> None:
 
 def messages_say_how_long_they_are() -> None:
     group, rank, world = world_group(), dist.get_rank(), dist.get_world_size()
-    head = native._HEAD_NBYTES - 8
+    head = torch_compat._HEAD_NBYTES - 8
 
     def message(number: int, source: int, target: int) -> Tensor:
         length = (0, 7, head, head + 1, 3 * head)[(source + 2 * target + number) % 5]
@@ -68,7 +69,7 @@ def messages_say_how_long_they_are() -> None:
         return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
 
     for number in range(5):
-        received = native.all_to_all_told([message(number, rank, target) for target in range(world)], group)
+        received = torch_compat.all_to_all_told([message(number, rank, target) for target in range(world)], group)
         for source, found in enumerate(received):
             assert torch.equal(found, message(number, source, rank))
 

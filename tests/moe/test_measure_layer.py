@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from laconic.collectives.measure import Ranks
+from laconic.collectives.policy.microbench import Ranks
 from laconic.moe.tuning import measure_layer
 from laconic.moe.tuning.measure_layer import Timed, samples_in_turn
 

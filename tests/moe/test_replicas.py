@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.collectives import Raw, operations
+from laconic.collectives import Raw, api
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule, SoftmaxGate
@@ -122,7 +122,7 @@ def gradients_travel_in_buckets() -> None:
     """As many collectives as buckets, one after the other in the same order, with the sums of one per parameter."""
     grid = Grid(1, 2, 1)
     sent: list[int] = []
-    plain = operations.all_reduce
+    plain = api.all_reduce
 
     def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel())
@@ -144,7 +144,7 @@ def gradients_travel_in_buckets() -> None:
             parameter.grad = None if number == 1 else value.double()
         sent.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operations, "all_reduce", count)
+            patch.setattr(api, "all_reduce", count)
             reduce_gradients(model, grid, codec=Raw(), **({} if nbytes is None else {"bucket_nbytes": nbytes}))
         found[kind] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         numbers[kind] = list(sent)

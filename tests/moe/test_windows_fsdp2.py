@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from laconic.collectives.zipped import zip_collectives
+from laconic.collectives.integrations.zip import zip_collectives
 from laconic.errors import ModelError, ScheduleError
 from laconic.gradients import quantize_reduction
 from laconic.moe import DenseGradients, Grid, fully_shard_layers, reduce_in_windows

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
-from laconic.collectives.lane import Work
-from laconic.collectives.levels import TwoLevel
-from laconic.collectives.operations import (
+from laconic.collectives.api import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -14,8 +11,11 @@ from laconic.collectives.operations import (
     reduce_scatter,
     scatter,
 )
+from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.collectives.engine.background import Work
+from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.point_to_point import recv, send
-from laconic.collectives.process_group import ProcessGroupLaconic, ProcessGroupOptions
+from laconic.collectives.process_group.group import ProcessGroupLaconic, ProcessGroupOptions
 
 __all__ = [
     "Blockwise",

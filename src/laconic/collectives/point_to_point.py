@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import backend
-from laconic.collectives.agreement import Settings
 from laconic.collectives.arguments import check_tensors, find_groups, find_place, flat_group, flatten
-from laconic.collectives.backend import BackendWork
-from laconic.collectives.choose import leaves_raw
 from laconic.collectives.codec import Codec, setting_of
-from laconic.collectives.lane import Work, done, future_of, run_in_background
-from laconic.collectives.notices import Peers
-from laconic.collectives.route import Route, find_route, finish, slices
-from laconic.collectives.wire import WIRE_VERSION, Flight, Incoming, Outgoing, Wire
+from laconic.collectives.engine import uncoded
+from laconic.collectives.engine.agreement import Settings
+from laconic.collectives.engine.background import Work, done, future_of, run_in_background
+from laconic.collectives.engine.handshake import Peers
+from laconic.collectives.engine.route import Route, find_route, finish, slices
+from laconic.collectives.engine.transport import WIRE_VERSION, Flight, Incoming, Outgoing, Wire
+from laconic.collectives.engine.uncoded import BackendWork
+from laconic.collectives.policy.selector import leaves_raw
 from laconic.errors import ConfigError
 
 __all__ = ["recv", "send"]
@@ -43,8 +43,8 @@ def send(
 ) -> Work[Tensor]:
     """Send `tensor`, of any shape and dtype, to the global rank `dst`, which calls `recv`.
 
-    "auto" is raw in groups that were not prepared with `laconic.collectives.choose.prepare`. Between two ranks messages
-    of one direction are received in the order in which they were sent.
+    "auto" is raw in groups that were not prepared with `laconic.collectives.policy.selector.prepare`. Between two ranks
+    messages of one direction are received in the order in which they were sent.
 
     Raises FormatError for a tensor that does not fit, ConfigError on both ranks when they disagree about the message.
     """
@@ -74,7 +74,7 @@ def _start(
         raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
 
     if codec == "auto" and tensor.numel() and leaves_raw("send", tensor.numel(), tensor, groups[0], not sends):
-        work = (backend.send if sends else backend.recv)(tensor, groups[0], place)
+        work = (uncoded.send if sends else uncoded.recv)(tensor, groups[0], place)
         found = BackendWork(work, tensor, groups[0], f"send of {tensor.numel()} {tensor.dtype}", place)
         if not async_op:
             found.wait()

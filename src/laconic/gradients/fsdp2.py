@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.fsdp2 import ReduceScatter
+from laconic.collectives.integrations.fsdp2 import ReduceScatter
 from laconic.errors import ConfigError
 from laconic.gradients.reduce import NATIVE_BELOW_NBYTES, Op, reduce_scatter_q8
 

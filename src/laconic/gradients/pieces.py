@@ -1,6 +1,6 @@
 """One piece of a reduction, from quantizing to the result.
 
-A piece is a generator that yields where it waits for the network; see laconic.collectives.overlap.
+A piece is a generator that yields where it waits for the network; see laconic.collectives.engine.overlap.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
+from laconic.collectives.engine import torch_compat
 from laconic.gradients.message import Message, Parts, num_blocks
 from laconic.ops import dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
@@ -69,7 +69,7 @@ def _sum_everywhere(
     received = yield from _exchange(sent, group, agree)
     mine = message.zeros(1, parts.codes.device)
     message.write(Parts(*sum_requantize_blockwise(*message.parts(received), factor=factor)), mine)
-    work = native.all_gather(received, mine, group)
+    work = torch_compat.all_gather(received, mine, group)
     yield
     work.wait()
     return message.read(received, length)
@@ -80,7 +80,7 @@ def _exchange(sent: Tensor, group: dist.ProcessGroup, agree: Agree | None) -> Ge
     if agree is not None:
         agree()
     received = torch.empty_like(sent)
-    work = native.all_to_all(received, sent, group)
+    work = torch_compat.all_to_all(received, sent, group)
     yield
     work.wait()
     return received

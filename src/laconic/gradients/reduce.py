@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.collectives import native
-from laconic.collectives.agreement import Settings, start_agreement
-from laconic.collectives.lane import Groups, Job, Work, run_here, run_in_background
-from laconic.collectives.levels import TwoLevel
-from laconic.collectives.overlap import overlap
+from laconic.collectives.engine import torch_compat
+from laconic.collectives.engine.agreement import Settings, start_agreement
+from laconic.collectives.engine.background import Groups, Job, Work, run_here, run_in_background
+from laconic.collectives.engine.overlap import overlap
+from laconic.collectives.engine.two_level import TwoLevel
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient
 from laconic.gradients.message import PART_SIZES, Parts, num_blocks
@@ -115,7 +115,7 @@ def reduce_scatter_q8(
         agree = start_agreement(settings, group, input.device)
         if input.nbytes < min_nbytes:
             agree()
-            native.reduce_scatter(chunk, rows.float().contiguous(), group).wait()
+            torch_compat.reduce_scatter(chunk, rows.float().contiguous(), group).wait()
             return chunk.mul_(_factor(op, world))
         starts = range(0, rows.shape[1], -(-_PIECE_NUMEL // world // GRADIENT_BLOCK_SIZE) * GRADIENT_BLOCK_SIZE)
         pieces = [slice(start, start + starts.step) for start in starts]
@@ -266,7 +266,7 @@ def _all_reduce_flat(
         if error is not None:
             flat.add_(error)
             error.zero_()
-        native.all_reduce(flat, group).wait()
+        torch_compat.all_reduce(flat, group).wait()
         flat.mul_(factor)
         return
     errors = error.split(_PIECE_NUMEL) if error is not None else None
@@ -292,13 +292,13 @@ def _all_reduce_two_level(
     rows = F.pad(flat.float(), (0, chunk_numel * node.size() - flat.numel()))
     agree()
     chunk = torch.empty(chunk_numel, device=flat.device)
-    native.reduce_scatter(chunk, rows.view(node.size(), -1), node).wait()
+    torch_compat.reduce_scatter(chunk, rows.view(node.size(), -1), node).wait()
     _all_reduce_flat(chunk, cluster, _factor(op, node.size() * cluster.size()), settings, min_nbytes, None)
     if cluster.size() == 1:
         chunk.mul_(_factor(op, node.size()))
     chunk = chunk.to(flat.dtype)
     gathered = chunk.new_empty(node.size(), chunk_numel)
-    native.all_gather(gathered, chunk, node).wait()
+    torch_compat.all_gather(gathered, chunk, node).wait()
     flat.copy_(gathered.view(-1)[: flat.numel()])
 
 

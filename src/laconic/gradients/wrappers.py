@@ -78,7 +78,7 @@ def quantize_reduction(
         raise ConfigError("error_feedback is True, but FSDP2 shows no parameters to keep errors for; it needs DDP")
     if isinstance(across, TwoLevel):
         raise ConfigError("across is a TwoLevel, but FSDP2 itself reduces inside the node; pass the group across nodes")
-    from laconic.collectives.fsdp2 import param_groups, replicates
+    from laconic.collectives.integrations.fsdp2 import param_groups, replicates
     from laconic.gradients.fsdp2 import Q8ReduceScatter
 
     if any(replicates(group) for unit in units for group in param_groups(unit)):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat, quantized_gradient
 from laconic.formats.shards import local_part
@@ -109,7 +109,7 @@ class DenseGradients(Gradients):
             if self._codec is None:
                 dist.all_reduce(gradient, group=group)
             else:
-                operations.all_reduce(gradient, group, op="sum", codec=self._codec)
+                api.all_reduce(gradient, group, op="sum", codec=self._codec)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return full_value(gradient_norm(parameters))
@@ -151,7 +151,7 @@ class SpreadGradients(DenseGradients):
             elif self._q8:
                 all_reduce_q8(gradient, self._grid.edp, op="sum").div_(self._grid.layout.dp)
             else:
-                operations.all_reduce(gradient, self._grid.edp, codec=self._codec).wait()
+                api.all_reduce(gradient, self._grid.edp, codec=self._codec).wait()
                 gradient.div_(self._grid.layout.dp)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
 from laconic.collectives.codec import Codec, bytes_of
+from laconic.collectives.engine import torch_compat
 from laconic.moe.dispatch.chunked import Parcel, Wires
 from laconic.moe.dispatch.flat import num_local_experts
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -81,7 +81,8 @@ class _StageCut:
         fronts = torch.cat((entries, rows.flatten().expand(stage.fanout, -1)), 1)
         parts = zip(fronts, leg.ids.split(leg.entry_splits), strict=True)
         with losses_named(group):
-            told = native.all_to_all_told([torch.cat((bytes_of(front), bytes_of(ids))) for front, ids in parts], group)
+            messages = [torch.cat((bytes_of(front), bytes_of(ids))) for front, ids in parts]
+            told = torch_compat.all_to_all_told(messages, group)
         num_front = fronts.shape[1] * fronts.itemsize
         heard = torch.stack([one[:num_front] for one in told]).view(torch.int64)
         ids = torch.cat([one[num_front:].view(leg.ids.dtype) for one in told])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec, Raw
 from laconic.moe.dispatch.base import Dispatched
 from laconic.moe.dispatch.flat import Arrival, FlatDispatcher, attached, num_local_experts
@@ -79,5 +79,5 @@ class _Shares:
 def gathered_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """int64 [W, n] of every rank's int64 [n]."""
     table = counts.new_empty(group.size(), len(counts))
-    operations.all_gather(table, counts.contiguous(), group, codec=Raw())
+    api.all_gather(table, counts.contiguous(), group, codec=Raw())
     return table

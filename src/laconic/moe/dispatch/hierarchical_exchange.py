@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import audit, native, operations
+from laconic.collectives import api, audit
 from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.collectives.engine import torch_compat
 from laconic.moe.dispatch.send_plan import Held, Leg, arrive, leave
 from laconic.moe.dispatch.topology import Stage
 from laconic.moe.parallel.autograd_collectives import losses_named
@@ -63,7 +64,7 @@ def cross(held: Held, stage: Stage, experts_per_rank: int, group: dist.ProcessGr
     front = bytes_of(torch.tensor(leg.row_splits, device=leg.ids.device))
     parts = leg.ids.split(leg.entry_splits)
     with losses_named(group):
-        told = native.all_to_all_told([torch.cat((front, bytes_of(part))) for part in parts], group)
+        told = torch_compat.all_to_all_told([torch.cat((front, bytes_of(part))) for part in parts], group)
     table = torch.stack([one[: len(front)] for one in told]).view(torch.int64).tolist()
     ids = [one[len(front) :].view(leg.ids.dtype) for one in told]
     crossing = Crossing(group, leg, [row[group.rank()] for row in table], [len(one) for one in ids], table)
@@ -113,7 +114,7 @@ def send_down(rows: Tensor, weights: Tensor | None, crossing: Crossing, codec: C
 
     def arrive() -> tuple[Tensor, Tensor | None]:
         if not is_raw:
-            operations.all_to_all(rows_in, sent_rows, *splits, group, codec=codec, table=crossing.table)
+            api.all_to_all(rows_in, sent_rows, *splits, group, codec=codec, table=crossing.table)
         _wait_for(works, group)
         return rows_in, weights_in
 
@@ -142,7 +143,7 @@ def carry_up(
         works.append(_start_rows(rows_back, rows, *splits, group))
     else:
         table = None if crossing.table is None else [list(sizes) for sizes in zip(*crossing.table, strict=True)]
-        operations.all_to_all(rows_back, rows.contiguous(), *splits, group, codec=codec, table=table)
+        api.all_to_all(rows_back, rows.contiguous(), *splits, group, codec=codec, table=table)
     _wait_for(works, group)
     if weights is not None:
         weights_out = torch.empty_like(back).scatter_(0, leg.entries, back)
@@ -190,7 +191,7 @@ class _Carried(torch.autograd.Function):
 
 def _start_rows(
     received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int], group: dist.ProcessGroup
-) -> native.Started:
+) -> torch_compat.Started:
     """As they are: sizes are known to both sides, so the messages need no introduction."""
     away = sum(sent_splits) - sent_splits[group.rank()]
     nbytes = away * sent.shape[1] * sent.itemsize
@@ -200,13 +201,13 @@ def _start_rows(
 
 def _start(
     received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int], group: dist.ProcessGroup
-) -> native.Started:
+) -> torch_compat.Started:
     parts = zip(received.split(received_splits), sent.detach().contiguous().split(sent_splits), strict=True)
     into, out = zip(*((bytes_of(a), bytes_of(b)) for a, b in parts), strict=True)
-    return native.all_to_all_uneven(list(into), list(out), group)
+    return torch_compat.all_to_all_uneven(list(into), list(out), group)
 
 
-def _wait_for(works: Sequence[native.Started], group: dist.ProcessGroup) -> None:
+def _wait_for(works: Sequence[torch_compat.Started], group: dist.ProcessGroup) -> None:
     with losses_named(group):
         for work in works:
             work.wait()

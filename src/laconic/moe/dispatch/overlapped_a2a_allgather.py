@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.flat import Arrival, added_up, copied
@@ -133,7 +133,7 @@ def _sent(rows: Tensor, plan: SaaPlan) -> Tensor:
     outgoing = copied(rows.index_select(0, plan.own), sent[:: plan.num_shards], plan.num_shards)
     output = rows.new_empty(sum(received), rows.shape[1])
     table = plan.arrival.table
-    operations.all_to_all(output, outgoing, received, sent, plan.joint, codec=plan.codec, table=table)
+    api.all_to_all(output, outgoing, received, sent, plan.joint, codec=plan.codec, table=table)
     return output
 
 
@@ -147,9 +147,7 @@ def _gathered_home(rows: Tensor, plan: SaaPlan) -> Tensor:
         out = [size if place in sources else 0 for place, size in enumerate(sent)]
         outgoing = torch.cat([segment for place, segment in enumerate(segments) if place in targets])
         incoming = rows.new_empty(sum(out), rows.shape[1])
-        under_way.append(
-            operations.all_to_all(incoming, outgoing, out, into, plan.joint, codec=plan.codec, async_op=True)
-        )
+        under_way.append(api.all_to_all(incoming, outgoing, out, into, plan.joint, codec=plan.codec, async_op=True))
     result = rows.new_empty(plan.num_rows, rows.shape[1])
     for step, work in zip(plan.steps, under_way, strict=True):
         sizes = [len(plan.positions[me][source]) for source in plan.sources(me, step)]
@@ -166,6 +164,6 @@ def _give(mine: Tensor, plan: SaaPlan, step: tuple[int, ...], result: Tensor) ->
     most = max(map(len, places))
     padded = mine if len(mine) == most else torch.cat([mine, mine.new_zeros(most - len(mine), mine.shape[1])])
     everybody = mine.new_empty(plan.mp.size(), most, mine.shape[1])
-    operations.all_gather(everybody, padded, plan.mp, codec=plan.codec)
+    api.all_gather(everybody, padded, plan.mp, codec=plan.codec)
     for index, rows in zip(places, everybody, strict=True):
         result.index_copy_(0, index, rows[: len(index)])

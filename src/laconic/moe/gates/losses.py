@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
+from laconic.collectives.engine import torch_compat
 from laconic.errors import RoutingError
 
 __all__ = ["load_balance_loss", "sequence_balance_loss", "summed_counts", "z_loss"]
@@ -70,5 +70,5 @@ def z_loss(logits: Tensor) -> Tensor:
 def summed_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of int64 counts over the ranks of `group`; every rank calls it."""
     total = counts.clone()
-    native.all_reduce(total, group).wait()
+    torch_compat.all_reduce(total, group).wait()
     return total

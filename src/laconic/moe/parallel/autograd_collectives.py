@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.collectives import native, operations
-from laconic.collectives.autograd import all_to_all
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
+from laconic.collectives.engine import torch_compat
+from laconic.collectives.integrations.autograd import all_to_all
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = [
@@ -71,7 +72,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """counts int64 [W, n]: row r goes to rank r. Returns int64 [W, n], row r from rank r. Not differentiable."""
     received = torch.empty_like(counts)
     with losses_named(group):
-        native.all_to_all(received, counts.contiguous(), group).wait()
+        torch_compat.all_to_all(received, counts.contiguous(), group).wait()
     return received
 
 
@@ -158,19 +159,19 @@ _Operation = Callable[[Tensor, dist.ProcessGroup, AnyCodec], Tensor]
 
 def _gathered(x: Tensor, group: dist.ProcessGroup, codec: AnyCodec) -> Tensor:
     output = x.new_empty(group.size() * len(x), *x.shape[1:])
-    operations.all_gather(output, x.contiguous(), group, codec=codec)
+    api.all_gather(output, x.contiguous(), group, codec=codec)
     return output
 
 
 def _scattered_sum(x: Tensor, group: dist.ProcessGroup, codec: AnyCodec) -> Tensor:
     output = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    operations.reduce_scatter(output, x.contiguous(), group, codec=codec)
+    api.reduce_scatter(output, x.contiguous(), group, codec=codec)
     return output
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup, codec: AnyCodec) -> Tensor:
     output = x.clone(memory_format=torch.contiguous_format)
-    operations.all_reduce(output, group, codec=codec)
+    api.all_reduce(output, group, codec=codec)
     return output
 
 

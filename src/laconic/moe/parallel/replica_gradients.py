@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
 from laconic.formats import quantized_gradient
@@ -99,7 +99,7 @@ def reduce_gradients(
     for (expert, _, _), gradients in held.items():
         for bucket in _buckets(gradients, bucket_nbytes):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            operations.all_reduce(flat, grid.edp if expert else grid.dp, codec=codec)
+            api.all_reduce(flat, grid.edp if expert else grid.dp, codec=codec)
             parts = flat.div_(grid.layout.dp).split([gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.errors import ModelError, ScheduleError
 from laconic.moe.pipeline.schedule import pipeline_streams
@@ -39,7 +39,7 @@ def mean_over(group: dist.ProcessGroup, *, codec: Codec | str = "auto") -> Reduc
     """The mean over `group`; a Blockwise codec reduces in few bits."""
 
     def reduce(values: Tensor) -> None:
-        operations.all_reduce(values, group, op="avg", codec=codec)
+        api.all_reduce(values, group, op="avg", codec=codec)
 
     return reduce
 

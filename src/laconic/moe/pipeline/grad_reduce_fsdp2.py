@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from laconic.collectives.fsdp2 import ReduceScatter, num_shards, param_groups, replicates
+from laconic.collectives.integrations.fsdp2 import ReduceScatter, num_shards, param_groups, replicates
 from laconic.errors import ModelError, ScheduleError
 from laconic.moe.layer import moe_layers
 from laconic.moe.pipeline.grad_reduce import DenseGradients

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
+from laconic.collectives.engine import torch_compat
 from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, level_lines
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.errors import ConfigError
@@ -73,7 +73,7 @@ def look(
     while open_ and rounds < num_pairs:
         counted = [_Counted.of(asked[i], slots[i]) for i in open_]
         told = torch.cat([one.vector for one in counted])
-        native.all_reduce(told, group).wait()
+        torch_compat.all_reduce(told, group).wait()
         parts = told.split([one.vector.numel() for one in counted])
         answers = first_answer([one.plan(part, rates, coding) for one, part in zip(counted, parts, strict=True)], group)
         for i, plan in zip(open_, answers, strict=True):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.measure import Ranks, host_name, world_of
+from laconic.collectives.policy.microbench import Ranks, host_name, world_of
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates, default_moe_path
 from laconic.cost.moe.routes import Route

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from laconic.collectives import native
+from laconic.collectives.engine import torch_compat
 from laconic.cost.moe.hierarchy import DepthChoice, Hierarchy, RowCounts, best_depth, count_vector
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -39,7 +39,7 @@ def gather_counts(
     tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
     vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, hierarchy)).to(routing.experts.device)
     told = vector.new_empty(group.size(), len(vector))
-    native.all_gather(told, vector, group).wait()
+    torch_compat.all_gather(told, vector, group).wait()
     return RowCounts.of_vectors(told.cpu().numpy(), hierarchy)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
+from laconic.collectives.engine import torch_compat
 from laconic.errors import ConfigError
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
@@ -116,7 +116,7 @@ class RoutingWatch(Hook):
         unique = len(torch.unique(place))
         mine = load.new_tensor([float(self.num_tokens), 1.0, float(unique), float(len(routing))])
         told = torch.cat([load, mine])
-        native.all_reduce(told, group).wait()
+        torch_compat.all_reduce(told, group).wait()
         *loads, tokens, ranks, unique_rows, rows = told.tolist()
         whole = sum(loads) or 1.0
         return RoutingStatistics(

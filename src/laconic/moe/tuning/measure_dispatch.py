@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.collectives import native
 from laconic.collectives.codec import Codec, Raw
-from laconic.collectives.measure import Ranks, gaussian
+from laconic.collectives.engine import torch_compat
+from laconic.collectives.policy.microbench import Ranks, gaussian
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector
@@ -160,7 +160,7 @@ def measure_sharing(ranks: Ranks, across: dist.ProcessGroup, within: dist.Proces
 
     def exchange(all_of_them: bool) -> None:
         if all_of_them or within.rank() == 0:
-            native.all_to_all(received, sent, across).wait()
+            torch_compat.all_to_all(received, sent, across).wait()
 
     one, all_ = (median(ranks.seconds(partial(exchange, which), repeats)) for which in (False, True))
     return min(1.0, max(0.0, (all_ / one - 1) / (within.size() - 1)))
@@ -220,7 +220,7 @@ def _pricing(
             told = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64)
             device = torch.device("cuda") if grid.dense_mesh.device_type == "cuda" else torch.device("cpu")
             told = told.to(device)
-            native.all_gather(told, torch.from_numpy(vector).to(device), grid.ep).wait()
+            torch_compat.all_gather(told, torch.from_numpy(vector).to(device), grid.ep).wait()
             counts = RowCounts.of_vectors(told.cpu().numpy(), hierarchy)
     name = str(dtype).removeprefix("torch.")
     return Pricing(shape, grid_shape, rates, _NOTHING, counts, dtype=name)

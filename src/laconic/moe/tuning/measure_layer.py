@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from laconic.collectives.measure import Ranks
+from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Sample, fit_overhead

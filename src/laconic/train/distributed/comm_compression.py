@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.collectives import native, operations
-from laconic.collectives.choose import choose, prepare
+from laconic.collectives import api
 from laconic.collectives.codec import Codec, Lossless
-from laconic.collectives.measure import Ranks, gaussian
-from laconic.collectives.zipped import zip_collectives
+from laconic.collectives.engine import torch_compat
+from laconic.collectives.integrations.zip import zip_collectives
+from laconic.collectives.policy.microbench import Ranks, gaussian
+from laconic.collectives.policy.selector import choose, prepare
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
 from laconic.errors import ModelError
 from laconic.train.config.schema import TrainConfig
@@ -101,10 +102,10 @@ def seconds_of_sums(
     x, ranks = gaussian(numel, dtype, device), Ranks(group, device)
 
     def ours() -> None:
-        operations.all_reduce(x.clone(), group, op="avg", codec="auto")
+        api.all_reduce(x.clone(), group, op="avg", codec="auto")
 
     def torchs() -> None:
-        native.all_reduce(x.clone(), group).wait()
+        torch_compat.all_reduce(x.clone(), group).wait()
 
     # What is not counted comes first, and may have to ask what link and codec can do.
     for_torch, for_us = zip(*ranks.in_turn([torchs, ours], _REPEATS), strict=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from laconic.activations import SavedTensorTracker
-from laconic.collectives.stage import ZipStage
+from laconic.collectives.integrations.pipeline_stage import ZipStage
 from laconic.errors import ModelError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import stage_codec

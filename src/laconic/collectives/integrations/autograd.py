@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
 
 __all__ = ["all_to_all"]
@@ -31,7 +31,7 @@ def all_to_all(
         output_splits: rows that come from each rank; None means n / W from each.
         input_splits: rows that go to each rank, summing to n; None means n / W to each.
         group: the default group if None.
-        codec: as in `operations.all_to_all`; gradients travel over it too, the other way. A lossy one makes both
+        codec: as in `api.all_to_all`; gradients travel over it too, the other way. A lossy one makes both
             inexact.
         table: rows from each rank to each, [from][to], if all ranks know them; saves telling.
 
@@ -57,7 +57,7 @@ class _AllToAll(torch.autograd.Function):
         num_rows = len(x) if output_splits is None else sum(output_splits)
         output = x.new_empty(num_rows, *x.shape[1:])
         received, sent = (None if splits is None else list(splits) for splits in (output_splits, input_splits))
-        operations.all_to_all(output, x.contiguous(), received, sent, group, codec=codec, table=table)
+        api.all_to_all(output, x.contiguous(), received, sent, group, codec=codec, table=table)
         return output
 
     @staticmethod

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from laconic.collectives import audit
-from laconic.collectives.choose import choose, learn, observe, would_talk
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.wire import Wire
+from laconic.collectives.engine.transport import Wire
+from laconic.collectives.policy.selector import choose, learn, observe, would_talk
 from laconic.cost.comm.seconds import RAW, Choice
 
 __all__ = ["Route", "agree", "find_route", "finish", "route_of", "slices"]

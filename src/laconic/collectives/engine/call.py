@@ -1,6 +1,6 @@
 """Collectives of flat tensors on one group: agreement, chunks, pieces, audit. Arguments are taken to be right.
 
-`laconic.collectives.operations` has the public functions.
+`laconic.collectives.api` has the public functions.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import audit, backend, native
-from laconic.collectives.agreement import Settings
-from laconic.collectives.choose import choose, note, observe, sent_by_one, would_talk
+from laconic.collectives import audit
 from laconic.collectives.codec import Codec, Raw, bytes_of, setting_of
-from laconic.collectives.notices import Peers
-from laconic.collectives.overlap import overlap
-from laconic.collectives.pieces import (
+from laconic.collectives.engine import torch_compat, uncoded
+from laconic.collectives.engine.agreement import Settings
+from laconic.collectives.engine.chunks import (
     all_reduce_piece,
     broadcast_piece,
     gather_everywhere,
     move_piece,
     reduce_scatter_piece,
 )
-from laconic.collectives.ring import ring_all_reduce_piece, ring_reduce_scatter_piece
-from laconic.collectives.route import Route, agree, find_route, finish, route_of, slices
-from laconic.collectives.wire import WIRE_VERSION, Outgoing, Wire
+from laconic.collectives.engine.handshake import Peers
+from laconic.collectives.engine.overlap import overlap
+from laconic.collectives.engine.ring import ring_all_reduce_piece, ring_reduce_scatter_piece
+from laconic.collectives.engine.route import Route, agree, find_route, finish, route_of, slices
+from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire
+from laconic.collectives.policy.selector import choose, note, observe, sent_by_one, would_talk
 from laconic.cost.comm.seconds import RAW, Choice
 from laconic.errors import CollectiveError, ConfigError
 
@@ -74,7 +75,7 @@ class Exchange:
 
     def all_gather(self, rows: Tensor, mine: Tensor) -> None:
         """rows[r] of rows [W, n] becomes rank r's `mine` [n]."""
-        begun = self._begin(mine.numel(), lambda: backend.all_gather(rows, mine, self.group), numel=mine.numel())
+        begun = self._begin(mine.numel(), lambda: uncoded.all_gather(rows, mine, self.group), numel=mine.numel())
         if begun is None:
             return
         wire, route = begun
@@ -87,7 +88,7 @@ class Exchange:
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """received[r] of received [W, n] becomes what rank r has in its sent[place]."""
         numel = sent.shape[1]
-        begun = self._begin(sent.numel(), lambda: backend.all_to_all(received, sent, self.group), numel=numel)
+        begun = self._begin(sent.numel(), lambda: uncoded.all_to_all(received, sent, self.group), numel=numel)
         if begun is not None:
             self._all_to_all(*begun, received, sent, numel)
 
@@ -120,8 +121,8 @@ class Exchange:
         route = self._route(wire, max(map(sum, table)))
         self._all_to_all(wire, route, received, sent, max(map(max, table)))
 
-    def _uneven_by_backend(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> native.Started:
-        return native.all_to_all_uneven([bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group)
+    def _uneven_by_backend(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> torch_compat.Started:
+        return torch_compat.all_to_all_uneven([bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group)
 
     def _all_to_all(
         self,
@@ -157,7 +158,7 @@ class Exchange:
         """Elements that each rank sends to each, [from][to]."""
         mine = torch.tensor([*into, *out], dtype=torch.int64, device=self.device)
         told = torch.empty(self.world, mine.numel(), dtype=torch.int64, device=self.device)
-        native.all_gather(told.view(torch.uint8), mine.view(torch.uint8), self.group).wait()
+        torch_compat.all_gather(told.view(torch.uint8), mine.view(torch.uint8), self.group).wait()
         table = told.tolist()
         for source, row in enumerate(table):
             for target, other in enumerate(table):
@@ -173,7 +174,7 @@ class Exchange:
     def broadcast(self, x: Tensor, src: int) -> None:
         """`x` [n] of the rank at place `src` replaces that of the others."""
         settings = {"numel": x.numel(), "src": self.ranks[src]}
-        begun = self._begin(x.numel(), lambda: backend.broadcast(x, self.group, src), self.place == src, **settings)
+        begun = self._begin(x.numel(), lambda: uncoded.broadcast(x, self.group, src), self.place == src, **settings)
         if begun is None:
             return
         wire, route = begun
@@ -187,7 +188,7 @@ class Exchange:
     def gather(self, rows: Tensor | None, mine: Tensor, dst: int) -> None:
         """rows[r] of rows [W, n] at place `dst` becomes rank r's `mine` [n]."""
         settings = {"numel": mine.numel(), "dst": self.ranks[dst]}
-        raw = partial(backend.gather, rows, mine, self.group, dst)
+        raw = partial(uncoded.gather, rows, mine, self.group, dst)
         begun = self._begin(mine.numel(), raw, rows is not None, **settings)
         if begun is None:
             return
@@ -205,7 +206,7 @@ class Exchange:
     def scatter(self, mine: Tensor, rows: Tensor | None, src: int) -> None:
         """`mine` [n] becomes rows[place] of rows [W, n] of the rank at place `src`."""
         settings = {"numel": mine.numel(), "src": self.ranks[src]}
-        raw = partial(backend.scatter, mine, rows, self.group, src)
+        raw = partial(uncoded.scatter, mine, rows, self.group, src)
         begun = self._begin(self.world * mine.numel(), raw, rows is not None, **settings)
         if begun is None:
             return
@@ -225,10 +226,11 @@ class Exchange:
         """`mine` [n] becomes the sum over ranks of rows[place], rows [W, n], times `factor`."""
         if self.dtype not in REDUCIBLE:
             nbytes = rows.nbytes * (self.world - 1) // self.world
-            self._natively(lambda: native.reduce_scatter(mine, rows, self.group), mine, factor, nbytes, rows.numel())
+            start = partial(torch_compat.reduce_scatter, mine, rows, self.group)
+            self._natively(start, mine, factor, nbytes, rows.numel())
             return
         op = "sum" if factor == 1 else "avg"
-        raw = partial(backend.reduce_scatter, mine, rows.view(-1), self.group, op)
+        raw = partial(uncoded.reduce_scatter, mine, rows.view(-1), self.group, op)
         begun = self._begin(rows.numel(), raw, numel=rows.numel(), factor=repr(factor))
         if begun is None:
             return
@@ -244,9 +246,9 @@ class Exchange:
         """`x` [n] becomes the sum over ranks, times `factor`."""
         if self.dtype not in REDUCIBLE:
             nbytes = 2 * x.nbytes * (self.world - 1) // self.world
-            self._natively(lambda: native.all_reduce(x, self.group), x, factor, nbytes, x.numel())
+            self._natively(lambda: torch_compat.all_reduce(x, self.group), x, factor, nbytes, x.numel())
             return
-        raw = partial(backend.all_reduce, x, self.group, "sum" if factor == 1 else "avg")
+        raw = partial(uncoded.all_reduce, x, self.group, "sum" if factor == 1 else "avg")
         begun = self._begin(x.numel(), raw, numel=x.numel(), factor=repr(factor))
         if begun is None:
             return
@@ -267,7 +269,7 @@ class Exchange:
     def _begin(
         self,
         length: int,
-        raw: Callable[[], native.Started],
+        raw: Callable[[], torch_compat.Started],
         is_end: bool = False,
         nbytes: int | None = None,
         **settings: int | str,
@@ -293,16 +295,16 @@ class Exchange:
             route = Route(self.codec, None, "asked for")
         return wire or self._wire(**settings), route
 
-    def _leave_raw(self, raw: Callable[[], native.Started], length: int, nbytes: int, choice: Choice) -> None:
+    def _leave_raw(self, raw: Callable[[], torch_compat.Started], length: int, nbytes: int, choice: Choice) -> None:
         began = time.perf_counter()
         started = raw()
         try:
             started.wait()
         except RuntimeError as error:
-            raise backend.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
+            raise uncoded.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
         seconds = time.perf_counter() - began
         observe(self.function, length, self.dtype, self.group, choice, 0, 0, seconds, device=self.device)
-        native.count_sent(nbytes)
+        torch_compat.count_sent(nbytes)
         audit.record(self.function, self.dtype, nbytes, nbytes, RAW, choice.reason, 0.0)
 
     def _wire(self, **more: int | str) -> Wire:
@@ -328,7 +330,7 @@ class Exchange:
         finish(wire, self.function, route)
 
     def _natively(
-        self, start: Callable[[], native.Started], result: Tensor, factor: float, nbytes: int, numel: int
+        self, start: Callable[[], torch_compat.Started], result: Tensor, factor: float, nbytes: int, numel: int
     ) -> None:
         wire = self._wire(numel=numel, factor=repr(factor))
         wire.agree()

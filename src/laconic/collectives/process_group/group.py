@@ -5,7 +5,7 @@
 
 DDP, FSDP2, DeviceMesh, functional collectives, torch.compile and checkpoints run over it unchanged. A
 `ProcessGroupLaconic` has a group inside, gloo for CPU tensors and NCCL for CUDA tensors. Floating-point tensors of some
-size, for which coding is predicted to pay, go through `laconic.collectives.operations`, in the background and in the
+size, for which coding is predicted to pay, go through `laconic.collectives.api`, in the background and in the
 order of calls; all else goes straight to the group inside. Which way a call takes follows from operation, number of
 elements, dtype, reduction, the group's options and the rates on which its ranks agreed when it was made, so all ranks
 take the same.
@@ -30,16 +30,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from laconic.autoload import register
-from laconic.collectives import audit, callbacks, lane, operations
+from laconic.collectives import api, audit
 from laconic.collectives.arguments import check_place
-from laconic.collectives.callbacks import queue_of
-from laconic.collectives.choose import foresee, prepare
 from laconic.collectives.codec import Codec, setting_of
-from laconic.collectives.inner import compare, connect, forget, global_ranks, tell
-from laconic.collectives.points import CODED, Points, as_bytes
-from laconic.collectives.raw_calls import RawCalls
-from laconic.collectives.strided import on_dense
-from laconic.collectives.works import LaneWork, Ordered, RawWork, Together, outlive_python
+from laconic.collectives.engine import background, callbacks
+from laconic.collectives.engine.callbacks import queue_of
+from laconic.collectives.policy.raw_calls import RawCalls
+from laconic.collectives.policy.selector import foresee, prepare
+from laconic.collectives.process_group.backends import compare, connect, forget, global_ranks, tell
+from laconic.collectives.process_group.p2p import CODED, Points, as_bytes
+from laconic.collectives.process_group.strided import on_dense
+from laconic.collectives.process_group.work_handles import LaneWork, Ordered, RawWork, Together, outlive_python
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
@@ -98,7 +99,7 @@ def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> Pr
             f"pg_options is a {type(options).__name__}, but backend {name!r} takes"
             " laconic.collectives.ProcessGroupOptions; pass that, or None"
         )
-    from laconic.collectives.quick_group import QuickGroup  # which is a ProcessGroupLaconic
+    from laconic.collectives.process_group.short_path import QuickGroup  # which is a ProcessGroupLaconic
 
     return QuickGroup(name, arguments, options)
 
@@ -178,7 +179,7 @@ class ProcessGroupLaconic(_Base):
     def shutdown(self) -> None:
         """Finish what was asked for, as gloo does when a group is destroyed; works can be waited for afterwards."""
         self._points.start()
-        lane.close(self._inner, self)
+        background.close(self._inner, self)
         self._inner.shutdown()
         forget(self._inner)
 
@@ -234,13 +235,11 @@ class ProcessGroupLaconic(_Base):
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         op, codec = _op_of(opts), self.options.codec
-        return LaneWork(operations.all_reduce(tensor, self._ready, op=op, codec=codec, async_op=True), [tensor])
+        return LaneWork(api.all_reduce(tensor, self._ready, op=op, codec=codec, async_op=True), [tensor])
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         op, codec = _op_of(opts), self.options.codec
-        return LaneWork(
-            operations.reduce_scatter(output, input, self._ready, op=op, codec=codec, async_op=True), [output]
-        )
+        return LaneWork(api.reduce_scatter(output, input, self._ready, op=op, codec=codec, async_op=True), [output])
 
     # --- movements ---
 
@@ -280,7 +279,7 @@ class ProcessGroupLaconic(_Base):
         known = ("uneven all_to_all" if uneven else "all_to_all", input)
         if self._takes("all_to_all", [input], input, None, known, any_size=uneven):
             splits, codec = (list(output_splits) or None, list(input_splits) or None), self.options.codec
-            work = operations.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
+            work = api.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
             return LaneWork(work, [output])
         method = _named(self._direct, "all_to_all_single", "alltoall_base")
         return method(*_given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
@@ -290,13 +289,13 @@ class ProcessGroupLaconic(_Base):
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
             check_place("src", opts.rootRank, self.size())
             src = dist.get_global_rank(self._inner, opts.rootRank)
-            work = operations.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
+            work = api.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
             return LaneWork(work, [tensors[0]])
         return self._direct.broadcast(*_given(as_bytes(tensors), opts, timeout))
 
     def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> LaneWork:
         codec = self.options.codec
-        return LaneWork(operations.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
+        return LaneWork(api.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
 
     # --- between two ranks ---
 
@@ -340,9 +339,9 @@ class ProcessGroupLaconic(_Base):
         """Done when all ranks have come here and all that each of them has asked this group for before is done."""
         works = [self._direct.barrier(*_given(opts))]
         # Ranks make the same calls, so all of them have a lane or none.
-        if callbacks.depth() == 0 and lane.has_lane(self._inner):
+        if callbacks.depth() == 0 and background.has_lane(self._inner):
             works.append(Ordered(self._inner).barrier(*_given(opts)))
-        works += [LaneWork(submit(lambda _: None), []) for submit in lane.lanes_of(self._inner, self)]
+        works += [LaneWork(submit(lambda _: None), []) for submit in background.lanes_of(self._inner, self)]
         return works[0] if len(works) == 1 else Together(works, [])
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
@@ -381,7 +380,7 @@ class ProcessGroupLaconic(_Base):
         known: tuple[str, Tensor] | None = None,
         any_size: bool = False,
     ) -> bool:
-        """Whether `laconic.collectives.operations` do a call whose part of one rank is as long as `message`.
+        """Whether `laconic.collectives.api` do a call whose part of one rank is as long as `message`.
 
         What is said here depends on nothing but what all ranks of the group know. A call that is left raw whatever its
         other arguments are is known from now on, by name and tensor: `known`, or else `operation` and `message`.
@@ -425,13 +424,13 @@ class ProcessGroupLaconic(_Base):
             self._raw.add(call, x, operation, nbytes, reason)
 
 
-def _op(reduce_op: Any) -> operations.Op | None:
+def _op(reduce_op: Any) -> api.Op | None:
     if reduce_op == dist.ReduceOp.SUM:
         return "sum"
     return "avg" if reduce_op == dist.ReduceOp.AVG else None
 
 
-def _op_of(opts: Any) -> operations.Op:
+def _op_of(opts: Any) -> api.Op:
     op = _op(opts.reduceOp)
     assert op is not None, "taken"
     return op

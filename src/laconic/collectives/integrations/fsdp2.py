@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.collectives.lane import Work
+from laconic.collectives.engine.background import Work
 from laconic.errors import ConfigError
 
 try:
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class ZipAllGather(AllGather):
-    """`operations.all_gather` for `FSDPModule.set_custom_all_gather`; the gathered parameters have the same bits.
+    """`api.all_gather` for `FSDPModule.set_custom_all_gather`; the gathered parameters have the same bits.
 
     Nothing waits here. On CPU tensors the message travels in the group's lane, and FSDP2 waits when it needs the
     parameters, so a unit that was prefetched is on its way while the layer before it computes; torch's own all-gather
@@ -50,7 +50,7 @@ class ZipAllGather(AllGather):
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
-        """`codec` as in `operations.all_gather`."""
+        """`codec` as in `api.all_gather`."""
         self.codec = codec
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,13 +62,13 @@ class ZipAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather input_tensor [n] of each of the W ranks into output_tensor [W * n], of which it may be a part."""
         if input_tensor.device.type == "cuda" and not async_op:
-            operations.all_gather(output_tensor, input_tensor, group, codec=self.codec)
+            api.all_gather(output_tensor, input_tensor, group, codec=self.codec)
             return None
-        return _Waitable(operations.all_gather(output_tensor, input_tensor, group, codec=self.codec, async_op=True))
+        return _Waitable(api.all_gather(output_tensor, input_tensor, group, codec=self.codec, async_op=True))
 
 
 class ZipReduceScatter(ReduceScatter):
-    """`operations.reduce_scatter` for `FSDPModule.set_custom_reduce_scatter`.
+    """`api.reduce_scatter` for `FSDPModule.set_custom_reduce_scatter`.
 
     The sum of a shard is made in fp32 in the order of ranks and rounded once to the buffer's type
     (`MixedPrecisionPolicy.reduce_dtype`): the same bits in every run, whatever the codec. FSDP2 uses the result where
@@ -76,7 +76,7 @@ class ZipReduceScatter(ReduceScatter):
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
-        """`codec` as in `operations.reduce_scatter`."""
+        """`codec` as in `api.reduce_scatter`."""
         self.codec = codec
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -95,13 +95,11 @@ class ZipReduceScatter(ReduceScatter):
                 f"op is {op}, but a reduce-scatter over a codec does SUM and AVG; with a gradient divide factor call"
                 " set_force_sum_reduction_for_comms(True) on the module"
             )
-        name: operations.Op = "avg" if op == dist.ReduceOp.AVG else "sum"
+        name: api.Op = "avg" if op == dist.ReduceOp.AVG else "sum"
         if async_op:
-            started = operations.reduce_scatter(
-                output_tensor, input_tensor, group, op=name, codec=self.codec, async_op=True
-            )
+            started = api.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec, async_op=True)
             return _Waitable(started)
-        operations.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec)
+        api.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec)
         return None
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
 
 __all__ = ["ZipHookState", "ddp_zip_hook", "zip_hook"]
@@ -24,7 +24,7 @@ class ZipHookState:
         self.group = group
         """The ranks of the DDP model; the default group if None."""
         self.codec = codec
-        """As in `operations.all_reduce`."""
+        """As in `api.all_reduce`."""
         self.native = False
         """Average as DDP does without a hook, which a model that has one cannot get rid of."""
 
@@ -34,7 +34,7 @@ def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str =
 
     Arguments:
         group: the ranks of the DDP model; the default group if None.
-        codec: as in `operations.all_reduce`.
+        codec: as in `api.all_reduce`.
 
     Each element is summed in fp32 in the order of ranks, multiplied by fp32(1 / W) and rounded once: the same bits on
     every rank and in every run, whatever the codec and however DDP cuts its buckets. Buckets travel in the background
@@ -52,4 +52,4 @@ def zip_hook(state: ZipHookState, bucket: GradBucket) -> torch.futures.Future[Te
         work = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
-    return operations.all_reduce(buffer, state.group, op="avg", codec=state.codec, async_op=True).get_future()
+    return api.all_reduce(buffer, state.group, op="avg", codec=state.codec, async_op=True).get_future()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.collectives import operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.collectives.ddp import ddp_zip_hook
+from laconic.collectives.integrations.ddp import ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
 __all__ = ["ZippedCollectives", "ZippedPart", "zip_collectives"]
@@ -155,7 +155,7 @@ def _attach_to_unit(
     undo: list[Callable[[], None]],
 ) -> Iterator[ZippedPart]:
     # Imported late: it needs a torch whose FSDP2 is where we know it.
-    from laconic.collectives import fsdp2
+    from laconic.collectives.integrations import fsdp2
 
     def replace(group: Any, attribute: str, new: Any) -> None:
         undo.append(partial(setattr, group, attribute, getattr(group, attribute)))
@@ -195,7 +195,7 @@ def _attach_to_unit(
 
 
 def _average_across(shard: Tensor, group: dist.ProcessGroup, codec: Codec | str) -> None:
-    operations.all_reduce(shard, group, op="avg", codec=codec)
+    api.all_reduce(shard, group, op="avg", codec=codec)
 
 
 def _replaced(comm: Any, native: type, what: str) -> str | None:

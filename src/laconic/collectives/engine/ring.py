@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
-from laconic.collectives.wire import Flight, Incoming, Outgoing, Wire
+from laconic.collectives.engine.transport import Flight, Incoming, Outgoing, Wire
 
 __all__ = ["ring_all_reduce_piece", "ring_reduce_scatter_piece"]
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from laconic.collectives import audit
 from laconic.collectives.arguments import check_place
-from laconic.collectives.batch import Batches
-from laconic.collectives.choose import foresee
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.works import AfterWork, PeerWork
+from laconic.collectives.policy.selector import foresee
+from laconic.collectives.process_group.p2p_batch import Batches
+from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import backend, native, operations
+from laconic.collectives import api
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.measure import Ranks, codec_rates, gaussian, host_name, pass_around, world_of
-from laconic.collectives.route import Route
+from laconic.collectives.engine import torch_compat, uncoded
+from laconic.collectives.engine.route import Route
+from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, host_name, pass_around, world_of
 from laconic.cost.comm.rates import (
     ITEM_NBYTES,
     OPERATIONS,
@@ -172,25 +173,25 @@ def _case(
     is_first = group.rank() == 0
     large, small = numel * world, numel // world
     natively: dict[str, Callable[[], dist.Work]] = {
-        "all_gather": lambda: backend.all_gather(x.new_empty(large), x, group),
-        "reduce_scatter": lambda: backend.reduce_scatter(x.new_empty(small), x, group),
-        "all_reduce": lambda: backend.all_reduce(x.clone(), group),
-        "all_to_all": lambda: backend.all_to_all(torch.empty_like(x), x, group),
-        "broadcast": lambda: backend.broadcast(x, group, 0),
-        "gather": lambda: backend.gather(x.new_empty(large) if is_first else None, x, group, 0),
-        "scatter": lambda: backend.scatter(x.new_empty(small), x if is_first else None, group, 0),
+        "all_gather": lambda: uncoded.all_gather(x.new_empty(large), x, group),
+        "reduce_scatter": lambda: uncoded.reduce_scatter(x.new_empty(small), x, group),
+        "all_reduce": lambda: uncoded.all_reduce(x.clone(), group),
+        "all_to_all": lambda: uncoded.all_to_all(torch.empty_like(x), x, group),
+        "broadcast": lambda: uncoded.broadcast(x, group, 0),
+        "gather": lambda: uncoded.gather(x.new_empty(large) if is_first else None, x, group, 0),
+        "scatter": lambda: uncoded.scatter(x.new_empty(small), x if is_first else None, group, 0),
     }
     if codec is None and operation in natively:
         return lambda: natively[operation]().wait(), sent_nbytes(operation, x.nbytes, world)
     codec = codec or Raw()
     cases: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: operations.all_gather(x.new_empty(large), x, group, codec=codec),
-        "reduce_scatter": lambda: operations.reduce_scatter(x.new_empty(small), x, group, codec=codec),
-        "all_reduce": lambda: operations.all_reduce(x.clone(), group, codec=codec),
-        "all_to_all": lambda: operations.all_to_all(torch.empty_like(x), x, group=group, codec=codec),
-        "broadcast": lambda: operations.broadcast(x, first, group, codec=codec),
-        "gather": lambda: operations.gather(x.new_empty(large) if is_first else None, x, first, group, codec=codec),
-        "scatter": lambda: operations.scatter(x.new_empty(small), x if is_first else None, first, group, codec=codec),
+        "all_gather": lambda: api.all_gather(x.new_empty(large), x, group, codec=codec),
+        "reduce_scatter": lambda: api.reduce_scatter(x.new_empty(small), x, group, codec=codec),
+        "all_reduce": lambda: api.all_reduce(x.clone(), group, codec=codec),
+        "all_to_all": lambda: api.all_to_all(torch.empty_like(x), x, group=group, codec=codec),
+        "broadcast": lambda: api.broadcast(x, first, group, codec=codec),
+        "gather": lambda: api.gather(x.new_empty(large) if is_first else None, x, first, group, codec=codec),
+        "scatter": lambda: api.scatter(x.new_empty(small), x if is_first else None, first, group, codec=codec),
         SEND: partial(_send_to_neighbour, x, group),
     }
     return cases[operation], sent_nbytes(operation, x.nbytes, world)
@@ -214,7 +215,7 @@ def _chunk_seconds(ranks: Ranks, group: dist.ProcessGroup) -> float:
     rows = torch.zeros(group.size(), 64, dtype=torch.uint8, device=ranks.device)
 
     def several(number: int) -> None:
-        for work in [native.all_to_all(torch.empty_like(rows), rows, group) for _ in range(number)]:
+        for work in [torch_compat.all_to_all(torch.empty_like(rows), rows, group) for _ in range(number)]:
             work.wait()
 
     one, many = (median(ranks.seconds(partial(several, number), _MAX_REPEATS)) for number in (1, 9))
@@ -234,7 +235,7 @@ def _overlap(ranks: Ranks, group: dist.ProcessGroup) -> float:
             codec.encode(piece)
 
     def both(number: int) -> None:
-        work = native.all_to_all(received, rows, group)
+        work = torch_compat.all_to_all(received, rows, group)
         encode(number)
         work.wait()
 

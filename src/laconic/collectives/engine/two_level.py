@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.exchange import Exchange
+from laconic.collectives.engine.call import Exchange
 
 __all__ = [
     "TwoLevel",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
+from laconic.collectives.engine import torch_compat
 from laconic.cost.comm.rates import CODES, OPERATIONS, RING, CodecRates, Line, LinkRates, fit_line
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, World, sent_nbytes
 from laconic.formats import lossless
@@ -53,7 +53,7 @@ class Ranks:
         """What every rank passed, in rank order; equal lengths."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         gathered = torch.empty(self.world, len(values), dtype=torch.int64, device=self.device)
-        native.all_gather(gathered, mine, self.group).wait()
+        torch_compat.all_gather(gathered, mine, self.group).wait()
         found: list[list[int]] = gathered.tolist()
         return found
 
@@ -66,7 +66,7 @@ class Ranks:
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
         gathered = torch.empty(self.world, longest, dtype=torch.uint8, device=self.device)
-        native.all_gather(gathered, mine.to(self.device), self.group).wait()
+        torch_compat.all_gather(gathered, mine.to(self.device), self.group).wait()
         return [row.cpu().numpy().tobytes().rstrip(b"\0").decode() for row in gathered]
 
     def seconds(self, case: Callable[[], object], repeats: int) -> list[float]:
@@ -238,8 +238,8 @@ def _brief_ring(ranks: Ranks, nbytes: int) -> dict[str, Line]:
 
 def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
     """`sent` goes to the next rank, `received` comes from the one before; done when both are."""
-    native.pass_around(received, sent, group).wait()
+    torch_compat.pass_around(received, sent, group).wait()
 
 
 def _all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    native.all_to_all(received, sent, group).wait()
+    torch_compat.all_to_all(received, sent, group).wait()

@@ -1,7 +1,7 @@
 """One chunk of a collective, from values to values: generators that yield where they wait for the network.
 
-`laconic.collectives.overlap` runs many of them at once: while one chunk is on the wire the next is encoded and the one
-before is decoded.
+`laconic.collectives.engine.overlap` runs many of them at once: while one chunk is on the wire the next is encoded and
+the one before is decoded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
-from laconic.collectives.wire import Incoming, Outgoing, Wire
+from laconic.collectives.engine.transport import Incoming, Outgoing, Wire
 
 __all__ = ["all_reduce_piece", "broadcast_piece", "gather_everywhere", "move_piece", "reduce_scatter_piece"]
 

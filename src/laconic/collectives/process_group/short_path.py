@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from laconic.collectives.process_group import ProcessGroupLaconic
-from laconic.collectives.strided import is_plain
-from laconic.collectives.works import RawWork
+from laconic.collectives.policy.raw_calls import is_plain
+from laconic.collectives.process_group.group import ProcessGroupLaconic
+from laconic.collectives.process_group.work_handles import RawWork
 
 __all__ = ["QuickGroup"]
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import backend
 from laconic.collectives.arguments import (
     Group,
     Op,
@@ -35,17 +34,18 @@ from laconic.collectives.arguments import (
     flatten,
     numels_of,
 )
-from laconic.collectives.backend import BackendWork
-from laconic.collectives.choose import leaves_raw
 from laconic.collectives.codec import Codec, Raw
-from laconic.collectives.exchange import Exchange
-from laconic.collectives.lane import Groups, Job, Work, done, run_here, run_in_background
-from laconic.collectives.levels import (
+from laconic.collectives.engine import uncoded
+from laconic.collectives.engine.background import Groups, Job, Work, done, run_here, run_in_background
+from laconic.collectives.engine.call import Exchange
+from laconic.collectives.engine.two_level import (
     all_gather_on_two_levels,
     all_reduce_on_two_levels,
     all_to_all_on_two_levels,
     reduce_scatter_on_two_levels,
 )
+from laconic.collectives.engine.uncoded import BackendWork
+from laconic.collectives.policy.selector import leaves_raw
 from laconic.errors import ConfigError, FormatError
 
 __all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]
@@ -69,7 +69,7 @@ def all_gather(
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
     if _leaves_raw("all_gather", input.numel(), input, groups, codec):
-        return _raw("all_gather", backend.all_gather(output, input, groups[0]), output, groups[0], async_op)
+        return _raw("all_gather", uncoded.all_gather(output, input, groups[0]), output, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     call = _Call("all_gather", groups, codec, input)
 
@@ -107,7 +107,7 @@ def reduce_scatter(
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
     if _leaves_raw("reduce_scatter", input.numel(), input, groups, codec):
-        work = backend.reduce_scatter(output, input, groups[0], op)
+        work = uncoded.reduce_scatter(output, input, groups[0], op)
         return _raw("reduce_scatter", work, output, groups[0], async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     call = _Call("reduce_scatter", groups, codec, input)
@@ -136,7 +136,7 @@ def all_reduce(
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
     if _leaves_raw("all_reduce", tensor.numel(), tensor, groups, codec):
-        return _raw("all_reduce", backend.all_reduce(tensor, groups[0], op), tensor, groups[0], async_op)
+        return _raw("all_reduce", uncoded.all_reduce(tensor, groups[0], op), tensor, groups[0], async_op)
     x = flatten(tensor)
     call = _Call("all_reduce", groups, codec, tensor)
 
@@ -184,7 +184,7 @@ def all_to_all(
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
     if even and _leaves_raw("all_to_all", input.numel(), input, groups, codec):
-        return _raw("all_to_all", backend.all_to_all(output, input, groups[0]), output, groups[0], async_op)
+        return _raw("all_to_all", uncoded.all_to_all(output, input, groups[0]), output, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = _Call("all_to_all", groups, codec, input)
     if not even:
@@ -227,7 +227,7 @@ def broadcast(
     _, groups = find_groups(flat_group("broadcast", group))
     place = find_place(groups[0], src, "src")
     if _leaves_raw("broadcast", tensor.numel(), tensor, groups, codec, place == groups[0].rank()):
-        return _raw("broadcast", backend.broadcast(tensor, groups[0], place), tensor, groups[0], async_op)
+        return _raw("broadcast", uncoded.broadcast(tensor, groups[0], place), tensor, groups[0], async_op)
     x = flatten(tensor)
     call = _Call("broadcast", groups, codec, tensor)
 
@@ -255,7 +255,7 @@ def gather(
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     if _leaves_raw("gather", input.numel(), input, groups, codec, output is not None):
-        return _raw("gather", backend.gather(output, input, groups[0], place), output, groups[0], async_op)
+        return _raw("gather", uncoded.gather(output, input, groups[0], place), output, groups[0], async_op)
     mine, rows = flatten(input), None
     if output is not None:
         rows = flatten(output).view(world, -1)
@@ -285,7 +285,7 @@ def scatter(
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     if _leaves_raw("scatter", world * output.numel(), output, groups, codec, input is not None):
-        return _raw("scatter", backend.scatter(output, input, groups[0], place), output, groups[0], async_op)
+        return _raw("scatter", uncoded.scatter(output, input, groups[0], place), output, groups[0], async_op)
     mine, rows = flatten(output), None
     if input is not None:
         rows = flatten(input).view(world, -1)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.agreement import Settings
+from laconic.collectives.engine.agreement import Settings
 
 __all__ = ["MAX_INSIDE_NBYTES", "Notices", "Peers", "line_of"]
 

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.callbacks import depth
-from laconic.collectives.strided import is_plain
+from laconic.collectives.engine.callbacks import depth
 
-__all__ = ["RawCalls"]
+__all__ = ["RawCalls", "is_plain"]
 
 _MAX_KNOWN = 1024
 """A program whose sizes never repeat must not fill the memory."""
 
 _STRIDED = torch.strided
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the memory of a strided tensor is its values from front to back; sparse ones are left to the backend."""
+    return x.layout != torch.strided or (x.is_contiguous() and not x.is_conj() and not x.is_neg())
 
 
 class RawCalls:

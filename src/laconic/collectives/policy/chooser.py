@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from laconic.collectives.estimates import CODED, FINENESS, SLOWER, TRY, Pace, Shrinkage
+from laconic.collectives.policy.estimates import CODED, FINENESS, SLOWER, TRY, Pace, Shrinkage
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
     LOW_RATIO,

@@ -15,17 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.works import after
+from laconic.collectives.policy.raw_calls import is_plain
+from laconic.collectives.process_group.work_handles import after
 from laconic.errors import FormatError
 
-__all__ = ["is_plain", "on_dense"]
+__all__ = ["on_dense"]
 
 _Method = Callable[..., dist.Work]
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether the memory of a strided tensor is its values from front to back; sparse ones are left to the backend."""
-    return x.layout != torch.strided or (x.is_contiguous() and not x.is_conj() and not x.is_neg())
 
 
 def on_dense(

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.utils._pytree import tree_leaves
 
-from laconic.collectives import lane
-from laconic.collectives.callbacks import CallbackQueue, follow, queue_of
+from laconic.collectives.engine import background
+from laconic.collectives.engine.callbacks import CallbackQueue, follow, queue_of
 
 __all__ = ["AfterWork", "LaneWork", "Ordered", "PeerWork", "RawWork", "Together", "after", "outlive_python"]
 
@@ -40,10 +40,10 @@ class _TensorsWork(dist.Work):
 class LaneWork(_TensorsWork):
     """A collective in a lane, as torch's C++ and Python want to see it."""
 
-    def __init__(self, work: lane.Work[Any], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, work: background.Work[Any], tensors: Sequence[Tensor]) -> None:
         super().__init__(tensors)
         result = self._tensors
-        self._work: lane.Work[list[Tensor]] = work.map(lambda _: result)
+        self._work: background.Work[list[Tensor]] = work.map(lambda _: result)
 
     def then(self, do: Callable[[], object], tensors: Sequence[Tensor]) -> LaneWork:
         """This work and, in the background, `do` once it is done."""
@@ -80,10 +80,10 @@ class Ordered:
             if self._group.size() == 1 or any(x.device.type != "cpu" for x in tensors):
                 return method(*args, **kwargs)
 
-            def job(groups: lane.Groups) -> None:
+            def job(groups: background.Groups) -> None:
                 getattr(groups[0], name)(*args, **kwargs).wait()
 
-            return LaneWork(lane.run_in_background(job, (self._group,), torch.device("cpu")), tensors)
+            return LaneWork(background.run_in_background(job, (self._group,), torch.device("cpu")), tensors)
 
         return call
 

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import native
-from laconic.collectives.agreement import Settings, disagreement, start_agreement
 from laconic.collectives.codec import Codec, Raw, bytes_of
-from laconic.collectives.notices import MAX_INSIDE_NBYTES, Notices, Peers, line_of
-from laconic.collectives.witness import follow
+from laconic.collectives.engine import torch_compat
+from laconic.collectives.engine.agreement import Settings, disagreement, start_agreement
+from laconic.collectives.engine.failure_diagnosis import follow
+from laconic.collectives.engine.handshake import MAX_INSIDE_NBYTES, Notices, Peers, line_of
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Wire"]
@@ -43,7 +43,7 @@ WIRE_VERSION = 3
 """Changes with anything here that ranks of different releases would understand differently."""
 
 _MESSAGE_TAG = 1 << 30
-"""And above (see `Wire.tag`); notices, native.py and programs stay below."""
+"""And above (see `Wire.tag`); notices, torch_compat.py and programs stay below."""
 
 _MIN_ENDED_NBYTES = 1 << 17
 """Messages that can be as long have an end: a few per cent of what they take in a fast network, at most."""
@@ -188,7 +188,7 @@ class Wire:
     def count(self, nbytes: int) -> None:
         """Count bytes that leave."""
         self.sent_nbytes += nbytes
-        native.count_sent(nbytes)
+        torch_compat.count_sent(nbytes)
 
     def tag(self, number: int, numel: int, again: bool = False, end: bool = False) -> int:
         """Of message `number` of this call, with `numel` elements; `again`: the fallback's; `end`: that of its end."""

@@ -1,0 +1,1 @@
+"""One call of a collective: settings, chunks, messages, errors, and the background it may run in."""

@@ -1,0 +1,1 @@
+"""FSDP2, DDP, pipeline stages and autograd over a codec."""

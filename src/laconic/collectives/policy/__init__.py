@@ -1,0 +1,1 @@
+"""Which way a message takes, the same on all ranks: measuring, predicting, learning."""
