@@ -115,7 +115,7 @@ def _numel(nbytes: int, world: int) -> int:
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures."""
-    from laconic.collectives.policy.cluster_profile import profile
+    from laconic.collectives.cluster_profile import profile
     from laconic.collectives.policy.microbench import Ranks
     from laconic.collectives.policy.selector import choose, use_rates
 

@@ -24,7 +24,7 @@ from benchmarks.captured import capture_routing
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
-from laconic.collectives.policy.cluster_profile import measure_link
+from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line, WireRates
 from laconic.cost.moe.hierarchy import RowCounts
@@ -32,9 +32,9 @@ from laconic.cost.moe.rates import MoERates
 from laconic.formats import BlockFormat
 from laconic.moe import Dispatched, Dispatcher, Grid, HierarchicalDispatcher, Order, Placement, Routing, SortedOrder
 from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.placement.consensus import agree_on_depth, gather_counts
 from laconic.moe.placement.swap_query import agree_on_swaps
 from laconic.moe.row_ops import sum_picked
-from laconic.moe.tuning.consensus import agree_on_depth, gather_counts
 from laconic.testing.netlab import Lab, why_not
 
 _NETWORKS = ((2, 100e6, 4), (2, 1e9, 4), (2, 1e9, 2), (4, 100e6, 2), (4, 1e9, 2))

@@ -10,7 +10,7 @@ import pytest
 from laconic.cli.main import main
 from laconic.cost import Plan, load_plan
 from laconic.cost.hardware.compute import Sensitivity
-from laconic.cost.text.sizes import format_nbytes, parse_nbytes
+from laconic.cost.sizes import format_nbytes, parse_nbytes
 from laconic.errors import PlanError
 from tests.activations.models import make_model
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives import all_gather, audit
-from laconic.collectives.engine.background import run_in_background
 from laconic.collectives.policy import selector as choosing
 from laconic.collectives.policy.microbench import Ranks
 from laconic.collectives.policy.selector import choose, learn, note, observe, prepare, use_rates, would_talk
+from laconic.collectives.runtime.background import run_in_background
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import RAW
 from laconic.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from laconic.collectives.policy import cluster_profile as profiling
+from laconic.collectives import cluster_profile as profiling
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from laconic.cost.planner.split import balanced_split
+from laconic.cost.memory.split import balanced_split
 from laconic.errors import PlanError
 
 

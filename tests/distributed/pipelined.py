@@ -16,7 +16,7 @@ import torch
 
 from laconic.train.distributed.world import World, join_world, read_environment
 from laconic.train.launch.worker import leave
-from laconic.train.pipeline.split import Chunk
+from laconic.train.model_split import Chunk
 from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
 

@@ -18,8 +18,8 @@ from laconic import collectives
 from laconic.collectives import audit
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine import route
-from laconic.collectives.engine.background import Work
 from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave

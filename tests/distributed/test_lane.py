@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from laconic.collectives.engine import torch_compat
-from laconic.collectives.engine.background import Work, run_in_background
+from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.background import Work, run_in_background
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 

@@ -23,8 +23,8 @@ from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import SortedOrder
+from laconic.moe.placement.consensus import agree_on_depth, gather_counts, hierarchy_of
 from laconic.moe.routing import Routing
-from laconic.moe.tuning.consensus import agree_on_depth, gather_counts, hierarchy_of
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
 

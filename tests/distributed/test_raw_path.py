@@ -18,10 +18,11 @@ from torch import Tensor
 
 from laconic import collectives
 from laconic.collectives import audit
-from laconic.collectives.engine import background, transport
-from laconic.collectives.engine.background import Work
+from laconic.collectives.engine import transport
 from laconic.collectives.policy.selector import prepare, use_rates
 from laconic.collectives.process_group.work_handles import PeerWork, RawWork
+from laconic.collectives.runtime import background
+from laconic.collectives.runtime.background import Work
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates

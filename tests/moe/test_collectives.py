@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.collectives import Lossless, Raw, audit
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.errors import ConfigError, FormatError
 from laconic.moe.parallel import autograd_collectives as collectives
 from laconic.moe.parallel.grid import Grid, GridLayout

@@ -20,7 +20,7 @@ from laconic.moe import GatedExperts, HierarchicalDispatcher, MoELayer, Schedule
 from laconic.moe.dispatch.parm import make_dispatcher
 from laconic.moe.experts.shard import expert_shard
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.parallel.replica_gradients import fully_shard_layers, reduce_gradients
+from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 from tests.moe.parallel import close
 from tests.moe.worlds import Scenario, run_world
 

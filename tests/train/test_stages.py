@@ -12,8 +12,8 @@ import laconic
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
-from laconic.train.pipeline.runtime import StageModule
-from laconic.train.pipeline.split import Chunk, Gap, balanced_split, mean_loss, split_model
+from laconic.train.model_split import Chunk, Gap, balanced_split, mean_loss, split_model
+from laconic.train.pipeline import StageModule
 
 VOCABULARY = 97
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "gpt2", "gpt_neox", "mixtral"]

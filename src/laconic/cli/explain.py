@@ -17,7 +17,7 @@ from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.moe.rates_table import moe_rates_text
 from laconic.cost.moe.search import Pricing
 from laconic.cost.moe.table import candidates_text
-from laconic.cost.text.sizes import parse_nbytes
+from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["run"]

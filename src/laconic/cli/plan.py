@@ -11,8 +11,8 @@ from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.saved_tensors import EXACT, Choice
 from laconic.cost.planner.policy import CHOICES, Chosen, Weights, agoq, by_bits, choose
+from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.chart import save_chart
-from laconic.cost.text.sizes import parse_nbytes
 from laconic.cost.text.table import plan_text
 from laconic.errors import PlanError
 from laconic.schedule import SCHEDULES

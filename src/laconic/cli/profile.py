@@ -41,7 +41,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _measure(world: World, path: Path, quick: bool) -> int:
-    from laconic.collectives.policy.cluster_profile import profile
+    from laconic.collectives.cluster_profile import profile
 
     def report(text: str) -> None:
         if world.is_main:

@@ -36,7 +36,6 @@ from laconic.collectives.arguments import (
 )
 from laconic.collectives.codec import Codec, Raw
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.background import Groups, Job, Work, done, run_here, run_in_background
 from laconic.collectives.engine.call import Exchange
 from laconic.collectives.engine.two_level import (
     all_gather_on_two_levels,
@@ -46,6 +45,7 @@ from laconic.collectives.engine.two_level import (
 )
 from laconic.collectives.engine.uncoded import BackendWork
 from laconic.collectives.policy.selector import leaves_raw
+from laconic.collectives.runtime.background import Groups, Job, Work, done, run_here, run_in_background
 from laconic.errors import ConfigError, FormatError
 
 __all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine.background import Groups
 from laconic.collectives.engine.call import REDUCIBLE
 from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.runtime.background import Groups
 from laconic.errors import ConfigError, FormatError
 
 __all__ = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count as counter
 from typing import Any
 
-from laconic.cost.text.sizes import format_nbytes
+from laconic.cost.sizes import format_nbytes
 
 __all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot", "tally"]
 

@@ -19,12 +19,12 @@ from laconic.collectives.arguments import check_tensors, find_groups, find_place
 from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.agreement import Settings
-from laconic.collectives.engine.background import Work, done, future_of, run_in_background
 from laconic.collectives.engine.handshake import Peers
 from laconic.collectives.engine.route import Route, find_route, finish, slices
 from laconic.collectives.engine.transport import WIRE_VERSION, Flight, Incoming, Outgoing, Wire
 from laconic.collectives.engine.uncoded import BackendWork
 from laconic.collectives.policy.selector import leaves_raw
+from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
 from laconic.errors import ConfigError
 
 __all__ = ["recv", "send"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.collectives.engine.background import Work
+from laconic.collectives.runtime.background import Work
 from laconic.gradients.ddp import ddp_q8_hook
 from laconic.gradients.reduce import (
     NATIVE_BELOW_NBYTES,

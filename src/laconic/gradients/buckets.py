@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from laconic.collectives.engine.background import Work
+from laconic.collectives.runtime.background import Work
 from laconic.errors import TrainingError
 
 __all__ = ["Buckets"]

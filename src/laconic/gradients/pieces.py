@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.gradients.message import Message, Parts, num_blocks
 from laconic.ops import dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.collectives.engine import torch_compat
 from laconic.collectives.engine.agreement import Settings, start_agreement
-from laconic.collectives.engine.background import Groups, Job, Work, run_here, run_in_background
 from laconic.collectives.engine.overlap import overlap
 from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.background import Groups, Job, Work, run_here, run_in_background
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient
 from laconic.gradients.message import PART_SIZES, Parts, num_blocks

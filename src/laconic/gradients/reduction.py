@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.collectives.engine.background import Work
+from laconic.collectives.runtime.background import Work
 from laconic.errors import TrainingError
 from laconic.formats import QuantizedGradient, quantized_gradient, set_quantized_gradient
 from laconic.formats.shards import local_part

@@ -24,18 +24,18 @@ from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses, moe_layers
 from laconic.moe.parallel.grid import Grid, GridLayout, Level
-from laconic.moe.parallel.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.permute import DenseOrder, Order, SortedOrder
 from laconic.moe.pipeline.grad_reduce import DenseGradients, mean_over
 from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_windows
 from laconic.moe.pipeline.schedule import PipelineSchedule
 from laconic.moe.placement.balancer import ExpertBalancer
+from laconic.moe.placement.consensus import agree_on_depth
 from laconic.moe.placement.expert_map import Placement
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.swap_query import agree_on_swaps
+from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import Routing, SoftRouting
 from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune
-from laconic.moe.tuning.consensus import agree_on_depth
 from laconic.moe.tuning.drift import Drift
 
 __all__ = [

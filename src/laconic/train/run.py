@@ -39,11 +39,11 @@ from laconic.train.gradients import make_gradients
 from laconic.train.memory.forecast import Forecast
 from laconic.train.model import build_model
 from laconic.train.model_source import settle
+from laconic.train.model_split import mean_loss
 from laconic.train.moe import migration
 from laconic.train.moe.router_balance import Routers, watch_routers
 from laconic.train.moe.setup import SpreadExperts, check_experts, spread_experts
-from laconic.train.pipeline.runtime import Pipeline
-from laconic.train.pipeline.split import mean_loss
+from laconic.train.pipeline import Pipeline
 from laconic.train.report.metrics import check_tensorboard
 from laconic.train.report.run_dir import check_run_dir, claim_run_dir, copy_tokenizer, write_json
 from laconic.train.report.run_logger import Journal, closing_words

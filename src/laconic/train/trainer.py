@@ -34,9 +34,9 @@ from laconic.train.distributed.traffic import WireCounter
 from laconic.train.distributed.world import World
 from laconic.train.gradients import Gradients
 from laconic.train.lr_schedule import learning_rate
+from laconic.train.model_split import mean_loss
 from laconic.train.moe.router_balance import Routers
-from laconic.train.pipeline.runtime import Pipeline
-from laconic.train.pipeline.split import mean_loss
+from laconic.train.pipeline import Pipeline
 from laconic.train.signals import StopRequest
 
 __all__ = ["StepResult", "Trainer", "make_optimizer"]

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from laconic.collectives.engine.torch_compat import all_gather
+from laconic.collectives.runtime.torch_compat import all_gather
 from laconic.errors import ConfigError
 
 __all__ = ["Settings", "disagreement", "first_difference", "start_agreement"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.collectives import audit
 from laconic.collectives.codec import Codec, Raw, bytes_of, setting_of
-from laconic.collectives.engine import torch_compat, uncoded
+from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.agreement import Settings
 from laconic.collectives.engine.chunks import (
     all_reduce_piece,
@@ -31,6 +31,7 @@ from laconic.collectives.engine.ring import ring_all_reduce_piece, ring_reduce_s
 from laconic.collectives.engine.route import Route, agree, find_route, finish, route_of, slices
 from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire
 from laconic.collectives.policy.selector import choose, note, observe, sent_by_one, would_talk
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.seconds import RAW, Choice
 from laconic.errors import CollectiveError, ConfigError
 

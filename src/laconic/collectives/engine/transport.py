@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec, Raw, bytes_of
-from laconic.collectives.engine import torch_compat
 from laconic.collectives.engine.agreement import Settings, disagreement, start_agreement
-from laconic.collectives.engine.failure_diagnosis import follow
 from laconic.collectives.engine.handshake import MAX_INSIDE_NBYTES, Notices, Peers, line_of
+from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.failure_diagnosis import follow
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Wire"]

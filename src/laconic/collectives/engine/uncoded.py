@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from laconic.collectives.engine.background import Work
-from laconic.collectives.engine.callbacks import follow, queue_of
-from laconic.collectives.engine.failure_diagnosis import absent
+from laconic.collectives.runtime.background import Work
+from laconic.collectives.runtime.callbacks import follow, queue_of
+from laconic.collectives.runtime.failure_diagnosis import absent
 from laconic.errors import CollectiveError
 
 __all__ = [

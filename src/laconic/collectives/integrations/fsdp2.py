@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.collectives.engine.background import Work
+from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError
 
 try:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import CODES, OPERATIONS, RING, CodecRates, Line, LinkRates, fit_line
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, World, sent_nbytes
 from laconic.formats import lossless

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.engine.callbacks import depth
+from laconic.collectives.runtime.callbacks import depth
 
 __all__ = ["RawCalls", "is_plain"]
 

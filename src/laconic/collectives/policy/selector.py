@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives import audit
-from laconic.collectives.engine.background import original_of
 from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, host_name, world_of
 from laconic.collectives.policy.raw_calls import RawCalls
+from laconic.collectives.runtime.background import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.comm.seconds import (
     MIN_CODED_NBYTES,

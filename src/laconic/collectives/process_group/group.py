@@ -33,14 +33,14 @@ from laconic.autoload import register
 from laconic.collectives import api, audit
 from laconic.collectives.arguments import check_place
 from laconic.collectives.codec import Codec, setting_of
-from laconic.collectives.engine import background, callbacks
-from laconic.collectives.engine.callbacks import queue_of
 from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
 from laconic.collectives.process_group.backends import compare, connect, forget, global_ranks, tell
 from laconic.collectives.process_group.p2p import CODED, Points, as_bytes
 from laconic.collectives.process_group.strided import on_dense
 from laconic.collectives.process_group.work_handles import LaneWork, Ordered, RawWork, Together, outlive_python
+from laconic.collectives.runtime import background, callbacks
+from laconic.collectives.runtime.callbacks import queue_of
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 

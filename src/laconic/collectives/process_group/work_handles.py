@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.utils._pytree import tree_leaves
 
-from laconic.collectives.engine import background
-from laconic.collectives.engine.callbacks import CallbackQueue, follow, queue_of
+from laconic.collectives.runtime import background
+from laconic.collectives.runtime.callbacks import CallbackQueue, follow, queue_of
 
 __all__ = ["AfterWork", "LaneWork", "Ordered", "PeerWork", "RawWork", "Together", "after", "outlive_python"]
 

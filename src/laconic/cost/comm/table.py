@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, Line, WireRates
 from laconic.cost.comm.seconds import RAW, Candidate, Choice, World, candidates, decide
-from laconic.cost.text.sizes import format_nbytes
+from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError
 
 __all__ = ["SWEEP_NBYTES", "columns", "explain_one", "explain_sweep", "format_seconds", "rates_text"]

@@ -21,7 +21,7 @@ from laconic.cost.memory.saved_tensors import (
     loss_nbytes,
     rotary_nbytes,
 )
-from laconic.cost.planner.split import balanced_split
+from laconic.cost.memory.split import balanced_split
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule, make_schedule
 

@@ -8,7 +8,7 @@ from laconic.cost.comm.seconds import RAW
 from laconic.cost.comm.table import columns, format_seconds
 from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.moe.search import UNEXPLAINED, Candidate, LayerPlan, best_plan
-from laconic.cost.text.sizes import format_nbytes
+from laconic.cost.sizes import format_nbytes
 
 __all__ = ["candidates_text", "parts_of", "routes_text"]
 

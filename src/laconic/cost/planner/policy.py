@@ -14,7 +14,7 @@ from laconic.cost.memory.job import Job
 from laconic.cost.memory.predict import Prediction, predict
 from laconic.cost.memory.saved_tensors import EXACT, Choice, Unit
 from laconic.cost.planner.milp import Program
-from laconic.cost.text.sizes import format_nbytes
+from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 
 __all__ = ["CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import Chosen
-from laconic.cost.text.sizes import format_nbytes
+from laconic.cost.sizes import format_nbytes
 
 __all__ = ["describe_job", "plan_text"]
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec, bytes_of
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.moe.dispatch.chunked import Parcel, Wires
 from laconic.moe.dispatch.flat import num_local_experts
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laconic.collectives import api, audit
 from laconic.collectives.codec import Codec, Raw, bytes_of
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.moe.dispatch.send_plan import Held, Leg, arrive, leave
 from laconic.moe.dispatch.topology import Stage
 from laconic.moe.parallel.autograd_collectives import losses_named

@@ -17,7 +17,7 @@ gathers "tokens" or "rows" on either side. A capacity counts n tokens in the bas
 [Note: whose gradient]
 MP ranks compute the same loss of the same tokens, J = sum over dp of L. After backward each MP rank has dJ/dx of its
 own copy, the gate's parameters have the gradient of that dp rank's tokens, alike on all MP ranks, and the experts'
-parameters that of all rows they saw, to be added over edp (`laconic.moe.parallel.replica_gradients`).
+parameters that of all rows they saw, to be added over edp (`laconic.moe.replica_gradients`).
 
 In the baseline and in S2 the ranks of an MP (baseline: ESP) group must decide alike: a gate with noise needs the same
 random numbers on them.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.errors import RoutingError
 
 __all__ = ["load_balance_loss", "sequence_balance_loss", "summed_counts", "z_loss"]

@@ -30,9 +30,9 @@ from laconic.moe.huggingface.layer import ExpertsLayer
 from laconic.moe.huggingface.saving import save_gathered
 from laconic.moe.layer import Schedule, moe_layers
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.parallel.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
+from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 
 __all__ = ["Parallelized", "parallelize"]
 

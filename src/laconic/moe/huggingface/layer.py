@@ -24,9 +24,9 @@ from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.layer import MoELayer, Schedule
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.parallel.replica_gradients import average_expert_gradients
 from laconic.moe.permute import Order
 from laconic.moe.placement.expert_map import Placement
+from laconic.moe.replica_gradients import average_expert_gradients
 from laconic.moe.routing import Routing, SoftRouting
 
 __all__ = ["ExpertsLayer"]

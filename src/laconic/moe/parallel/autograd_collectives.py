@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.collectives.engine import torch_compat
 from laconic.collectives.integrations.autograd import all_to_all
+from laconic.collectives.runtime import torch_compat
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laconic.collectives.engine.torch_compat import in_background
+from laconic.collectives.runtime.torch_compat import in_background
 from laconic.errors import ScheduleError
 from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
 from laconic.moe.dispatch.chunked import Exchanged, FlatExchanged, Parcel, Wires

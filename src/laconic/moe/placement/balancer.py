@@ -16,11 +16,11 @@ from laconic.moe.dispatch.base import row_nbytes
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
+from laconic.moe.placement.consensus import agree_on_depth, first_answer, hierarchy_of
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.swap_query import Look, look
 from laconic.moe.placement.swap_search import SwapPlan
 from laconic.moe.routing import Routing
-from laconic.moe.tuning.consensus import agree_on_depth, first_answer, hierarchy_of
 
 __all__ = ["Balanced", "Criterion", "ExpertBalancer"]
 

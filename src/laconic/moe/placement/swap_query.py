@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, level_lines
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
+from laconic.moe.placement.consensus import first_answer, hierarchy_of
 from laconic.moe.placement.swap_search import SwapPlan, SwapTables, group_rows, plan_swaps, swap_tables, weigh_pairs
 from laconic.moe.routing import Routing
-from laconic.moe.tuning.consensus import first_answer, hierarchy_of
 
 __all__ = ["Look", "agree_on_swaps", "look"]
 

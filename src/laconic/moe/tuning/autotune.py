@@ -37,8 +37,8 @@ from laconic.moe.huggingface import ExpertsLayer, Parallelized
 from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.placement.consensus import first_answer, gather_counts
 from laconic.moe.placement.swap_query import agree_on_swaps
-from laconic.moe.tuning.consensus import first_answer, gather_counts
 from laconic.moe.tuning.drift import Drift, RoutingStatistics, RoutingWatch
 from laconic.moe.tuning.measure_cluster import measure_moe
 from laconic.moe.tuning.measure_dispatch import dispatcher_of, hierarchy_of_grid, shape_of_grid

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.errors import ConfigError
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.engine import torch_compat
-from laconic.collectives.policy.cluster_profile import measure_link
 from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, host_name, world_of
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.shape import GROUPS, LayerShape
@@ -63,7 +63,7 @@ def measure_moe(
         shape: of the layer, as each rank sees it.
         dtype: of its rows and weights.
         device: this process's GPU or the CPU; None: the CPU.
-        wire: links by kind and lossless codecs, as `laconic.collectives.policy.cluster_profile` measures them; None:
+        wire: links by kind and lossless codecs, as `laconic.collectives.cluster_profile` measures them; None:
             the groups of this grid stand for their kinds, and codecs are measured on `dtype` alone.
         codecs: others whose rows may travel, as laconic.collectives.codec.Blockwise; `Coding` names them by their name.
         routes: also run every route of this grid, with experts that do nothing, for what it costs around its wires.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.collectives.codec import Codec, Raw
-from laconic.collectives.engine import torch_compat
 from laconic.collectives.policy.microbench import Ranks, gaussian
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector

@@ -43,7 +43,7 @@ from laconic.formats.shards import local_part
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.world import World
-from laconic.train.pipeline.runtime import Parts
+from laconic.train.pipeline import Parts
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 
 __all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]

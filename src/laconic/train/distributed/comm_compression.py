@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, Lossless
-from laconic.collectives.engine import torch_compat
 from laconic.collectives.integrations.zip import zip_collectives
 from laconic.collectives.policy.microbench import Ranks, gaussian
 from laconic.collectives.policy.selector import choose, prepare
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
 from laconic.errors import ModelError
 from laconic.train.config.schema import TrainConfig

@@ -25,7 +25,7 @@ from laconic.moe.huggingface import Parallelized
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.layout import Layout
 from laconic.train.distributed.world import World
-from laconic.train.pipeline.split import Gap, decoder_stack
+from laconic.train.model_split import Gap, decoder_stack
 
 __all__ = [
     "accumulate",

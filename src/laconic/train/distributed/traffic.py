@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laconic.collectives.engine.torch_compat import sent_in_background_nbytes
+from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 
 __all__ = ["WireCounter"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Prediction, Settings
 from laconic.cost.memory.persistent import lasting_nbytes
 from laconic.cost.memory.saved_tensors import EXACT
-from laconic.cost.text.sizes import format_nbytes
+from laconic.cost.sizes import format_nbytes
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
 from laconic.train.config.schema import TrainConfig

@@ -26,7 +26,7 @@ from laconic.train.distributed.comm_compression import stage_codec
 from laconic.train.distributed.data_parallel import autocast, wrap_model
 from laconic.train.distributed.layout import Layout
 from laconic.train.distributed.world import World
-from laconic.train.pipeline.split import Chunk, balanced_split, split_model
+from laconic.train.model_split import Chunk, balanced_split, split_model
 
 __all__ = ["Parts", "Pipeline"]
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from laconic.collectives.engine.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
-from laconic.collectives.engine.rendezvous import meet
-from laconic.collectives.engine.torch_compat import in_background
+from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
+from laconic.collectives.runtime.rendezvous import meet
+from laconic.collectives.runtime.torch_compat import in_background
 
 __all__ = [
     "Groups",

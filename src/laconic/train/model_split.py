@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laconic.cost.planner import split as layer_split
+from laconic.cost.memory import split as layer_split
 from laconic.errors import ConfigError, ModelError
 
 __all__ = ["Chunk", "Gap", "balanced_split", "decoder_stack", "mean_loss", "split_model"]

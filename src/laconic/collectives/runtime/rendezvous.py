@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from laconic.collectives.engine.failure_diagnosis import follow
+from laconic.collectives.runtime.failure_diagnosis import follow
 from laconic.errors import CollectiveError
 
 __all__ = ["meet"]

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from laconic.collectives.engine import torch_compat
+from laconic.collectives.runtime import torch_compat
 from laconic.cost.moe.hierarchy import DepthChoice, Hierarchy, RowCounts, best_depth, count_vector
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher

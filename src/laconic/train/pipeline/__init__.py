@@ -1,1 +1,0 @@
-"""Pipeline parallel runs: cutting a model into stages, and running the schedule."""
