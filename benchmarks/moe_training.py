@@ -65,19 +65,19 @@ _SMOKE_SIZES = {"hidden_size": 64, "num_hidden_layers": 1}
 _SMOKE_LENGTH = 32
 
 _EXACT = {"activations.bits": 16, "activations.attention": "exact", "activations.loss": "exact"}
-_PLAIN = {"moe.expert_parallel": _NUM_NODES * _RANKS_PER_NODE, "moe.rows": "raw", "zip": "off"}
+_PLAIN = {"moe.expert_parallel": _NUM_NODES * _RANKS_PER_NODE, "moe.dispatch_codec": "raw", "zip": "off"}
 _LEVELS = {"moe.dispatcher": "hierarchical"}
 _SWAP = {**_LEVELS, "moe.swap_every": 2}
 _CHUNKS = {"moe.chunks": (2,)}
-_ALL = {**_SWAP, **_CHUNKS, "moe.windows": True, "moe.rows": "exact", "zip": "auto"}
-_AUTO = {"moe.dispatcher": "auto", "moe.swap_every": 2, "moe.rows": "exact", "zip": "auto"}
+_ALL = {**_SWAP, **_CHUNKS, "moe.overlap_grad_reduce": True, "moe.dispatch_codec": "exact", "zip": "auto"}
+_AUTO = {"moe.dispatcher": "auto", "moe.swap_every": 2, "moe.dispatch_codec": "exact", "zip": "auto"}
 _FOUR_BITS = {"activations.bits": 4, "activations.attention": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "levels": _LEVELS,
     "levels, swaps": _SWAP,
-    "lossless rows": {"moe.rows": "lossless"},
-    "2 chunks, windows": {**_CHUNKS, "moe.windows": True},
+    "lossless rows": {"moe.dispatch_codec": "lossless"},
+    "2 chunks, windows": {**_CHUNKS, "moe.overlap_grad_reduce": True},
     "4-bit activations": _FOUR_BITS,
     "all exact ones": _ALL,
     "autotune": _AUTO,

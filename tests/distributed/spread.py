@@ -50,7 +50,7 @@ SMOOTH_QWEN = QWEN | SMOOTH | {"model.extra": QWEN["model.extra"] | {"attention_
 EP = {"moe.expert_parallel": 2}
 DEEP = {"moe.dispatcher": "hierarchical"}
 Q8 = {"gradients.reduce": "q8"}
-WINDOWS = EP | DEEP | {"moe.rows": "raw", "moe.chunks": (2,), "moe.windows": True}
+WINDOWS = EP | DEEP | {"moe.dispatch_codec": "raw", "moe.chunks": (2,), "moe.overlap_grad_reduce": True}
 
 SWAPPED = EP | DEEP | {"moe.swap_every": 1, "moe.swap_pairs": 2}
 
@@ -60,21 +60,23 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ep2": EP,
     "ep2-fsdp": EP | FSDP | {"moe.chunks": (2, 4)},
     "ep2-deep": WINDOWS | {"accumulation": 2},
-    "ep2-zip": EP | FSDP | {"zip": "on", "moe.chunks": (2,), "moe.windows": True},
+    "ep2-zip": EP | FSDP | {"zip": "on", "moe.chunks": (2,), "moe.overlap_grad_reduce": True},
     "ep2-auto": EP | {"moe.dispatcher": "auto"},
-    "ep2-swapped": SWAPPED | {"moe.swap_when": "shorter"},
+    "ep2-swapped": SWAPPED | {"moe.swap_policy": "always"},
 }
 # Each is run in one piece, and with a stop after step 3 as "<name>-broken".
 BROKEN: dict[str, dict[str, Any]] = {
-    "swapping": SWAPPED | {"moe.rows": "int8"},
+    "swapping": SWAPPED | {"moe.dispatch_codec": "int8"},
     "fsdp-bf16": EP | FSDP | DEEP | {"precision": "bf16", "accumulation": 2, "checkpoint.zip": True},
-    "agoq": EP | AGOQ | {"moe.chunks": (2,), "moe.rows": "lossless"},
+    "agoq": EP | AGOQ | {"moe.chunks": (2,), "moe.dispatch_codec": "lossless"},
 }
 # What four processes do: every expert twice.
 FOUR: dict[str, dict[str, Any]] = {
     "ddp": EP,
     "fsdp": EP | FSDP,
-    "deep": {"moe.expert_parallel": 4, "moe.levels": (2,)} | DEEP | {"moe.chunks": (2,), "moe.windows": True},
+    "deep": {"moe.expert_parallel": 4, "moe.levels": (2,)}
+    | DEEP
+    | {"moe.chunks": (2,), "moe.overlap_grad_reduce": True},
     "zip": EP | {"zip": "on"},
     "q8": EP | Q8,
     "fsdp-q8": EP | FSDP | Q8,

@@ -18,7 +18,7 @@ from laconic.cost.comm.rates import Line
 from laconic.cost.moe.rates import MoERates
 from laconic.errors import CheckpointError, CollectiveError, ConfigError
 from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
-from laconic.moe.placement.balancer import Criterion, ExpertBalancer
+from laconic.moe.placement.balancer import ExpertBalancer, Policy
 from laconic.moe.placement.migration import ExpertMover
 from laconic.moe.routing import Routing
 from laconic.train.launch.worker import leave
@@ -122,14 +122,14 @@ def ranks_that_disagree_are_refused() -> None:
     assert all(map(torch.equal, before, experts_of(layers)))
 
 
-def balancing_moves_experts_to_where_fewer_rows_cross(criterion: Criterion) -> None:
+def balancing_moves_experts_to_where_fewer_rows_cross(policy: Policy) -> None:
     _, layers, _, mover = spread(torch.float64, "adamw")
     # Each rank's own tokens like experts of both ranks: all in vain, until they come together.
     with torch.no_grad():
         for layer in layers:
             layer.gate.weight[1::2] += 1.0
     x = 1.0 + 0.1 * inputs(0, dist.get_rank(), torch.float64)
-    balancer = ExpertBalancer(mover, PAYING, num_pairs=2, criterion=criterion)
+    balancer = ExpertBalancer(mover, PAYING, num_pairs=2, policy=policy)
     with pytest.raises(ConfigError, match="layer 0 has routed nothing in training yet"):
         balancer.step(0)
     before, num_rows = forward(layers, x).detach(), []
@@ -158,8 +158,8 @@ def balancing_moves_experts_to_where_fewer_rows_cross(criterion: Criterion) -> N
     later = [one.plans[0].before_seconds for one in looks[looks.index(first) + 1 :] if 0 in one.plans]
     assert later[0] == pytest.approx(plan.after_seconds)
     # The paper's criterion swaps at the first look; ours weighs what that found by another step's tokens first.
-    assert looks.index(first) == (0 if criterion == "shorter" else 1)
-    if criterion == "pays":
+    assert looks.index(first) == (0 if policy == "always" else 1)
+    if policy == "cost_aware":
         assert looks[0].plans[0] == plan  # the tokens have not changed
 
 
@@ -300,8 +300,8 @@ def test_experts_move_between_two_processes(tmp_path: Path) -> None:
         functools.partial(every_byte_follows_its_expert, "adamw8bit"),
         functools.partial(every_byte_follows_its_expert, "adamw amsgrad"),
         ranks_that_disagree_are_refused,
-        functools.partial(balancing_moves_experts_to_where_fewer_rows_cross, "pays"),
-        functools.partial(balancing_moves_experts_to_where_fewer_rows_cross, "shorter"),
+        functools.partial(balancing_moves_experts_to_where_fewer_rows_cross, "cost_aware"),
+        functools.partial(balancing_moves_experts_to_where_fewer_rows_cross, "always"),
         what_gains_on_one_step_only_does_not_move,
         functools.partial(experts_of_a_hugging_face_model_move, str(tmp_path / "pretrained")),
         functools.partial(a_checkpoint_is_saved, str(tmp_path / "saved")),

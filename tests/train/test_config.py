@@ -1,6 +1,7 @@
 """Configuration: TOML in and out, layers, and what is refused."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laconic.cli.flags import parse_flags
 from laconic.errors import ConfigError
 from laconic.train.config.schema import (
     ActivationsConfig,
@@ -250,19 +252,22 @@ def test_broken_rule_names_field_value_and_rule(values: dict[str, Any], message:
             "moe.chunks is [2], but it must be left out with moe.dispatcher = auto",
         ),
         (
-            {"moe.expert_parallel": 2, "moe.dispatcher": "auto", "moe.rows": "lossless"},
-            "moe.rows is 'lossless', but it must be exact, raw or int8 with moe.dispatcher = auto",
+            {"moe.expert_parallel": 2, "moe.dispatcher": "auto", "moe.dispatch_codec": "lossless"},
+            "moe.dispatch_codec is 'lossless', but it must be exact, raw or int8 with moe.dispatcher = auto",
         ),
         (
-            {"moe.expert_parallel": 2, "moe.windows": True},
-            "moe.windows is True, but it must be left out without moe.chunks",
+            {"moe.expert_parallel": 2, "moe.overlap_grad_reduce": True},
+            "moe.overlap_grad_reduce is True, but it must be left out without moe.chunks",
         ),
         (
-            {"moe.expert_parallel": 2, "moe.windows": True, "moe.chunks": (2,), "gradients.bits": 8},
-            "moe.windows is True, but it must be left out with gradients.bits below 32",
+            {"moe.expert_parallel": 2, "moe.overlap_grad_reduce": True, "moe.chunks": (2,), "gradients.bits": 8},
+            "moe.overlap_grad_reduce is True, but it must be left out with gradients.bits below 32",
         ),
-        ({"moe.z_coef": -1.0}, "moe.z_coef is -1.0, but it must be finite and at least 0"),
-        ({"moe.z_coef": 0.1, "pipeline.stages": 2}, "moe.z_coef is 0.1, but it must be left out with pipeline.stages"),
+        ({"moe.router_z_loss_coef": -1.0}, "moe.router_z_loss_coef is -1.0, but it must be finite and at least 0"),
+        (
+            {"moe.router_z_loss_coef": 0.1, "pipeline.stages": 2},
+            "moe.router_z_loss_coef is 0.1, but it must be left out with pipeline.stages",
+        ),
         ({"moe.expert_parallel": 2, "plan": "p.json"}, "moe.expert_parallel is 2, but it must be left out with a plan"),
     ],
 )
@@ -270,3 +275,23 @@ def test_experts_that_cannot_be_spread_so_are_refused(changes: dict[str, Any], m
     with pytest.raises(ConfigError) as caught:
         load_config(None, changes)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rows", "dispatch_codec"),
+        ("windows", "overlap_grad_reduce"),
+        ("swap_when", "swap_policy (pays: cost_aware, shorter: always)"),
+        ("balance_coef", "router_aux_loss_coef"),
+        ("z_coef", "router_z_loss_coef"),
+    ],
+)
+def test_an_old_name_is_refused_with_the_new_one(tmp_path: Path, old: str, new: str) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text(f"[moe]\n{old} = 1\n")
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key moe.{old} in {file}; it is called moe.{new} now")):
+        load_config(file)
+    flag = f"--moe.{old.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=re.escape(f"unknown flag {flag}; it is called moe.{new} now")):
+        parse_flags(TrainConfig, [flag, "1"], {}, {}, prog="laconic train")

@@ -105,9 +105,9 @@ def test_evaluation_is_not_watched() -> None:
 @pytest.mark.parametrize(
     ("options", "moe", "message"),
     [
-        ({}, {"balance_coef": 0.1}, "moe.balance_coef is 0.1, but the model has no mixture-of-experts blocks"),
+        ({}, {"balance_coef": 0.1}, "moe.router_aux_loss_coef is 0.1, but the model has no mixture-of-experts blocks"),
         (DEEPSEEK, {"balance_coef": 0.1}, "have biases for that; use moe.bias_rate"),
-        (MIXTRAL, {"bias_rate": 0.1}, "have no e_score_correction_bias; use moe.balance_coef"),
+        (MIXTRAL, {"bias_rate": 0.1}, "have no e_score_correction_bias; use moe.router_aux_loss_coef"),
     ],
 )
 def test_what_a_family_cannot_do_is_refused(options: dict[str, Any], moe: dict[str, Any], message: str) -> None:
@@ -121,14 +121,14 @@ def test_families_decide_where_nothing_is_asked() -> None:
     assert watch_routers(model_of({}), config, ALONE) == (None, None)
     assert watch_routers(model_of(MIXTRAL), config, ALONE)[1] == "routers: balance loss 0.1"
     assert watch_routers(model_of(DEEPSEEK), config, ALONE)[1] == "routers: bias by load 0.001"
-    off = load_config(None, {"moe.balance_coef": 0.0})
+    off = load_config(None, {"moe.router_aux_loss_coef": 0.0})
     assert watch_routers(model_of(MIXTRAL), off, ALONE)[1] == "routers: nothing balances them"
 
 
 def test_a_run_counts_the_loss_apart_and_lowers_it(tmp_path: Path) -> None:
     changes = MIXTRAL | {"moe.expert_parallel": 1, "steps": 12, "optimizer.learning_rate": 1e-2, "eval_every": 0}
     for name, coef in (("none", 0.0), ("weak", 1e-9), ("strong", 1.0)):
-        train_alone(tiny_config(tmp_path, name, changes | {"moe.balance_coef": coef}))
+        train_alone(tiny_config(tmp_path, name, changes | {"moe.router_aux_loss_coef": coef}))
     rows = {name: [r for r in read_metrics(tmp_path / name) if "loss" in r] for name in ("none", "weak", "strong")}
     assert rows["strong"][0]["loss"] == rows["none"][0]["loss"]  # the cross entropy alone
     assert "moe_balance_loss" not in rows["none"][0]
@@ -137,7 +137,7 @@ def test_a_run_counts_the_loss_apart_and_lowers_it(tmp_path: Path) -> None:
 
 
 def test_own_blocks_and_layers_of_laconic_are_balanced_alike(tmp_path: Path) -> None:
-    changes = MIXTRAL | {"optimizer.eps": 1e-2, "activations.bits": 16, "moe.z_coef": 0.01}
+    changes = MIXTRAL | {"optimizer.eps": 1e-2, "activations.bits": 16, "moe.router_z_loss_coef": 0.01}
     train_alone(tiny_config(tmp_path, "own", changes))
     train_alone(tiny_config(tmp_path, "ours", changes | {"moe.expert_parallel": 1}))
     for own, ours in zip(read_metrics(tmp_path / "own"), read_metrics(tmp_path / "ours"), strict=True):

@@ -258,7 +258,7 @@ def make_gradients(
     if config.gradients.bits == 32:
         if experts is None or grid is None:
             return DenseGradients(model, zip_codec(config))
-        if config.moe.windows and layout.stage_group is not None:
+        if config.moe.overlap_grad_reduce and layout.stage_group is not None:
             return WindowedGradients(model, experts, grid, config, layout.stage_group)
         return SpreadGradients(model, experts, grid, config)
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1

@@ -132,7 +132,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         _check_identity(identity, checkpoint.identity, checkpoint.path)
     pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
     model = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
-    bare = config.moe.windows and config.parallel == "ddp"  # its gradients find their codec by themselves
+    bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients find their codec by themselves
     of_collectives: list[str] = []
     sums = None
     if not bare:

@@ -22,11 +22,11 @@ from laconic.moe.placement.swap_query import Look, look
 from laconic.moe.placement.swap_search import SwapPlan
 from laconic.moe.routing import Routing
 
-__all__ = ["Balanced", "Criterion", "ExpertBalancer"]
+__all__ = ["Balanced", "Policy", "ExpertBalancer"]
 
 T = TypeVar("T")
 
-Criterion = Literal["pays", "shorter"]
+Policy = Literal["cost_aware", "always"]
 
 _ID_NBYTES = 8
 """Of an assignment that travels with a row: the expert's number and a weight in fp32."""
@@ -69,8 +69,8 @@ class ExpertBalancer:
         choose_depth: also let the depth follow the routing.
         coding: if rows are coded on the wire.
         min_period: steps between two looks at a layer, at least.
-        criterion: `pays`: a swap is found on the tokens of one step and made when, on tokens of later ones, it would
-            have gained what it costs (`SwapPeriod`). `shorter`: HierMoE's own; every `min_period` steps the best swap
+        policy: `cost_aware`: a swap is found on the tokens of one step and made when, on tokens of later ones, it would
+            have gained what it costs (`SwapPeriod`). `always`: HierMoE's own; every `min_period` steps the best swap
             is made if it shortens the all-to-all of that step's tokens.
 
     Call `step` on all ranks after every optimizer step.
@@ -87,10 +87,10 @@ class ExpertBalancer:
         choose_depth: bool = False,
         coding: Coding | None = None,
         min_period: int = 1,
-        criterion: Criterion = "pays",
+        policy: Policy = "cost_aware",
     ) -> None:
         self.mover, self.rates, self.num_pairs = mover, rates, num_pairs
-        self.choose_depth, self.coding, self.criterion = choose_depth, coding, criterion
+        self.choose_depth, self.coding, self.policy = choose_depth, coding, policy
         self._watches = []
         self.periods: list[SwapPeriod] = []
         """One for each layer."""
@@ -138,7 +138,7 @@ class ExpertBalancer:
         for layer, one, (plan, cost_seconds, distance) in zip(due, asked, told, strict=True):
             period, gain = self.periods[layer], DIRECTIONS * plan.gain_seconds
             period.cost_seconds = cost_seconds
-            if self.criterion == "shorter":
+            if self.policy == "always":
                 period.next_step = number + period.min_period
                 swaps = bool(plan.pairs)
             elif one.pairs:
@@ -161,7 +161,7 @@ class ExpertBalancer:
         routing = replace(watch.routing, experts=self.mover.placement(number)(watch.routing.experts))
         if self.choose_depth:
             agree_on_depth(dispatcher, routing, watch.row_nbytes, self.rates, self.coding)
-        pairs = self.periods[number].pairs if self.criterion == "pays" else ()
+        pairs = self.periods[number].pairs if self.policy == "cost_aware" else ()
         return Look(dispatcher, routing, watch.row_nbytes, pairs)
 
     def _distance(self, asked: Look, plan: SwapPlan) -> int:

@@ -304,13 +304,13 @@ class MoEConfig:
     before. Empty: the machines, as LOCAL_WORLD_SIZE tells."""
     depth: int | None = None
     """Stages of the hierarchical all-to-all, 1 to the number of levels + 1; None means the largest."""
-    rows: Literal["exact", "raw", "lossless", "int8"] = "exact"
+    dispatch_codec: Literal["exact", "raw", "lossless", "int8"] = "exact"
     """What travels to experts and back. exact: rows bit for bit, shortened as `zip` says; raw: never; lossless: always.
     int8: blocks of 128, which rounds rows and their gradients."""
     chunks: tuple[int, ...] = ()
     """Pieces that a layer is cut into, so that rows of one travel while another is computed: one number, or one for
     forward and one for backward. Empty: layers are not cut."""
-    windows: bool = False
+    overlap_grad_reduce: bool = False
     """Average the dense part's gradients while layers in chunks leave the wire between nodes idle in backward, not in
     DDP's buckets or when FSDP2 would."""
     capacity_factor: float | None = None
@@ -319,18 +319,19 @@ class MoEConfig:
     swap_every: int = 0
     """Least number of steps between two looks at a layer for experts that should change places; 0 means never. Needs
     measured rates, and layers whose rows go in levels."""
-    swap_when: Literal["pays", "shorter"] = "pays"
-    """pays: once a swap would have gained what it costs, on tokens of later steps than the one it was found in; looks
-    come less often while nothing pays. shorter: in every look, if it shortens the all-to-all of that step's tokens."""
+    swap_policy: Literal["cost_aware", "always"] = "cost_aware"
+    """cost_aware: once a swap would have gained what it costs, on tokens of later steps than the one it was found in;
+    looks come less often while nothing pays. always: in every look, if it shortens the all-to-all of that step's
+    tokens."""
     swap_pairs: int = 1
     """Most pairs of experts of a layer that change places at a time."""
     rates: str | None = None
     """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every` and for dispatcher = auto; None
     means the one that laconic profile wrote; auto measures where there is none."""
-    balance_coef: float | None = None
+    router_aux_loss_coef: float | None = None
     """Times the routers' load balancing loss, added to the cross entropy in training; None means the family's
     router_aux_loss_coef, 0 where it has none."""
-    z_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     """Times the mean square of the logsumexp of router logits, added in training."""
     bias_rate: float | None = None
     """By how much a step lowers the bias of an expert with more tokens than the mean and raises that of one with fewer,
@@ -339,14 +340,14 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_values(self, "moe.")
         size, factor = self.expert_parallel, self.capacity_factor
-        for name in ("balance_coef", "z_coef", "bias_rate"):
+        for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate"):
             value = getattr(self, name)
             require(
                 value is None or (math.isfinite(value) and value >= 0), f"moe.{name}", value, "be finite and at least 0"
             )
         require(size is None or size >= 1, "moe.expert_parallel", size, "be at least 1")
-        travel = ("dispatcher", "levels", "depth", "rows", "chunks", "windows", "capacity_factor")
-        for name in (*travel, "swap_every", "swap_when", "swap_pairs", "rates"):
+        travel = ("dispatcher", "levels", "depth", "dispatch_codec", "chunks", "overlap_grad_reduce", "capacity_factor")
+        for name in (*travel, "swap_every", "swap_policy", "swap_pairs", "rates"):
             value = getattr(self, name)
             require(
                 size is not None or value == MoEConfig.__dataclass_fields__[name].default,
@@ -367,9 +368,9 @@ class MoEConfig:
             "be one or two numbers of at least 1, as [2] or [2, 4]",
         )
         require(
-            self.dispatcher != "auto" or self.rows != "lossless",
-            "moe.rows",
-            self.rows,
+            self.dispatcher != "auto" or self.dispatch_codec != "lossless",
+            "moe.dispatch_codec",
+            self.dispatch_codec,
             "be exact, raw or int8 with moe.dispatcher = auto, which shortens rows where that pays",
         )
         require(
@@ -379,8 +380,8 @@ class MoEConfig:
             "be left out with moe.dispatcher = auto, which chooses them",
         )
         require(
-            not self.windows or max(self.chunks, default=1) > 1,
-            "moe.windows",
+            not self.overlap_grad_reduce or max(self.chunks, default=1) > 1,
+            "moe.overlap_grad_reduce",
             True,
             "be left out without moe.chunks above 1: windows are between chunks",
         )
@@ -498,7 +499,7 @@ class TrainConfig:
             f'be q8 or left out with parallel = "ddp" and gradients.bits = {self.gradients.bits}: codes are reduced as '
             "they are",
         )
-        for name in ("balance_coef", "z_coef", "bias_rate"):
+        for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate"):
             require(
                 not getattr(self.moe, name) or self.pipeline.stages == 1,
                 f"moe.{name}",
@@ -507,8 +508,8 @@ class TrainConfig:
             )
         whole = self.parallel == "ddp" or (self.accumulation == 1 and self.precision == "fp32")
         require(
-            not self.moe.windows or (whole and self.gradients.bits == 32),
-            "moe.windows",
+            not self.moe.overlap_grad_reduce or (whole and self.gradients.bits == 32),
+            "moe.overlap_grad_reduce",
             True,
             "be left out with gradients.bits below 32, and under fsdp with accumulation or bf16, where gradients are "
             "folded or cast before they are reduced",

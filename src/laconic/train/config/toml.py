@@ -62,6 +62,16 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _checked(TrainConfig, values, "", name)
 
 
+_RENAMED = {
+    "moe.rows": "moe.dispatch_codec",
+    "moe.windows": "moe.overlap_grad_reduce",
+    "moe.swap_when": "moe.swap_policy (pays: cost_aware, shorter: always)",
+    "moe.balance_coef": "moe.router_aux_loss_coef",
+    "moe.z_coef": "moe.router_z_loss_coef",
+}
+"""Settings that had another name before."""
+
+
 def build_config(values: Mapping[str, Any], source: str | None = None) -> TrainConfig:
     """TrainConfig from nested mappings; `source` is the file that messages name. Raises ConfigError."""
     return _build(TrainConfig, _checked(TrainConfig, values, "", source))
@@ -117,8 +127,11 @@ def field_docs(cls: type) -> dict[str, str]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known dotted name nearest to `name`, or an empty string.
 
-    A name may be misspelt, or right but in the wrong table: its own table is searched first, then the others.
+    A name may be an old one, misspelt, or right but in the wrong table: its own table is searched first, then the
+    others.
     """
+    if (renamed := _RENAMED.get(name.replace("-", "_"))) is not None:
+        return f"; it is called {renamed} now"
     names = list(known)
     table, _, leaf = name.rpartition(".")
     beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == table}

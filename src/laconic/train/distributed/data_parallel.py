@@ -49,7 +49,7 @@ def wrap_model(
     says which of the parameters are not the same everywhere: DDP leaves them alone, FSDP2 shards them over those that
     have them.
     """
-    bare = config.gradients.bits < 32 or config.moe.windows
+    bare = config.gradients.bits < 32 or config.moe.overlap_grad_reduce
     if layout.stage_group is None or (config.parallel == "ddp" and bare):
         return model
     spread = None if experts is None or experts.grid is None else experts

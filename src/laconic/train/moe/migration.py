@@ -94,7 +94,7 @@ class Swaps:
                 self._rates,
                 num_pairs=config.swap_pairs,
                 min_period=config.swap_every,
-                criterion=config.swap_when,
+                policy=config.swap_policy,
             )
             if self._periods:
                 self._balancer.periods = self._periods

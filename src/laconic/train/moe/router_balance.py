@@ -95,7 +95,7 @@ class Routers:
         if total is not None and not total.requires_grad:
             raise ModelError(
                 f"the logits of router {self._names[0]} have no gradient, so no loss can balance them; set "
-                "moe.balance_coef = 0 and moe.z_coef = 0"
+                "moe.router_aux_loss_coef = 0 and moe.router_z_loss_coef = 0"
             )
         seen.clear()
         return total
@@ -137,8 +137,8 @@ class Routers:
                 self._with_logits.add(name)  # looked at once: it waits for a GPU
                 if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
                     raise ModelError(
-                        f"router {name} returns probabilities, but balance and z-loss need logits; set moe.balance_coef"
-                        " and moe.z_coef to 0"
+                        f"router {name} returns probabilities, but balance and z-loss need logits; set"
+                        " moe.router_aux_loss_coef and moe.router_z_loss_coef to 0"
                     )
             self._seen[name] = _Seen(
                 logits.softmax(-1).sum(0) / max(num_tokens, 1) if self.balance_coef else logits.new_zeros(num_experts),
@@ -184,7 +184,8 @@ def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
     if not logits or len(indices) != 1:
         raise ModelError(
             f"router {name} returned {[f'{p.dtype} {list(p.shape)}' for p in parts]}, but balancing needs logits of"
-            f" {num_experts} experts and the chosen ones; set moe.balance_coef, moe.z_coef and moe.bias_rate to 0"
+            f" {num_experts} experts and the chosen ones; set moe.router_aux_loss_coef, moe.router_z_loss_coef and"
+            " moe.bias_rate to 0"
         )
     return logits[0].reshape(-1, num_experts).float(), indices[0].long()
 
@@ -197,7 +198,11 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
     what this model cannot do.
     """
     moe = config.moe
-    asked = {name: value for name in ("balance_coef", "z_coef", "bias_rate") if (value := getattr(moe, name))}
+    asked = {
+        name: value
+        for name in ("router_aux_loss_coef", "router_z_loss_coef", "bias_rate")
+        if (value := getattr(moe, name))
+    }
     try:
         blocks, reason = find_blocks(model), "the model has no mixture-of-experts blocks"
     except ModelError as error:
@@ -219,20 +224,22 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
     biased = all(_BIAS in model.get_submodule(name)._buffers for name in routers)
     family: Any = getattr(model, "config", None)
     of_family = getattr(family, "router_aux_loss_coef", None)
-    if moe.balance_coef and biased and of_family is None:
+    if moe.router_aux_loss_coef and biased and of_family is None:
         raise ConfigError(
-            f"moe.balance_coef is {moe.balance_coef}, but the routers of {type(model).__name__} have biases for that; "
-            "use moe.bias_rate"
+            f"moe.router_aux_loss_coef is {moe.router_aux_loss_coef}, but the routers of {type(model).__name__} have"
+            " biases for that; use moe.bias_rate"
         )
     if moe.bias_rate and not biased:
         raise ConfigError(
             f"moe.bias_rate is {moe.bias_rate}, but the routers of {type(model).__name__} have no {_BIAS}; use "
-            "moe.balance_coef"
+            "moe.router_aux_loss_coef"
         )
-    balance_coef = moe.balance_coef if moe.balance_coef is not None else float(of_family or 0.0)
+    balance_coef = moe.router_aux_loss_coef if moe.router_aux_loss_coef is not None else float(of_family or 0.0)
     bias_rate = moe.bias_rate if moe.bias_rate is not None else _BIAS_RATE if biased else 0.0
     _check_alike(model, blocks, balance_coef)
-    made = Routers(model, blocks.values(), world, balance_coef=balance_coef, z_coef=moe.z_coef, bias_rate=bias_rate)
+    made = Routers(
+        model, blocks.values(), world, balance_coef=balance_coef, z_coef=moe.router_z_loss_coef, bias_rate=bias_rate
+    )
     return made, str(made)
 
 
@@ -240,6 +247,6 @@ def _check_alike(model: nn.Module, blocks: Mapping[str, Block], balance_coef: fl
     sizes = {block.num_experts for block in blocks.values()}
     if balance_coef and len(sizes) > 1:
         raise ConfigError(
-            f"moe.balance_coef is {balance_coef}, but layers of {type(model).__name__} have {sorted(sizes)} experts, "
-            "which no loss over all layers can count together; set it to 0"
+            f"moe.router_aux_loss_coef is {balance_coef}, but layers of {type(model).__name__} have {sorted(sizes)}"
+            " experts, which no loss over all layers can count together; set it to 0"
         )

@@ -98,9 +98,9 @@ class SpreadExperts:
             return
         rates = None if moe.rates is None else MoERates.load(moe.rates)
         codecs: list[Codec] = [Raw()]
-        if moe.rows != "raw" and self._config.zip != "off":
+        if moe.dispatch_codec != "raw" and self._config.zip != "off":
             codecs.append(Lossless("tiered"))
-        if moe.rows == "int8":
+        if moe.dispatch_codec == "int8":
             codecs.append(Blockwise(_ROWS))
         self._tuned = autotune(self.model, grid, example, rates=rates, codecs=codecs, report=None)
         self._messages += str(self._tuned).splitlines()
@@ -208,7 +208,7 @@ def _dispatcher(grid: Grid | None, config: TrainConfig) -> Dispatcher:
 def row_codec(config: TrainConfig) -> Codec | str:
     """What rows travel in."""
     codecs: dict[str, Codec | str | None] = {"int8": Blockwise(_ROWS), "raw": Raw(), "lossless": Lossless()}
-    codec = codecs.get(config.moe.rows, zip_codec(config))
+    codec = codecs.get(config.moe.dispatch_codec, zip_codec(config))
     return Raw() if codec is None else codec
 
 
