@@ -31,9 +31,8 @@ from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import LayerShape, MoERates
 from laconic.cost.moe.search import Candidate, LayerPlan, best_candidate
 from laconic.formats import BlockFormat
-from laconic.moe import GatedExperts, Grid, MoELayer, Routing, expert_shard, make_dispatcher
+from laconic.moe import GatedExperts, Grid, MoELayer, Routing, autotune, expert_shard, make_dispatcher
 from laconic.moe.gates import Gate
-from laconic.moe.tuning import autotune
 from laconic.moe.tuning.measure_cluster import measure_moe
 from laconic.moe.tuning.measure_layer import Timed, medians, samples_in_turn
 from laconic.testing.netlab import Lab, why_not

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from laconic.collectives.codec import Raw
 from laconic.cost.comm.rates import Line
 from laconic.cost.moe import MoERates
-from laconic.moe import Grid, HierarchicalDispatcher, parallelize
-from laconic.moe.tuning import autotune
+from laconic.moe import Grid, HierarchicalDispatcher, autotune, parallelize
 from tests.activations.models import make_model
 from tests.moe.worlds import run_world
 
