@@ -19,14 +19,9 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem
 
 from laconic.errors import CheckpointError
+from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.manifest import manifest_sha256
-from laconic.train.checkpoint.save_load import (
-    find_checkpoint,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-    save_load,
-)
+from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from laconic.train.report.run_dir import latest_name
 from tests.train.runs import ALONE
 
@@ -187,7 +182,7 @@ def test_damage_anywhere_is_refused_and_the_good_one_named(name: str, tmp_path: 
         message = str(refused.value)
         assert f"step-00000002 is damaged: {name} " in message, what
         assert "The newest good checkpoint is step-00000001" in message, what
-        assert "--resume --save_load.load 1" in message, what
+        assert "--resume --checkpoint.load 1" in message, what
         if name != "manifest.json":
             expected = f"{len(original):,} were written" if len(damage(original)) != len(original) else "was written"
             assert expected in message, what

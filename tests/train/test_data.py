@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 
 from laconic.errors import ConfigError, DataError
 from laconic.train.config.schema import DataConfig
-from laconic.train.data.corpus import (
-    TokenCorpus,
-    TokenDataset,
-    TokenStream,
-    batch,
-    check_vocab,
-    corpus,
-    prepare,
-    sources,
-)
+from laconic.train.data import corpus, sources
+from laconic.train.data.corpus import TokenCorpus, TokenDataset, TokenStream, batch, check_vocab, prepare
 from laconic.train.data.sampler import global_indices, sample_id
 from laconic.train.data.sources import find_files, read_documents, standard_library_files
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
@@ -118,7 +110,7 @@ def test_end_of_document_comes_from_config_then_neighbour_then_known_names(json_
 
 def test_tokenizer_without_an_end_is_refused(json_tokenizer: Path) -> None:
     json_tokenizer.write_text(json_tokenizer.read_text().replace("<|endoftext|>", "<other>"))
-    with pytest.raises(DataError, match=r"has no token known to end a document; name one .* in corpus.end_of_document"):
+    with pytest.raises(DataError, match=r"has no token known to end a document; name one .* in data.end_of_document"):
         load_tokenizer(str(json_tokenizer))
 
 
@@ -200,7 +192,7 @@ def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"txt": "a"}', r"a.jsonl:2 has no string under 'text' \(its keys are \['txt'\]\); set corpus.text_key"),
+        (b'{"txt": "a"}', r"a.jsonl:2 has no string under 'text' \(its keys are \['txt'\]\); set data.text_key"),
         (b'{"text": 3}', r"a.jsonl:2 has no string under 'text'"),
         (b"[1]", r"a.jsonl:2 has no string under 'text' \(it is no object\)"),
         (b'{"text": ', r"a.jsonl:2 is not valid JSON"),
@@ -391,7 +383,7 @@ def test_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("builtins.open", open_full)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_bytes(b"text")
-    with pytest.raises(DataError, match=r"cannot write the token file under .*: No space left .* set corpus.cache_dir"):
+    with pytest.raises(DataError, match=r"cannot write the token file under .*: No space left .* set data.cache_dir"):
         prepare(config_for(tmp_path))
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from laconic.errors import ConfigError, DataError, TrainingError
 from laconic.train.distributed.world import Place, read_environment
+from laconic.train.launch import launcher as launch_module
 from laconic.train.launch.launcher import _explain, launch
-from laconic.train.launch.launcher import launcher as launch_module
 from laconic.train.signals import EXIT_PEER_LOST, STOP_SIGNAL
 from tests.train.runs import tiny_config
 
@@ -184,7 +184,8 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path, capsys: pytest.
 
 def test_threads_are_shared_by_the_processes_of_a_machine() -> None:
     program = (
-        "import torch; from laconic.train.distributed.world import Place, join_world; from laconic.train import world;"
+        "import torch; from laconic.train.distributed import world;"
+        "from laconic.train.distributed.world import Place, join_world;"
         "world.num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
         "join_world(Place(rank=0, world_size=4, local_rank=0, local_world_size=2), 1.0);"
         "print(torch.get_num_threads())"

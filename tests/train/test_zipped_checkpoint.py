@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 import laconic
 from laconic.errors import CheckpointError
 from laconic.formats.archive import unzip, verify, zip_path
-from laconic.train.checkpoint.export import export
-from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_load
+from laconic.train.checkpoint import export, save_load
+from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.report.run_dir import latest_name
 from tests.train.runs import ALONE, exact_metrics, resumed, tiny_config, train_alone
