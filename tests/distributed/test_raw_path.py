@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +247,57 @@ def functions_over_the_group(rank: int, world: int, folder: str) -> None:
         assert torch.allclose(other, total, atol=1e-4)
     dist.barrier()
     leave(0)
+
+
+def known_calls(rank: int, world: int, folder: str) -> None:
+    """What has been left raw before is looked up: arguments that were wrong then are wrong still, in any group."""
+    torch.set_num_threads(1)
+    join("gloo", rank, world, folder, "known")
+    x, part, whole = torch.ones(6), torch.empty(3), torch.empty(6 * world)
+    turned = torch.ones(2, 3).T
+    wrong: list[tuple[Any, ...]] = [
+        (collectives.all_reduce, turned),
+        (collectives.all_gather, whole[1:], x),
+        (collectives.all_gather, whole.bfloat16(), x),
+        (collectives.reduce_scatter, torch.empty(4), x),
+        (collectives.reduce_scatter, torch.empty(3, 2)[:, 0], x),
+        (collectives.all_to_all, x.bfloat16(), x),
+        (collectives.all_to_all, torch.empty(5), x),
+        (collectives.gather, whole if rank else None, x, 0),
+        (collectives.scatter, part, None if rank == 0 else x, 0),
+        (collectives.broadcast, turned, 0),
+        (collectives.send, turned, 1 - rank),
+    ]
+    for number in range(6):
+        # A group that is gone leaves its address to a later one, with other members' places.
+        ranks = [0, 1] if number % 2 else [1, 0]
+        group = dist.new_group(ranks) if number else None
+        place = dist.get_group_rank(group, rank) if group is not None else rank
+        for _ in range(3):
+            y = torch.full((6,), float(rank))
+            collectives.all_reduce(y, group)
+            assert y.tolist() == [1.0] * 6
+            collectives.all_gather(whole, torch.full((6,), float(rank)), group)
+            assert whole[6 * place] == rank
+            collectives.reduce_scatter(part, x, group)
+            assert part.tolist() == [2.0] * 3
+            collectives.all_to_all(torch.empty(6), x, group=group)
+            for src in range(world):
+                y = torch.full((6,), float(rank))
+                collectives.broadcast(y, src, group)
+                assert y.tolist() == [float(src)] * 6
+                collectives.gather(whole if rank == src else None, y, src, group)
+                collectives.scatter(part, x if rank == src else None, src, group)
+            (collectives.send if rank else collectives.recv)(y, 1 - rank, group)
+        for call, *arguments in wrong:
+            with pytest.raises(FormatError):
+                call(*arguments, group=group)
+        del group
+    leave(0)
+
+
+def test_calls_that_are_known_are_checked_as_at_first(tmp_path: Path) -> None:
+    run_ranks(known_calls, (2, str(tmp_path)), 2)
 
 
 def test_functions_and_calls_of_a_process_group_mix(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ from laconic.collectives.engine.two_level import (
     reduce_scatter_on_two_levels,
 )
 from laconic.collectives.engine.uncoded import BackendWork
-from laconic.collectives.policy.selector import leaves_raw
+from laconic.collectives.policy.raw_calls import Way, known_way
+from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Groups, Job, Work, done, run_here, run_in_background
 from laconic.errors import ConfigError, FormatError
 
@@ -65,10 +66,14 @@ def all_gather(
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
+    way = known_way(group, "all_gather", input) if codec == "auto" else None
+    if way is not None and _fits(output, input, way.world * input.numel()):
+        return _again(way, "all_gather", uncoded.all_gather(output, input, way.group), output, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
     if _leaves_raw("all_gather", input.numel(), input, groups, codec):
+        remember_raw(group, "all_gather", "all_gather", input, groups[0], 0, False)
         return _raw("all_gather", uncoded.all_gather(output, input, groups[0]), output, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     call = _Call("all_gather", groups, codec, input)
@@ -102,11 +107,15 @@ def reduce_scatter(
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
+    way = known_way(group, ("reduce_scatter", op), input) if codec == "auto" else None
+    if way is not None and _fits(output, input, input.numel() // way.world):
+        return _again(way, "reduce_scatter", uncoded.reduce_scatter(output, input, way.group, op), output, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
     if _leaves_raw("reduce_scatter", input.numel(), input, groups, codec):
+        remember_raw(group, ("reduce_scatter", op), "reduce_scatter", input, groups[0], 0, False)
         work = uncoded.reduce_scatter(output, input, groups[0], op)
         return _raw("reduce_scatter", work, output, groups[0], async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
@@ -132,10 +141,14 @@ def all_reduce(
 
     Raises FormatError for a tensor that does not fit, ConfigError on every rank when ranks disagree about the call.
     """
+    way = known_way(group, ("all_reduce", op), tensor) if codec == "auto" else None
+    if way is not None:
+        return _again(way, "all_reduce", uncoded.all_reduce(tensor, way.group, op), tensor, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
     if _leaves_raw("all_reduce", tensor.numel(), tensor, groups, codec):
+        remember_raw(group, ("all_reduce", op), "all_reduce", tensor, groups[0], 0, False)
         return _raw("all_reduce", uncoded.all_reduce(tensor, groups[0], op), tensor, groups[0], async_op)
     x = flatten(tensor)
     call = _Call("all_reduce", groups, codec, tensor)
@@ -172,9 +185,12 @@ def all_to_all(
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """
+    even = output_split_sizes is None and input_split_sizes is None
+    way = known_way(group, "all_to_all", input) if even and codec == "auto" else None
+    if way is not None and _fits(output, input, input.numel()):
+        return _again(way, "all_to_all", uncoded.all_to_all(output, input, way.group), output, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
-    even = output_split_sizes is None and input_split_sizes is None
     if even:
         check_numel("output", output, input.numel(), "that of input")
         if input.numel() % world:
@@ -184,6 +200,7 @@ def all_to_all(
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
     if even and _leaves_raw("all_to_all", input.numel(), input, groups, codec):
+        remember_raw(group, "all_to_all", "all_to_all", input, groups[0], 0, False)
         return _raw("all_to_all", uncoded.all_to_all(output, input, groups[0]), output, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = _Call("all_to_all", groups, codec, input)
@@ -223,10 +240,15 @@ def broadcast(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """`tensor`, of any shape and dtype, of the global rank `src` replaces that of the other ranks of `group`."""
+    way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
+    if way is not None:
+        return _again(way, "broadcast", uncoded.broadcast(tensor, way.group, way.place), tensor, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     place = find_place(groups[0], src, "src")
-    if _leaves_raw("broadcast", tensor.numel(), tensor, groups, codec, place == groups[0].rank()):
+    is_end = place == groups[0].rank()
+    if _leaves_raw("broadcast", tensor.numel(), tensor, groups, codec, is_end):
+        remember_raw(group, ("broadcast", src), "broadcast", tensor, groups[0], place, is_end)
         return _raw("broadcast", uncoded.broadcast(tensor, groups[0], place), tensor, groups[0], async_op)
     x = flatten(tensor)
     call = _Call("broadcast", groups, codec, tensor)
@@ -248,6 +270,9 @@ def gather(
     async_op: bool = False,
 ) -> Work[Tensor | None]:
     """The global rank `dst` gets what all ranks have: `output` as in `all_gather` there, None on the others."""
+    way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
+    if way is not None and (output is None or _fits(output, input, way.world * input.numel())):
+        return _again(way, "gather", uncoded.gather(output, input, way.group, way.place), output, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     place = find_place(groups[0], dst, "dst")
@@ -255,6 +280,8 @@ def gather(
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     if _leaves_raw("gather", input.numel(), input, groups, codec, output is not None):
+        known = ("gather", dst, output is None)
+        remember_raw(group, known, "gather", input, groups[0], place, output is not None)
         return _raw("gather", uncoded.gather(output, input, groups[0], place), output, groups[0], async_op)
     mine, rows = flatten(input), None
     if output is not None:
@@ -278,6 +305,9 @@ def scatter(
     async_op: bool = False,
 ) -> Work[Tensor]:
     """Each rank gets its part of `input` of the global rank `src`: [W * n] there, None on the others."""
+    way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
+    if way is not None and (input is None or _fits(input, output, way.world * output.numel())):
+        return _again(way, "scatter", uncoded.scatter(output, input, way.group, way.place), output, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     place = find_place(groups[0], src, "src")
@@ -285,6 +315,8 @@ def scatter(
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     if _leaves_raw("scatter", world * output.numel(), output, groups, codec, input is not None):
+        known = ("scatter", src, input is None)
+        remember_raw(group, known, "scatter", output, groups[0], place, input is not None)
         return _raw("scatter", uncoded.scatter(output, input, groups[0], place), output, groups[0], async_op)
     mine, rows = flatten(output), None
     if input is not None:
@@ -308,6 +340,28 @@ def _leaves_raw(
     if codec != "auto" or len(groups) > 1 or numel == 0 or groups[0].size() == 1:
         return False
     return leaves_raw(operation, numel, x, groups[0], is_end)
+
+
+def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
+    """Whether a second tensor is what it must be; if not, the checks say what is wrong."""
+    return (
+        x.numel() == numel
+        and x.dtype is beside.dtype
+        and x.is_cpu
+        and x.is_contiguous()
+        and x.layout is torch.strided
+        and not x.is_conj()
+        and not x.is_neg()
+    )
+
+
+def _again(way: Way, function: str, work: dist.Work, result: T, async_op: bool) -> Work[T]:
+    """`_raw` of a call that is known."""
+    next(way.count)
+    found = BackendWork(work, result, way.group, function)
+    if not async_op:
+        found.wait()
+    return found
 
 
 def _raw(function: str, work: dist.Work, result: T, group: dist.ProcessGroup, async_op: bool) -> Work[T]:

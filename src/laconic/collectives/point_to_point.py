@@ -23,7 +23,8 @@ from laconic.collectives.engine.handshake import Peers
 from laconic.collectives.engine.route import Route, find_route, finish, slices
 from laconic.collectives.engine.transport import WIRE_VERSION, Flight, Incoming, Outgoing, Wire
 from laconic.collectives.engine.uncoded import BackendWork
-from laconic.collectives.policy.selector import leaves_raw
+from laconic.collectives.policy.raw_calls import known_way
+from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
 from laconic.errors import ConfigError
 
@@ -66,19 +67,23 @@ def recv(
 def _start(
     tensor: Tensor, other: int, sends: bool, group: dist.ProcessGroup | None, codec: Codec | str, async_op: bool
 ) -> Work[Tensor]:
+    function = "send" if sends else "recv"
+    way = known_way(group, (function, other), tensor) if codec == "auto" else None
+    if way is not None:
+        next(way.count)
+        work = (uncoded.send if sends else uncoded.recv)(tensor, way.group, way.place)
+        return _raw(work, tensor, way.group, way.place, async_op)
     check_tensors(tensor=tensor)
     name = "dst" if sends else "src"
-    _, groups = find_groups(flat_group("send" if sends else "recv", group))
+    _, groups = find_groups(flat_group(function, group))
     place = find_place(groups[0], other, name)
     if place == groups[0].rank():
         raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
 
     if codec == "auto" and tensor.numel() and leaves_raw("send", tensor.numel(), tensor, groups[0], not sends):
+        remember_raw(group, (function, other), "send", tensor, groups[0], place, not sends)
         work = (uncoded.send if sends else uncoded.recv)(tensor, groups[0], place)
-        found = BackendWork(work, tensor, groups[0], f"send of {tensor.numel()} {tensor.dtype}", place)
-        if not async_op:
-            found.wait()
-        return found
+        return _raw(work, tensor, groups[0], place, async_op)
 
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:
         flights = _Flights(tensor, group, place, sends, codec)
@@ -91,6 +96,14 @@ def _start(
         return run_in_background(lambda groups: begin(groups[0])(), groups, tensor.device)
     with torch.no_grad():
         return done(begin(groups[0])())
+
+
+def _raw(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, place: int, async_op: bool) -> Work[Tensor]:
+    """A message that the backend carries."""
+    found = BackendWork(work, tensor, group, f"send of {tensor.numel()} {tensor.dtype}", place)
+    if not async_op:
+        found.wait()
+    return found
 
 
 class _Flights:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from laconic.collectives import audit
 from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
 from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, host_name, world_of
-from laconic.collectives.policy.raw_calls import RawCalls
+from laconic.collectives.policy.raw_calls import RawCalls, Way, forget_ways, remember_way
 from laconic.collectives.runtime.background import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
 from laconic.cost.comm.seconds import (
@@ -55,6 +56,7 @@ __all__ = [
     "note",
     "observe",
     "prepare",
+    "remember_raw",
     "sent_by_one",
     "use_rates",
     "would_talk",
@@ -145,6 +147,23 @@ def leaves_raw(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessG
     return True
 
 
+def remember_raw(
+    given: Any, call: Hashable, operation: str, x: torch.Tensor, group: dist.ProcessGroup, place: int, is_end: bool
+) -> None:
+    """Let `known_way` know of a call that `leaves_raw` has left raw.
+
+    Arguments:
+        given: the group as the caller gave it; `group` carries the call.
+        call: the function and its arguments that are no tensors.
+        operation, x, is_end: as `leaves_raw` was given.
+        place: of the root or peer.
+    """
+    known = _raw.get(group)
+    counter = None if known is None else known.counter((operation, is_end), x)
+    if counter is not None:
+        remember_way(given, call, x, Way(counter, group, place))
+
+
 def sent_by_one(operation: str, nbytes: int, world: int, is_end: bool) -> int:
     """Bytes that a rank sends, as `sent_nbytes` counts them; with gather and scatter it matters which end it is."""
     if operation == "gather":
@@ -178,6 +197,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     world, rates = _agreed_rates(ranks)
     _prepared.setdefault(group, {})[device.type] = world, _with_codecs(ranks, rates, _SENT)
     _raw.pop(group, None)
+    forget_ways()
 
 
 def observe(
@@ -224,6 +244,7 @@ def use_rates(rates: WireRates | str | Path | None) -> None:
         _explicit = WireRates.load(rates) if isinstance(rates, str | Path) else rates
         _known.clear()
         _raw.clear()
+        forget_ways()
 
 
 # --- the choosers of a process group ---

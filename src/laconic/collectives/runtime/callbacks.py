@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CallbackFuture", "CallbackQueue", "depth", "follow", "queue_of"]
+__all__ = ["CallbackFuture", "CallbackQueue", "depth", "follow", "here", "queue_of"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -90,12 +90,13 @@ class _Here(threading.local):
     depth = 0
 
 
-_here = _Here()
+here = _Here()
+"""Of the current thread: how many callbacks deep it is."""
 
 
 def depth() -> int:
     """How many callbacks deep the current thread is: 0 outside of them."""
-    return _here.depth
+    return here.depth
 
 
 class CallbackQueue:
@@ -121,7 +122,7 @@ class CallbackQueue:
         _threads.run(self._drain)
 
     def _drain(self) -> None:
-        before, _here.depth = _here.depth, self._depth + 1
+        before, here.depth = here.depth, self._depth + 1
         try:
             while True:
                 with self._lock:
@@ -132,7 +133,7 @@ class CallbackQueue:
                 task()
                 del task
         finally:
-            _here.depth = before
+            here.depth = before
 
 
 _lock = threading.Lock()
