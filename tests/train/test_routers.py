@@ -105,8 +105,12 @@ def test_evaluation_is_not_watched() -> None:
 @pytest.mark.parametrize(
     ("options", "moe", "message"),
     [
-        ({}, {"balance_coef": 0.1}, "moe.router_aux_loss_coef is 0.1, but the model has no mixture-of-experts blocks"),
-        (DEEPSEEK, {"balance_coef": 0.1}, "have biases for that; use moe.bias_rate"),
+        (
+            {},
+            {"router_aux_loss_coef": 0.1},
+            "moe.router_aux_loss_coef is 0.1, but the model has no mixture-of-experts blocks",
+        ),
+        (DEEPSEEK, {"router_aux_loss_coef": 0.1}, "have biases for that; use moe.bias_rate"),
         (MIXTRAL, {"bias_rate": 0.1}, "have no e_score_correction_bias; use moe.router_aux_loss_coef"),
     ],
 )

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 import laconic
 from laconic.errors import CheckpointError
 from laconic.formats.archive import unzip, verify, zip_path
-from laconic.train.checkpoint import export, save_load
+from laconic.train.checkpoint import save_load
+from laconic.train.checkpoint.export import export
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.report.run_dir import latest_name
@@ -189,7 +190,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(small_disk: Path, tmp_path: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from laconic.train.checkpoint.save_load import zipped_storage
+from laconic.train.checkpoint import zipped_storage
 from laconic.train.checkpoint.save_load import find_checkpoint
 from tests.train.runs import ALONE
 from tests.train.test_checkpoint import save
