@@ -44,7 +44,7 @@ from laconic.collectives.engine.two_level import (
     reduce_scatter_on_two_levels,
 )
 from laconic.collectives.engine.uncoded import BackendWork
-from laconic.collectives.policy.raw_calls import Way, known_way
+from laconic.collectives.policy.raw_calls import Way, is_plain_strided, known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Groups, Job, Work, done, run_here, run_in_background
 from laconic.errors import ConfigError, FormatError
@@ -344,24 +344,13 @@ def _leaves_raw(
 
 def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
     """Whether a second tensor is what it must be; if not, the checks say what is wrong."""
-    return (
-        x.numel() == numel
-        and x.dtype is beside.dtype
-        and x.is_cpu
-        and x.is_contiguous()
-        and x.layout is torch.strided
-        and not x.is_conj()
-        and not x.is_neg()
-    )
+    return x.numel() == numel and x.dtype is beside.dtype and x.is_cpu and is_plain_strided(x)
 
 
 def _again(way: Way, function: str, work: dist.Work, result: T, async_op: bool) -> Work[T]:
     """`_raw` of a call that is known."""
     next(way.count)
-    found = BackendWork(work, result, way.group, function)
-    if not async_op:
-        found.wait()
-    return found
+    return _raw(function, work, result, way.group, async_op)
 
 
 def _raw(function: str, work: dist.Work, result: T, group: dist.ProcessGroup, async_op: bool) -> Work[T]:

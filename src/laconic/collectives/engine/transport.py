@@ -18,7 +18,6 @@ codec's fallback: the sender knows it from the message that it made, the receive
 from __future__ import annotations
 
 import json
-import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ from laconic.collectives.codec import Codec, Raw, bytes_of
 from laconic.collectives.engine.agreement import Settings, disagreement, start_agreement
 from laconic.collectives.engine.handshake import MAX_INSIDE_NBYTES, Notices, Peers, line_of
 from laconic.collectives.runtime import torch_compat
-from laconic.collectives.runtime.failure_diagnosis import follow
+from laconic.collectives.runtime.failure_diagnosis import follow, reason_of
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "Flight", "Incoming", "Outgoing", "Wire"]
@@ -205,8 +204,7 @@ class Wire:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            # gloo puts the place in its own source in front, and advice of its own behind.
-            reason = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
+            reason = reason_of(error)
             # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
             wake = self.peers.sends is None and self.device.type == "cpu"
             waits = [f"rank {self.peers.ranks[other]}" for other in follow(self.group, place, wake)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from laconic.collectives import audit
 from laconic.collectives.runtime.callbacks import here
 
-__all__ = ["RawCalls", "Way", "forget_ways", "is_plain", "known_way", "remember_way"]
+__all__ = ["RawCalls", "Way", "forget_ways", "is_plain", "is_plain_strided", "known_way", "remember_way"]
 
 _MAX_KNOWN = 1024
 """A program whose sizes never repeat must not fill the memory."""
@@ -28,10 +28,11 @@ _STRIDED = torch.strided
 
 def is_plain(x: Tensor) -> bool:
     """Whether the memory of a strided tensor is its values from front to back; sparse ones are left to the backend."""
-    return x.layout != torch.strided or (x.is_contiguous() and not x.is_conj() and not x.is_neg())
+    return x.layout != torch.strided or is_plain_strided(x)
 
 
-def _is_plain_strided(x: Tensor) -> bool:
+def is_plain_strided(x: Tensor) -> bool:
+    """Whether a tensor is strided, and its memory is its values from front to back."""
     return x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
@@ -44,14 +45,14 @@ class RawCalls:
     def has(self, call: Hashable, x: Tensor) -> bool:
         """Whether such a call with `x` is known to be left raw; counts it then."""
         counter = self._counters.get((call, x.numel(), x.dtype))
-        if counter is None or here.depth or not _is_plain_strided(x):
+        if counter is None or here.depth or not is_plain_strided(x):
             return False
         next(counter)
         return True
 
     def would_have(self, call: Hashable, x: Tensor) -> bool:
         """The same without counting."""
-        return (call, x.numel(), x.dtype) in self._counters and _is_plain_strided(x)
+        return (call, x.numel(), x.dtype) in self._counters and is_plain_strided(x)
 
     def counter(self, call: Hashable, x: Tensor) -> Iterator[int] | None:
         """What counts calls like this one, if they are known."""
@@ -94,7 +95,7 @@ def known_way(group: Any, call: Hashable, x: Tensor) -> Way | None:
     if ways is None:
         return None
     way = ways.get((call, x.numel(), x.dtype))
-    return way if way is not None and not here.depth and x.is_cpu and _is_plain_strided(x) else None
+    return way if way is not None and not here.depth and x.is_cpu and is_plain_strided(x) else None
 
 
 def remember_way(group: Any, call: Hashable, x: Tensor, way: Way) -> None:

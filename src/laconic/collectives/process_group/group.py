@@ -44,7 +44,7 @@ from laconic.collectives.runtime.callbacks import queue_of
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
-__all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create"]
+__all__ = ["ProcessGroupLaconic", "ProcessGroupOptions", "create", "given"]
 
 register()
 outlive_python()
@@ -197,7 +197,7 @@ class ProcessGroupLaconic(_Base):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.AllreduceOptions) and self._takes("all_reduce", tensors, tensors[0], opts.reduceOp):
             return self._all_reduce(tensors[0], opts)
-        return self._direct.allreduce(*_given(tensors, opts, timeout))
+        return self._direct.allreduce(*given(tensors, opts, timeout))
 
     @_call(updates=("tensors",))
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -206,7 +206,7 @@ class ProcessGroupLaconic(_Base):
         works = [self._all_reduce(x, opts) for x, is_taken in zip(tensors, taken, strict=True) if is_taken]
         rest = [x for x, is_taken in zip(tensors, taken, strict=True) if not is_taken]
         if rest:
-            works.append(self._direct.allreduce_coalesced(*_given(rest, opts)))
+            works.append(self._direct.allreduce_coalesced(*given(rest, opts)))
         return Together(works, tensors, queue_of(self._inner))
 
     @_call(reads=("input",), writes=("output",))
@@ -214,7 +214,7 @@ class ProcessGroupLaconic(_Base):
         known = isinstance(opts, dist.ReduceScatterOptions)
         if known and self._takes("reduce_scatter", [input], input, opts.reduceOp):
             return self._reduce_scatter(output, input, opts)
-        return _named(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*_given(output, input, opts))
+        return _named(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*given(output, input, opts))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -231,7 +231,7 @@ class ProcessGroupLaconic(_Base):
             rows = torch.stack([x.reshape(-1) for x in inputs[0]])
             if self._takes("reduce_scatter", inputs, rows, opts.reduceOp):
                 return self._reduce_scatter(outputs[0], rows, opts)
-        return self._direct.reduce_scatter(*_given(outputs, inputs, opts, timeout))
+        return self._direct.reduce_scatter(*given(outputs, inputs, opts, timeout))
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         op, codec = _op_of(opts), self.options.codec
@@ -248,7 +248,7 @@ class ProcessGroupLaconic(_Base):
         if self._takes("all_gather", [input], input):
             return self._all_gather(output, input)
         method = _named(self._direct, "all_gather_single", "_allgather_base")
-        return method(*_given(as_bytes(output), as_bytes(input), opts))
+        return method(*given(as_bytes(output), as_bytes(input), opts))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -267,7 +267,7 @@ class ProcessGroupLaconic(_Base):
                     output.copy_(row.view(output.shape))
 
             return self._all_gather(rows, inputs[0]).then(spread, outputs[0])
-        return self._direct.allgather(*_given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
+        return self._direct.allgather(*given(as_bytes(outputs), as_bytes(inputs), opts, timeout))
 
     @_call(reads=("input",), writes=("output",))
     def all_to_all_single(
@@ -282,7 +282,7 @@ class ProcessGroupLaconic(_Base):
             work = api.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
             return LaneWork(work, [output])
         method = _named(self._direct, "all_to_all_single", "alltoall_base")
-        return method(*_given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
+        return method(*given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
 
     @_call(updates=("tensors",))
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -291,7 +291,7 @@ class ProcessGroupLaconic(_Base):
             src = dist.get_global_rank(self._inner, opts.rootRank)
             work = api.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
             return LaneWork(work, [tensors[0]])
-        return self._direct.broadcast(*_given(as_bytes(tensors), opts, timeout))
+        return self._direct.broadcast(*given(as_bytes(tensors), opts, timeout))
 
     def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> LaneWork:
         codec = self.options.codec
@@ -316,31 +316,31 @@ class ProcessGroupLaconic(_Base):
     @_call(updates=("tensors",))
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         self._leave("reduce", tensors)
-        return self._direct.reduce(*_given(tensors, opts, timeout))
+        return self._direct.reduce(*given(tensors, opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         self._leave("gather", [outputs, inputs])
-        return self._direct.gather(*_given(outputs, inputs, opts, timeout))
+        return self._direct.gather(*given(outputs, inputs, opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         self._leave("scatter", [outputs, inputs])
-        return self._direct.scatter(*_given(outputs, inputs, opts, timeout))
+        return self._direct.scatter(*given(outputs, inputs, opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         self._leave("all_to_all", [outputs, inputs])
-        return self._direct.alltoall(*_given(outputs, inputs, opts, timeout))
+        return self._direct.alltoall(*given(outputs, inputs, opts, timeout))
 
     # --- all ranks ---
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Done when all ranks have come here and all that each of them has asked this group for before is done."""
-        works = [self._direct.barrier(*_given(opts))]
+        works = [self._direct.barrier(*given(opts))]
         # Ranks make the same calls, so all of them have a lane or none.
         if callbacks.depth() == 0 and background.has_lane(self._inner):
-            works.append(Ordered(self._inner).barrier(*_given(opts)))
+            works.append(Ordered(self._inner).barrier(*given(opts)))
         works += [LaneWork(submit(lambda _: None), []) for submit in background.lanes_of(self._inner, self)]
         return works[0] if len(works) == 1 else Together(works, [])
 
@@ -349,7 +349,7 @@ class ProcessGroupLaconic(_Base):
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)  # as torch
         inner: Any = self._ready
-        inner.monitored_barrier(*_given(timeout), wait_all_ranks=wait_all_ranks)
+        inner.monitored_barrier(*given(timeout), wait_all_ranks=wait_all_ranks)
 
     # What torch 2.12 and older call, and other code may still.
     _allgather_base = all_gather_single
@@ -436,8 +436,8 @@ def _op_of(opts: Any) -> api.Op:
     return op
 
 
-def _given(*arguments: Any) -> list[Any]:
-    """Those that the caller has given."""
+def given(*arguments: Any) -> list[Any]:
+    """Those that the caller has given; the group inside has defaults of its own for the others."""
     return [argument for argument in arguments if argument is not None]
 
 
@@ -460,7 +460,7 @@ def _split(
     left = [(output, input) for output, input, is_taken in pairs if not is_taken]
     if left:
         sides = [as_bytes(list(side)) for side in zip(*left, strict=True)]
-        works.append(rest(*_given(*sides, opts)))
+        works.append(rest(*given(*sides, opts)))
     return Together(works, outputs, queue)
 
 

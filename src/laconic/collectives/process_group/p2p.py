@@ -9,7 +9,6 @@ not, so CUDA tensors travel as they are.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +25,7 @@ from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.p2p_batch import Batches
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
+from laconic.collectives.runtime.failure_diagnosis import reason_of
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
@@ -127,8 +127,7 @@ class Points:
         """Says what broke off and because of which rank."""
         if isinstance(error, LaconicError):
             return error
-        # gloo puts the place in its own source in front, and advice of its own behind.
-        reason = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
+        reason = reason_of(error)
         peer = "a rank that sends" if place is None else f"rank {self._ranks[place]}"
         return CollectiveError(
             f"{function} of {numel} {str(dtype).removeprefix('torch.')} broke off on rank"

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.collectives.policy.raw_calls import is_plain
-from laconic.collectives.process_group.group import ProcessGroupLaconic
+from laconic.collectives.process_group.group import ProcessGroupLaconic, given
 from laconic.collectives.process_group.work_handles import RawWork
 
 __all__ = ["QuickGroup"]
@@ -44,17 +44,17 @@ class QuickGroup(ProcessGroupLaconic):
     def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and self._raw.has("reduce", tensors[0]):
             return self._handle(self._inner.reduce(tensors, opts), opts)
-        return super().reduce(*_given(tensors, opts, timeout))
+        return super().reduce(*given(tensors, opts, timeout))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and _dense(outputs) and self._raw.has("gather", inputs[0]):
             return self._handle(self._inner.gather(outputs, inputs, opts), opts)
-        return super().gather(*_given(outputs, inputs, opts, timeout))
+        return super().gather(*given(outputs, inputs, opts, timeout))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and _dense(inputs) and self._raw.has("scatter", outputs[0]):
             return self._handle(self._inner.scatter(outputs, inputs, opts), opts)
-        return super().scatter(*_given(outputs, inputs, opts, timeout))
+        return super().scatter(*given(outputs, inputs, opts, timeout))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         if opts is not None and is_plain(output) and self._raw.has("reduce_scatter", input):
@@ -95,7 +95,3 @@ class QuickGroup(ProcessGroupLaconic):
 def _dense(lists: Any) -> bool:
     """Whether rows that a gather writes or a scatter reads are contiguous; the other ranks pass none."""
     return all(is_plain(x) for row in lists for x in row)
-
-
-def _given(*arguments: Any) -> list[Any]:
-    return [argument for argument in arguments if argument is not None]

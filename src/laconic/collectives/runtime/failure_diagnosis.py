@@ -10,6 +10,7 @@ the store.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import suppress
@@ -18,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["GRACE_SECONDS", "absent", "follow"]
+__all__ = ["GRACE_SECONDS", "absent", "follow", "reason_of"]
 
 GRACE_SECONDS = 2.0
 """How long the notes of others are waited for. Ranks that waited for each other give up at about the same time."""
@@ -45,6 +46,11 @@ def follow(group: dist.ProcessGroup, place: int, wake: bool = False) -> list[int
     thread.start()
     thread.join(GRACE_SECONDS + 1.0)
     return list(chain)
+
+
+def reason_of(error: Exception) -> str:
+    """What gloo says in one line, without the place in its own source in front and advice of its own behind."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
 
 
 def absent(group: dist.ProcessGroup) -> list[int]:

@@ -6,14 +6,13 @@ timeout, half an hour by default, and are told of a time-out. A connection that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from laconic.collectives.runtime.failure_diagnosis import follow
+from laconic.collectives.runtime.failure_diagnosis import follow, reason_of
 from laconic.errors import CollectiveError
 
 __all__ = ["meet"]
@@ -48,8 +47,7 @@ def _blame(group: dist.ProcessGroup, ranks: Sequence[int], what: str, place: int
     try:
         yield
     except RuntimeError as error:
-        # gloo puts the place in its own source in front, and advice of its own behind.
-        reason = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
+        reason = reason_of(error)
         waits = [f"rank {ranks[other]}" for other in follow(group, place, wake=True)]
         raise CollectiveError(
             f"{what} broke off on rank {ranks[group.rank()]}, which waited for {', which waited for '.join(waits)}:"

@@ -38,7 +38,7 @@ __all__ = [
     "WireRates",
     "default_path",
     "fit_line",
-    "read_codec",
+    "read_codecs",
     "read_line",
     "read_link",
 ]
@@ -170,13 +170,7 @@ class WireRates:
         """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
         check_format(data, _FORMAT, _VERSION)
         links = {kind: read_link(value, f"links.{kind}") for kind, value in read_table(data, "links", "").items()}
-        codecs = {
-            dtype: {
-                code: read_codec(value, f"codecs.{dtype}.{code}")
-                for code, value in read_table(codes, None, dtype).items()
-            }
-            for dtype, codes in read_table(data, "codecs", "").items()
-        }
+        codecs = read_codecs(data)
         check_known(links, GROUP_KINDS, "links")
         check_known(codecs, ITEM_NBYTES, "codecs")
         for dtype, codes in codecs.items():
@@ -265,7 +259,17 @@ def read_link(data: Any, where: str) -> LinkRates:
     return LinkRates(world, tables["operations"], chunk_seconds, overlap, tables["extra"], tables["travels"])
 
 
-def read_codec(data: Any, where: str) -> CodecRates:
+def read_codecs(data: Any) -> dict[str, dict[str, CodecRates]]:
+    """The table `codecs` of a file of rates: by dtype and name."""
+    return {
+        dtype: {
+            name: _read_codec(value, f"codecs.{dtype}.{name}") for name, value in read_table(table, None, dtype).items()
+        }
+        for dtype, table in read_table(data, "codecs", "").items()
+    }
+
+
+def _read_codec(data: Any, where: str) -> CodecRates:
     """The codec at `where`."""
     names = ("encode", "decode", "decode_add")
     encode, decode, add = (read_line(read_table(data, name, where), f"{where}.{name}") for name in names)

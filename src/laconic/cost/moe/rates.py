@@ -19,7 +19,7 @@ from laconic.cost.comm.rates import (
     Line,
     LinkRates,
     WireRates,
-    read_codec,
+    read_codecs,
     read_line,
     read_link,
 )
@@ -176,13 +176,7 @@ class MoERates:
             if name not in GROUPS and not _LEVEL.fullmatch(name):
                 known = ", ".join(GROUPS)
                 raise ConfigError(f"groups names {name!r}, but it must be one of {known}, or a level as inter1, intra0")
-        codecs = {
-            dtype: {
-                name: read_codec(codec, f"codecs.{dtype}.{name}")
-                for name, codec in read_table(all_, None, dtype).items()
-            }
-            for dtype, all_ in read_table(data, "codecs", "").items()
-        }
+        codecs = read_codecs(data)
         check_known(codecs, ITEM_NBYTES, "codecs")
         overlap, grouped = read_number(data, "overlap", "moe rates", most=1.0), data.get("grouped")
         if not isinstance(grouped, bool):
