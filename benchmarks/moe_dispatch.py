@@ -235,13 +235,13 @@ class _WithDuplicates:
     def __init__(self, inner: HierarchicalDispatcher) -> None:
         self._inner = inner
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
         each = torch.arange(len(routing))
         alone = replace(routing, tokens=each, num_tokens=len(each), choices=1)
         found = self._inner.dispatch(x.index_select(0, routing.tokens), alone, order)
         return Dispatched(found.rows, found.counts, (found, routing))
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, rows: Tensor, dispatched: Dispatched[Any]) -> Tensor:
         found, routing = dispatched.state
         sums = self._inner.combine(rows, found)
         return sum_picked(sums, torch.arange(len(routing)), routing.tokens, routing.num_tokens)

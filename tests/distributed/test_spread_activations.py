@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 import laconic
 from laconic.activations import SavedTensorTracker
+from laconic.moe.dispatch.base import ExpertRows
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import parallelize
 from laconic.moe.layer import MoELayer
@@ -23,8 +23,8 @@ class Arrived(Hook):
     def __init__(self) -> None:
         self.num_rows: list[int] = []
 
-    def after_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        self.num_rows.append(len(batch["rows"]))
+    def after_dispatch(self, layer: MoELayer, inputs: ExpertRows) -> None:
+        self.num_rows.append(len(inputs.rows))
 
 
 def experts_keep_codes_of_the_rows_that_came() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.moe.dispatch.chunking import Cut, Sharing, slice_sizes
+from laconic.moe.dispatch.chunking import ShardGather, SlicedRows, slice_sizes
 
 
 @given(
@@ -50,21 +48,28 @@ def test_chunks_of_every_degree_bring_the_same_slices(
         experts = [expert for expert, count in enumerate(of_experts) for _ in range(count)]
         rows.append([(expert, source, position) for position, expert in enumerate(experts)])
     places = [counts[:, place * num_local : (place + 1) * num_local] for place in range(num_ranks)]
-    cuts = [Cut.of(counts[rank], places[rank], rank, num_slices) for rank in range(num_ranks)]
-    table = torch.stack([cut.home.view(num_ranks, num_local, -1).sum(1) for cut in cuts])
-    cuts = [replace(cut, table=table) for cut in cuts]
+    experts = torch.arange(num_ranks * num_local)
+    homes = [slice_sizes(counts[rank], experts, num_slices) for rank in range(num_ranks)]
+    arriving = [
+        slice_sizes(place, here, num_slices) for place, here in zip(places, experts.split(num_local), strict=True)
+    ]
+    table = torch.stack([home.view(num_ranks, num_local, -1).sum(1) for home in homes])
+    cuts = [SlicedRows(homes[rank], arriving[rank], table, rank) for rank in range(num_ranks)]
     found = []
     for degree in degrees:
         chunks = [cut.chunks(degree) for cut in cuts]
         slices: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
         for i in range(degree):
-            sent = [[rows[rank][j] for j in chunks[rank][i].home.tolist()] for rank in range(num_ranks)]
+            homes_of = [chunks[rank][i].home for rank in range(num_ranks)]
+            sent = [
+                rows[rank] if home is None else [rows[rank][j] for j in home.tolist()]
+                for rank, home in enumerate(homes_of)
+            ]
             for rank in range(num_ranks):
                 chunk, came = chunks[rank][i], []
                 for source in range(num_ranks):
                     sizes = chunks[source][i].sent
                     assert chunk.received[source] == sizes[rank]
-                    assert chunk.table is not None
                     assert chunk.table[source] == sizes
                     came += sent[source][sum(sizes[:rank]) : sum(sizes[: rank + 1])]
                 ordered = [came[j] for j in chunk.index.tolist()]
@@ -86,11 +91,11 @@ def test_chunks_of_every_degree_bring_the_same_slices(
 def test_sharers_put_their_rows_together_by_slice_and_expert() -> None:
     """Two sharers, two slices, two experts; padded to the three rows that the second has in the first chunk."""
     table = torch.tensor([[[1, 0], [1, 1]], [[2, 1], [0, 0]]])
-    first, second = Sharing.of(table, 2)
+    first, second = ShardGather.of(table, 2)
     assert (first.most, first.sizes) == (3, [4])
     assert first.index.tolist() == [0, 3, 4, 5]
     assert (second.most, second.index.tolist(), second.sizes) == (2, [0, 1], [2])
-    (whole,) = Sharing.of(table, 1)
+    (whole,) = ShardGather.of(table, 1)
     assert (whole.most, whole.sizes) == (3, [4, 2])
     # (slice, expert, sharer): first sharer's rows are 0, 1, 2, the second's begin at 3.
     assert whole.index.tolist() == [0, 3, 4, 5, 1, 2]

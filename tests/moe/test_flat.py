@@ -148,13 +148,14 @@ def test_logits_that_are_no_numbers_on_one_rank_end_the_others_too(levels: bool,
 
 def test_copies_and_sums_are_each_others_transpose() -> None:
     sizes = [2, 0, 3]
-    rows = torch.arange(10.0).view(5, 2).double().requires_grad_()
+    rows = torch.arange(10.0).view(5, 2).double()
     twice = copied(rows, sizes, 2)
     assert twice[:, 0].tolist() == [0, 2, 0, 2, 4, 6, 8, 4, 6, 8]
     assert torch.equal(added_up(twice, sizes, 2), 2 * rows)
-    torch.autograd.gradcheck(lambda x: copied(x, sizes, 3).sin(), rows)
-    torch.autograd.gradcheck(lambda x: added_up(copied(x, sizes, 3).sin(), sizes, 3), rows)
-    torch.autograd.gradgradcheck(lambda x: added_up(copied(x, sizes, 2).sin(), sizes, 2).sin(), rows)
+    for num_copies in (1, 2, 3):
+        other = torch.randn(5 * num_copies, 2, dtype=torch.float64)
+        there, back = copied(rows, sizes, num_copies), added_up(other, sizes, num_copies)
+        torch.testing.assert_close((there * other).sum(), (rows * back).sum())
 
 
 def test_parts_are_added_up_in_fp32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from laconic.errors import RoutingError
 from laconic.moe import (
     DenseOrder,
+    ExpertRows,
     Gate,
     GatedExperts,
     GptExperts,
@@ -150,11 +152,11 @@ class Recorder(Hook):
 
     def __init__(self) -> None:
         self.places: list[str] = []
-        self.keys: list[set[str]] = []
+        self.seen: list[Any] = []
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith(("before_", "after_")):
-            return lambda layer, batch: (self.places.append(name), self.keys.append(set(batch)))
+            return lambda layer, flowing: (self.places.append(name), self.seen.append(flowing))[2:] or None
         return super().__getattribute__(name)
 
 
@@ -163,28 +165,29 @@ def test_hooks_are_called_at_their_six_places() -> None:
     MoELayer(SoftmaxGate(4, 8, 2), GatedExperts(4, 8, 8), hooks=[recorder])(torch.randn(3, 8))
     places = ["before_start", "before_dispatch", "after_dispatch", "before_combine", "after_combine", "after_end"]
     assert recorder.places == places
-    assert recorder.keys[0] == {"x"}
-    assert recorder.keys[1] == {"x", "routing"}
-    assert {"rows", "counts"} <= recorder.keys[2]
-    assert "out" in recorder.keys[4]
+    x, tokens, inputs, outputs, *outs = recorder.seen
+    assert x.shape == tokens.x.shape == outs[0].shape == outs[1].shape == (3, 8)
+    assert isinstance(tokens.routing, Routing)
+    assert inputs.rows.shape == outputs.rows.shape == (6, 8)
+    assert torch.equal(inputs.counts, tokens.routing.counts())
 
 
 def test_what_hooks_change_is_used() -> None:
     class Changes(Hook):
-        def before_start(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-            batch["x"] = batch["x"] * 2
+        def before_start(self, layer: MoELayer, x: Tensor) -> Tensor:
+            return x * 2
 
-        def after_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-            batch["rows"] = batch["rows"] * 3
+        def after_dispatch(self, layer: MoELayer, inputs: ExpertRows) -> ExpertRows:
+            return replace(inputs, rows=inputs.rows * 3)
 
-        def before_combine(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-            batch["rows"] = batch["rows"] * 5
+        def before_combine(self, layer: MoELayer, outputs: ExpertRows) -> ExpertRows:
+            return replace(outputs, rows=outputs.rows * 5)
 
-        def after_combine(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-            batch["out"] = batch["out"] + 7
+        def after_combine(self, layer: MoELayer, out: Tensor) -> Tensor:
+            return out + 7
 
-        def after_end(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-            batch["out"] = batch["out"] * 11
+        def after_end(self, layer: MoELayer, out: Tensor) -> Tensor:
+            return out * 11
 
     experts = GptExperts(4, 8, 8, activation=lambda t: t, dtype=torch.float64)
     gate = SoftmaxGate(4, 8, 4, dtype=torch.float64)

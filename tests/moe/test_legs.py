@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.moe.dispatch.send_plan import Held, Leg, arrive, leave
+from laconic.moe.dispatch.send_plan import HeldRows, SendPlan, plan_recv, plan_send
 from laconic.moe.dispatch.topology import Levels
 
 LEVELS = [Levels(1), Levels(3), Levels(4, (1, 2)), Levels(4, (1, 2, 4)), Levels(8, (1, 2, 4)), Levels(12, (1, 2, 6))]
@@ -20,21 +20,21 @@ def random_masks(num_ranks: int, num_tokens: int, num_experts: int, rate: float,
     return torch.rand(num_ranks, num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)) < rate
 
 
-def held_by(mask: Tensor) -> Held:
+def held_by(mask: Tensor) -> HeldRows:
     rows, experts = mask.nonzero().unbind(1)
-    return Held(len(mask), rows, experts)
+    return HeldRows(len(mask), rows, experts)
 
 
 def travel(
     masks: Tensor, levels: Levels, depth: int
-) -> tuple[list[list[Leg]], list[Held], list[list[tuple[int, int]]]]:
+) -> tuple[list[list[SendPlan]], list[HeldRows], list[list[tuple[int, int]]]]:
     """The legs [stage][rank], what ranks hold in the end, and where each row there comes from: (rank, token)."""
     experts_per_rank = masks.shape[2] // levels.num_ranks
     held = [held_by(mask) for mask in masks]
     origins = [[(rank, token) for token in range(len(mask))] for rank, mask in enumerate(masks)]
     legs = []
     for stage in levels.stages(depth):
-        left = [leave(one, stage, experts_per_rank) for one in held]
+        left = [plan_send(one, stage, experts_per_rank) for one in held]
         held, origins_before, origins = [], origins, []
         for rank in range(levels.num_ranks):
             place, ids, here = stage.place(rank), [], []
@@ -42,7 +42,7 @@ def travel(
                 leg = left[peer]
                 ids.append(leg.ids.split(leg.entry_splits)[place])
                 here += [origins_before[peer][row] for row in leg.rows.split(leg.row_splits)[place].tolist()]
-            held.append(arrive(torch.cat(ids), len(here)))
+            held.append(plan_recv(torch.cat(ids), len(here)))
             origins.append(here)
         legs.append(left)
     return legs, held, origins
@@ -103,13 +103,15 @@ def test_the_papers_example_crosses_nodes_once() -> None:
 
 
 def test_an_assignment_keeps_the_order_of_its_row() -> None:
-    leg = leave(Held(2, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 0, 2, 1, 3])), Levels(2).stages(1)[0], 2)
+    leg = plan_send(
+        HeldRows(2, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 0, 2, 1, 3])), Levels(2).stages(1)[0], 2
+    )
     assert leg.entries.tolist() == [1, 3, 0, 2, 4]
     assert leg.rows.tolist() == [0, 1, 0, 1]
     assert leg.ids.tolist() == [1, 3, 7, 4, 7]
-    assert arrive(leg.ids[2:], 2).rows.tolist() == [0, 0, 1]
+    assert plan_recv(leg.ids[2:], 2).rows.tolist() == [0, 0, 1]
 
 
 def test_ids_of_another_number_of_rows_are_refused() -> None:
     with pytest.raises(FormatError, match="3 rows came with the experts of 2"):
-        arrive(torch.tensor([1, 2, 5]), 3)
+        plan_recv(torch.tensor([1, 2, 5]), 3)

@@ -16,6 +16,7 @@ from laconic.collectives import Lossless, Raw
 from laconic.errors import ConfigError
 from laconic.moe import (
     Dispatcher,
+    ExpertRows,
     GatedExperts,
     HierarchicalDispatcher,
     Hook,
@@ -74,8 +75,8 @@ def experts_see_each_row_once_per_shard() -> None:
     for path, backward in PATHS:
 
         class Count(Hook):
-            def before_combine(self, layer: MoELayer, batch: dict[str, object]) -> None:
-                self.rows = cast(Tensor, batch["counts"]).sum()
+            def before_combine(self, layer: MoELayer, outputs: ExpertRows) -> None:
+                self.rows = outputs.counts.sum()
 
         count = Count()
         layer = spread_over(grid, whole, of_path(grid, path, backward))

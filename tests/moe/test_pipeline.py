@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from laconic.moe import (
     BaselineDispatcher,
     Dispatcher,
     ExpertChoiceGate,
+    ExpertRows,
     FlatDispatcher,
     Gate,
     GatedExperts,
@@ -176,10 +178,10 @@ class Scale(Hook, nn.Module):
         self.rows: list[int] = []
         self.threads: set[threading.Thread] = set()
 
-    def before_combine(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        self.rows.append(len(batch["rows"]))
+    def before_combine(self, layer: MoELayer, outputs: ExpertRows) -> ExpertRows:
+        self.rows.append(len(outputs.rows))
         self.threads.add(threading.current_thread())
-        batch["rows"] = batch["rows"] * self.scale
+        return replace(outputs, rows=outputs.rows * self.scale)
 
 
 def hooks_see_slices_and_their_parameters_learn() -> None:

@@ -17,7 +17,7 @@ from laconic.moe.experts.modules import GatedExperts
 from laconic.moe.gates import SoftmaxGate
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
-from laconic.moe.routing import Routing
+from laconic.moe.routing import RoutedTokens, Routing
 from laconic.train.distributed.world import World
 from laconic.train.moe.metrics import Capacity, ExpertMeter, moved_rows
 from tests.train.runs import ALONE
@@ -29,8 +29,9 @@ class Routed(Hook):
     def __init__(self) -> None:
         self.routings: list[Routing] = []
 
-    def before_dispatch(self, layer: MoELayer, batch: dict[str, Routing]) -> None:
-        self.routings.append(batch["routing"])
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
+        assert isinstance(tokens.routing, Routing)
+        self.routings.append(tokens.routing)
 
 
 def layer_with(hooks: Sequence[Hook]) -> MoELayer:

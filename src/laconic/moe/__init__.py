@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from laconic.moe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
+from laconic.moe.dispatch.base import Dispatched, Dispatcher, ExpertRows, LocalDispatcher, RoutedShare, SharesTokens
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.dispatch.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher, make_dispatcher
+from laconic.moe.dispatch.staged import StagedDispatcher
 from laconic.moe.experts.grouped_mm import grouped_mm
 from laconic.moe.experts.modules import Experts, GatedExperts, GptExperts
 from laconic.moe.experts.shard import expert_shard
@@ -34,7 +35,7 @@ from laconic.moe.placement.expert_map import Placement
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.swap_query import agree_on_swaps
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
-from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune
 from laconic.moe.tuning.drift import Drift
 
@@ -69,6 +70,10 @@ __all__ = [
     "DenseOrder",
     "Dispatcher",
     "Dispatched",
+    "StagedDispatcher",
+    "ExpertRows",
+    "RoutedTokens",
+    "RoutedShare",
     "LocalDispatcher",
     "HierarchicalDispatcher",
     "FlatDispatcher",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from laconic.moe.dispatch.base import ExpertRows
+from laconic.moe.routing import RoutedTokens
 
 if TYPE_CHECKING:
     from laconic.moe.layer import MoELayer
@@ -11,35 +16,28 @@ __all__ = ["Hook"]
 
 
 class Hook:
-    """Override any of the six; `batch` is a dict that the layer reads again after each call.
+    """Override any of the six. Each gets what flows there and returns what flows on; None leaves it as it is.
 
-    Keys, from the moment they are known:
-        x: the input, before_start as it came, later as tokens [n, M]
-        routing: Routing | SoftRouting, from before_dispatch on
-        rows: [q, M], after_dispatch the experts' inputs, before_combine their outputs
-        counts: int64 [E_local], of the rows; after_dispatch and before_combine
-        out: after_combine [n, M], after_end in the input's shape with shared experts added
-
-    A schedule that cuts the tokens into pieces calls after_dispatch and before_combine once for each. There experts are
-    numbered by slot, and a SoftRouting has become its slots: x is one row for each, routing sends each to its expert.
+    A schedule that cuts a layer into chunks calls after_dispatch and before_combine once for each slice. There experts
+    are numbered by slot, and a SoftRouting has become its slots: each is a row that its routing sends to its expert.
 
     (FSMoE, section 3, names the outer two before_moe_start and before_moe_end.)
     """
 
-    def before_start(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        """The input came."""
+    def before_start(self, layer: MoELayer, x: Tensor) -> Tensor | None:
+        """The input x [..., M] came."""
 
-    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> RoutedTokens | None:
         """The gate has decided."""
 
-    def after_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def after_dispatch(self, layer: MoELayer, inputs: ExpertRows) -> ExpertRows | None:
         """Rows are where their experts are."""
 
-    def before_combine(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def before_combine(self, layer: MoELayer, outputs: ExpertRows) -> ExpertRows | None:
         """The experts are done."""
 
-    def after_combine(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        """Tokens are back."""
+    def after_combine(self, layer: MoELayer, out: Tensor) -> Tensor | None:
+        """Tokens [n, M] are back."""
 
-    def after_end(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        """The output is about to be returned."""
+    def after_end(self, layer: MoELayer, out: Tensor) -> Tensor | None:
+        """The output is about to be returned: in the input's shape, with shared experts added."""

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from laconic.errors import RoutingError
-from laconic.moe.dispatch.base import Dispatched, Dispatcher, LocalDispatcher, SharesTokens
+from laconic.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher, SharesTokens
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
 from laconic.moe.permute import Order, SortedOrder
-from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
 __all__ = ["MoELayer", "Schedule", "auxiliary_losses", "moe_layers"]
 
+T = TypeVar("T")
+
 
 class Schedule(Protocol):
-    """How the inside of a layer is run: in pieces, on streams, in an order of its own."""
+    """How the inside of a layer is run: in chunks, on streams, in an order of its own."""
 
-    def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
-        """Dispatch batch["x"] [n, M] by batch["routing"], run the experts and combine: [n, M].
+    def run(self, layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+        """Dispatch x [n, M] by `routing`, run the experts and combine: [n, M].
 
-        The means are `layer.dispatch` (or `layer.arrive`, for a schedule that sends rows itself), `layer.compute` and
-        `layer.combine`, for every piece it makes; a piece is a dict like the batch. The result must not depend on the
-        pieces, up to rounding.
+        The means are `layer.dispatcher` and `layer.compute`. The result must not depend on the chunks, up to rounding.
         """
         ...
 
@@ -98,65 +98,45 @@ class MoELayer(nn.Module):
         return self._run(x, routing)
 
     def _run(self, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
-        batch: dict[str, Any] = {"x": x}
-        self._call("before_start", batch)
-        x = batch["x"]
-        batch["x"] = x.reshape(-1, x.shape[-1])
+        x = self._call("before_start", x)
+        tokens = x.reshape(-1, x.shape[-1])
         shares = self.dispatcher if isinstance(self.dispatcher, SharesTokens) else None
-        if routing is not None and (shares is not None or routing.num_tokens != len(batch["x"])):
+        if routing is not None and (shares is not None or routing.num_tokens != len(tokens)):
             raise RoutingError(
                 f"routing is of {routing.num_tokens} tokens, but {type(self.dispatcher).__name__} gets"
-                f" {len(batch['x'])}{' and routes parts of them itself' if shares else ''}; route the tokens that come"
+                f" {len(tokens)}{' and routes parts of them itself' if shares else ''}; route the tokens that come"
             )
-        if shares is not None:
-            batch["x"], batch["routing"], state = shares.route(self.gate, batch["x"])
-        else:
-            batch["routing"] = self.gate(batch["x"]) if routing is None else routing
-        self._call("before_dispatch", batch)
-        self._record(batch["routing"])
-        batch["out"] = self._routed(batch)
-        if shares is not None:
-            batch["out"] = shares.restore(batch["out"], state)
-        self._call("after_combine", batch)
-        out: Tensor = batch["out"].reshape(x.shape).to(x.dtype)  # under autocast the experts' dtype is another
-        batch["out"] = out + self.shared(x) if self.shared is not None else out
-        self._call("after_end", batch)
-        return batch["out"]
+        share = None if shares is None else shares.route(self.gate, tokens)
+        routed = share or RoutedTokens(tokens, self.gate(tokens) if routing is None else routing)
+        routed = self._call("before_dispatch", routed)
+        self._record(routed.routing)
+        out = self._routed(routed)
+        if shares is not None and share is not None:
+            out = shares.restore(out, share)
+        out = self._call("after_combine", out).reshape(x.shape).to(x.dtype)  # under autocast experts have another dtype
+        return self._call("after_end", out if self.shared is None else out + self.shared(x))
 
-    def dispatch(self, batch: dict[str, Any]) -> None:
-        """Send batch["x"] by batch["routing"]: sets rows, counts and dispatched."""
-        self.arrive(batch, self.dispatcher.dispatch(batch["x"], batch["routing"], self.order))
+    def compute(self, inputs: ExpertRows, experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Outputs [q, M] of the experts, or of what stands in for them, with the hooks before and after them."""
+        inputs = self._call("after_dispatch", inputs)
+        outputs = ExpertRows((experts or self.experts)(inputs.rows, inputs.counts), inputs.counts)
+        return self._call("before_combine", outputs).rows
 
-    def arrive(self, batch: dict[str, Any], dispatched: Dispatched) -> None:
-        """What a schedule that sends rows itself calls in place of `dispatch`: sets rows, counts and dispatched."""
-        batch.update(dispatched=dispatched, rows=dispatched.rows, counts=dispatched.counts)
-        self._call("after_dispatch", batch)
+    def run_whole(self, x: Tensor, routing: Routing) -> Tensor:
+        """`Schedule.run` without a schedule: dispatch, compute, combine, one after the other."""
+        dispatched = self.dispatcher.dispatch(x, routing, self.order)
+        return self.dispatcher.combine(self.compute(dispatched), dispatched)
 
-    def compute(self, batch: dict[str, Any], experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-        """Run the experts, or what stands in for them, on batch["rows"], in place of which their outputs come."""
-        batch["rows"] = (experts or self.experts)(batch["rows"], batch["counts"])
-        self._call("before_combine", batch)
-
-    def combine(self, batch: dict[str, Any]) -> Tensor:
-        """Bring batch["rows"] back: tokens [n, M]."""
-        return self.dispatcher.combine(batch["rows"], batch["dispatched"])
-
-    def _routed(self, batch: dict[str, Any]) -> Tensor:
-        routing: Routing | SoftRouting = batch["routing"]
+    def _routed(self, tokens: RoutedTokens) -> Tensor:
+        x, routing = tokens.x, tokens.routing
         if isinstance(routing, SoftRouting):
-            slots = {**batch, "x": routing.mix(batch["x"]), "routing": self._placed(routing.slots())}
-            return routing.unmix(self._scheduled(slots))
-        return self._scheduled({**batch, "routing": self._placed(routing)})
+            return routing.unmix(self._scheduled(routing.mix(x), routing.slots()))
+        return self._scheduled(x, routing)
 
-    def _placed(self, routing: Routing) -> Routing:
-        return routing if self.placement is None else replace(routing, experts=self.placement(routing.experts))
-
-    def _scheduled(self, batch: dict[str, Any]) -> Tensor:
-        if self.schedule is not None:
-            return self.schedule.run(self, batch)
-        self.dispatch(batch)
-        self.compute(batch)
-        return self.combine(batch)
+    def _scheduled(self, x: Tensor, routing: Routing) -> Tensor:
+        if self.placement is not None:
+            routing = replace(routing, experts=self.placement(routing.experts))
+        return self.run_whole(x, routing) if self.schedule is None else self.schedule.run(self, x, routing)
 
     def _record(self, routing: Routing | SoftRouting) -> None:
         self.losses = dict(routing.losses)
@@ -165,9 +145,11 @@ class MoELayer(nn.Module):
         else:
             self.load, self.num_dropped = routing.slots().counts(), 0
 
-    def _call(self, place: str, batch: dict[str, Any]) -> None:
+    def _call(self, place: str, flowing: T) -> T:
         for hook in self.hooks:
-            getattr(hook, place)(self, batch)
+            changed = getattr(hook, place)(self, flowing)
+            flowing = flowing if changed is None else changed
+        return flowing
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what the last forward left: a tensor with a graph can be neither copied nor pickled."""

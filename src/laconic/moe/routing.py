@@ -164,3 +164,13 @@ class SoftRouting:
         """Tokens [n, M] of the experts' outputs for slots [E * s, M], in the slots' dtype."""
         with torch.autocast(slots.device.type, enabled=False):
             return (self.combine.flatten(1) @ slots.to(self.combine.dtype)).to(slots.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedTokens:
+    """A layer's tokens with what the gate has decided about them."""
+
+    x: Tensor
+    """[n, M]."""
+    routing: Routing | SoftRouting
+    """Of these n tokens."""

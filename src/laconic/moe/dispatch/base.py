@@ -1,31 +1,66 @@
-"""Dispatchers: rows to where the experts are, and back."""
+"""The contracts of dispatch: what a dispatcher is, and the steps of the exchange that it plans.
+
+[Note: one exchange]
+A dispatcher says once what a layer sends (`ExchangePlan`); its `Transport` then moves buffers step by step, in one
+chunk or in several:
+
+    out     send (between EP ranks), gather (inside nodes), unpack (into slices)
+    home    pack (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks)
+
+Forward goes out with rows and home with outputs. Backward goes out with the gradients of outputs and home with those of
+rows. Every step is linear and backward's are forward's transposes, so one transport serves both directions. A whole
+layer is one chunk, run by `laconic.moe.dispatch.staged`; several chunks are run at once by
+`laconic.moe.PipelineSchedule`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from laconic.collectives.codec import Blockwise
 from laconic.moe.permute import Order
-from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.routing import RoutedTokens, Routing
 
 if TYPE_CHECKING:
     from laconic.moe.gates.base import Gate
 
-__all__ = ["Dispatched", "Dispatcher", "LocalDispatcher", "SharesTokens", "row_nbytes"]
+__all__ = [
+    "Buffers",
+    "Dispatched",
+    "Dispatcher",
+    "ExchangePlan",
+    "ExpertRows",
+    "LocalDispatcher",
+    "RoutedShare",
+    "SharesTokens",
+    "Transport",
+    "row_nbytes",
+]
+
+Buffers = tuple[Tensor, ...]
+"""What travels together: rows [*, M] first, then what belongs to them, such as weights."""
+
+State = TypeVar("State")
 
 
 @dataclass(frozen=True, eq=False)
-class Dispatched:
-    """What lies at the experts of this rank after dispatch."""
+class ExpertRows:
+    """Rows at the experts of this rank: their inputs, or their outputs."""
 
     rows: Tensor
     """[q, M], sorted by local expert."""
     counts: Tensor
     """int64 [E_local]: rows of each local expert; they sum to q."""
-    state: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched(ExpertRows, Generic[State]):
+    """The experts' inputs after dispatch."""
+
+    state: State
     """What the same dispatcher's `combine` needs; nobody else looks inside."""
 
 
@@ -37,45 +72,116 @@ class Dispatcher(Protocol):
     of the group calls both, also one without tokens. `order` does the local expansion and the local weighted sums.
     """
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
         """Send tokens x [n, M] to their experts."""
         ...
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, rows: Tensor, dispatched: Dispatched[Any]) -> Tensor:
         """Bring the outputs [q, M] of `dispatched.rows` back and sum them with their weights: [n, M]."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedShare(RoutedTokens):
+    """What passes this rank's gate, where ranks share their tokens before the gate sees them."""
+
+    sizes: list[int]
+    """Tokens of each rank of the group that shares them."""
 
 
 @runtime_checkable
 class SharesTokens(Protocol):
     """What a dispatcher also has if ranks share their tokens before the gate sees them."""
 
-    def route(self, gate: Gate, x: Tensor) -> tuple[Tensor, Routing | SoftRouting, Any]:
-        """Of a layer's tokens [n, M] those that pass this rank's gate, what the gate says, and what `restore` needs."""
+    def route(self, gate: Gate, x: Tensor) -> RoutedShare:
+        """Of a layer's tokens [n, M] those that pass this rank's gate."""
         ...
 
-    def restore(self, out: Tensor, state: Any) -> Tensor:
-        """The outputs [n, M] of the layer's tokens, of those that passed here."""
+    def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
+        """The outputs [n, M] of the layer's tokens, of those [m, M] that passed here."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class _LocalState:
+    routing: Routing
+    order: Order
 
 
 class LocalDispatcher:
-    """All experts are here: no rank needs to be told anything."""
+    """All experts are on this rank: nothing is sent."""
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_LocalState]:
         """See `Dispatcher.dispatch`."""
         rows, counts = order.permute(x, routing)
-        return Dispatched(rows, counts, (routing, order))
+        return Dispatched(rows, counts, _LocalState(routing, order))
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, rows: Tensor, dispatched: Dispatched[_LocalState]) -> Tensor:
         """See `Dispatcher.combine`."""
-        routing, order = dispatched.state
-        result: Tensor = order.combine(rows, routing)
-        return result
+        return dispatched.state.order.combine(rows, dispatched.state.routing)
+
+
+class Transport(Protocol):
+    """One layer's exchange in one direction and one number of chunks, see [Note: one exchange]. `i` is a chunk."""
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether gather and scatter do anything; they are not called otherwise."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether share does anything; it is not called otherwise."""
+
+    def send(self, i: int, home: Buffers) -> Buffers:
+        """The chunk's part of all that is at home, to the ranks (nodes) that have its experts."""
+
+    def gather(self, i: int, buffers: Buffers) -> Buffers:
+        """What came, on to the ranks inside a node that need it."""
+
+    def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
+        """What came, slice by slice, as `ExchangePlan.enter` takes it."""
+
+    def pack(self, i: int, slices: list[Buffers]) -> Buffers:
+        """What `ExchangePlan.leave` gave for the chunk's slices, as one message."""
+
+    def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        """Back inside the node, summed."""
+
+    def send_back(self, i: int, buffers: Buffers) -> Buffers:
+        """To where the chunk came from."""
+
+    def share(self, i: int, buffers: Buffers) -> Buffers:
+        """What came home, to the MP ranks that want the same."""
+
+    def land(self, i: int, buffers: Buffers) -> None:
+        """Put what came home to its place in `home`."""
+
+    @property
+    def home(self) -> Buffers:
+        """All chunks, when the last has landed."""
+
+
+class ExchangePlan(Protocol):
+    """What all ranks send for one pass of a layer, agreed between them; transports need no further agreement."""
+
+    def begin(self, x: Tensor) -> Buffers:
+        """What goes out for tokens x [n, M]; differentiable."""
+
+    def transport(self, degree: int, *, backward: bool) -> Transport:
+        """The exchange in `degree` chunks, a divisor of the plan's number of slices. For one use."""
+
+    def enter(self, number: int, buffers: Buffers) -> ExpertRows:
+        """The experts' inputs of a slice; differentiable."""
+
+    def leave(self, number: int, rows: Tensor, buffers: Buffers) -> Tensor:
+        """What goes home of the experts' outputs of a slice that entered as `buffers`; differentiable."""
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Outputs [n, M] of what came home; differentiable."""
 
 
 def row_nbytes(dispatcher: Dispatcher, x: Tensor) -> int:
-    """Of a row of x [n, M] on the wire, before lossless coding."""
+    """Bytes of a row of x [n, M] on the wire, before lossless coding."""
     codec = getattr(dispatcher, "codec", None)
     if isinstance(codec, Blockwise):
         return codec.format.nbytes((x.shape[1],))

@@ -1,11 +1,11 @@
-"""Which rows of a layer travel together when it is run in pieces. Index lists only; nothing is sent.
+"""Partitions each expert's rows into slices, and slices into chunks. Index lists only; nothing is sent.
 
 [Note: slices and chunks]
 The rows of every expert are cut into `num_slices` nearly equal *slices* (the axis that FSMoE calls capacity), by the
 rank that has them; ranks know each other's numbers of rows, so they know each other's slices. Experts see one slice at
 a time: its rows sorted by expert, within an expert by the rank they come from. A *chunk* is what one message carries:
 num_slices / degree slices next to each other. Forward and backward may send chunks of different sizes, because both
-are made of the same slices.
+are made of the same slices. A layer that is not cut is one slice and one chunk.
 
 Where an expert has fewer rows than there are slices, which slices get one depends on the expert's number, so that many
 experts with few rows do not all fill the same slice.
@@ -13,16 +13,18 @@ experts with few rows do not all fill the same slice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "Cut", "Sharing", "rows_of_chunks", "slice_sizes"]
+__all__ = ["Chunk", "ShardGather", "SlicedRows", "rows_of_chunks", "slice_sizes"]
 
 
 def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
     """Rows in each slice, int64 [..., E, num_slices], of counts int64 [..., E] of the experts numbered int64 [E]."""
+    if num_slices == 1:
+        return counts[..., None]
     steps = torch.arange(num_slices + 1, device=counts.device)
     ends = (counts[..., None] * steps + (experts % num_slices)[:, None]) // num_slices
     return ends.diff(dim=-1)
@@ -41,8 +43,8 @@ def rows_of_chunks(sizes: Tensor, degree: int) -> list[Tensor]:
 class Chunk:
     """What one message carries to the experts, and the message back."""
 
-    home: Tensor
-    """int64 [a]: which of this rank's rows sorted by expert go, ascending."""
+    home: Tensor | None
+    """int64 [a]: which of this rank's rows sorted by expert go, ascending; None: all, in one chunk."""
     sent: list[int]
     """How many of them go to each place where experts are."""
     received: list[int]
@@ -53,33 +55,26 @@ class Chunk:
     """int64 [q]: the inverse of `index`."""
     sizes: list[int]
     """Rows of each slice."""
-    table: list[list[int]] | None
-    """Rows from each rank to each place, if that is known."""
+    table: list[list[int]]
+    """Rows from each rank to each place."""
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """All rows of a layer, as every rank of the exchange knows them.
-
-    home: int64 [E, num_slices], this rank's rows. arriving: int64 [W, E_local, num_slices], those that come here.
-    table: int64 [W, places, num_slices], those of every rank to every place; None if nobody has said so.
-    """
+class SlicedRows:
+    """All rows of a layer, as one rank of the exchange knows them."""
 
     home: Tensor
+    """int64 [E, num_slices]: this rank's rows."""
     arriving: Tensor
-    table: Tensor | None = None
-
-    @staticmethod
-    def of(counts: Tensor, arriving: Tensor, place: int, num_slices: int) -> Cut:
-        """counts int64 [E]: this rank's rows by expert. arriving int64 [W, E_local]: those for `place`, by source."""
-        num_local = arriving.shape[1]
-        experts = torch.arange(len(counts), device=counts.device)
-        here = experts[place * num_local : (place + 1) * num_local]
-        return Cut(slice_sizes(counts, experts, num_slices), slice_sizes(arriving, here, num_slices))
+    """int64 [W, E_local, num_slices]: those that come here."""
+    table: Tensor
+    """int64 [W, places, num_slices]: those of every rank to every place."""
+    rank: int
+    """This rank's number in the exchange, below W."""
+    _chunks: dict[int, list[Chunk]] = field(default_factory=dict, init=False)
 
     @property
     def num_slices(self) -> int:
-        """In all."""
         return self.home.shape[1]
 
     def counts(self) -> Tensor:
@@ -88,31 +83,37 @@ class Cut:
 
     def chunks(self, degree: int) -> list[Chunk]:
         """The chunks of `degree`, a divisor of num_slices."""
-        home, arriving = self.home, self.arriving
-        num_local, device = arriving.shape[1], home.device
-        per_chunk = self.num_slices // degree
-        # Some looks at the device for everything that the host has to know.
-        home_table = home.view(-1, num_local, degree, per_chunk).sum((1, 3)).T.tolist()
-        parts = arriving.view(len(arriving), num_local, degree, per_chunk)
-        received_table, sizes_table = parts.sum((1, 3)).T.tolist(), parts.sum((0, 1)).tolist()
-        homes = rows_of_chunks(home, degree)
-        tables: list[list[list[int]] | None] = [None] * degree
-        if self.table is not None:
-            tables = self.table.unflatten(2, (degree, per_chunk)).sum(3).permute(2, 0, 1).tolist()
+        if degree not in self._chunks:
+            self._chunks[degree] = self._cut(degree)
+        return self._chunks[degree]
+
+    def _cut(self, degree: int) -> list[Chunk]:
+        (num_ranks, num_local, _), (_, num_places, _) = self.arriving.shape, self.table.shape
+        device, per_chunk = self.home.device, self.num_slices // degree
+        place = self.rank // (num_ranks // num_places)  # ranks next to each other share a place
+        by_chunk = self.table.view(num_ranks, num_places, degree, per_chunk).sum(3).permute(2, 0, 1)
+        by_slice = self.arriving.sum((0, 1))
+        # One look at the device for everything that the host has to know.
+        told = torch.cat((by_chunk.flatten(), by_slice)).tolist()
+        size, sizes = num_ranks * num_places, told[degree * num_ranks * num_places :]
+        homes = [None] if degree == 1 else rows_of_chunks(self.home, degree)
         found = []
         for i in range(degree):
-            mine = arriving[:, :, i * per_chunk : (i + 1) * per_chunk]
+            flat = told[i * size : (i + 1) * size]
+            table = [flat[row : row + num_places] for row in range(0, size, num_places)]
+            of_slices = sizes[i * per_chunk : (i + 1) * per_chunk]
+            mine = self.arriving[:, :, i * per_chunk : (i + 1) * per_chunk]
             ids = torch.arange(per_chunk, device=device) * num_local + torch.arange(num_local, device=device)[:, None]
-            ids = ids.expand(mine.shape).flatten()
-            ids = ids.repeat_interleave(mine.flatten(), output_size=sum(received_table[i]))
+            ids = ids.expand(mine.shape).flatten().repeat_interleave(mine.flatten(), output_size=sum(of_slices))
             index = torch.argsort(ids, stable=True)
             inverse = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device=device))
-            found.append(Chunk(homes[i], home_table[i], received_table[i], index, inverse, sizes_table[i], tables[i]))
+            received = [row[place] for row in table]
+            found.append(Chunk(homes[i], table[self.rank], received, index, inverse, of_slices, table))
         return found
 
 
 @dataclass(frozen=True, eq=False)
-class Sharing:
+class ShardGather:
     """What the ranks that share experts bring together for one chunk, each padded to the most that one has."""
 
     most: int
@@ -122,7 +123,7 @@ class Sharing:
     """As in `Chunk`, of all sharers together."""
 
     @staticmethod
-    def of(table: Tensor, degree: int) -> list[Sharing]:
+    def of(table: Tensor, degree: int) -> list[ShardGather]:
         """For each of `degree` chunks; table int64 [N_ESP, num_slices, E_local], rows of every sharer."""
         num_sharers, num_slices, _ = table.shape
         per_chunk = num_slices // degree
@@ -136,5 +137,5 @@ class Sharing:
             most = max(1, *rows)
             places = [torch.arange(size, device=table.device) + number * most for number, size in enumerate(rows)]
             index = torch.cat(places)[torch.argsort(ids, stable=True)]
-            found.append(Sharing(most, index, sizes_table[i]))
+            found.append(ShardGather(most, index, sizes_table[i]))
         return found

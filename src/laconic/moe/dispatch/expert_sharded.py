@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,8 +9,10 @@ from torch import Tensor
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, Raw
-from laconic.moe.dispatch.base import Dispatched
-from laconic.moe.dispatch.flat import Arrival, FlatDispatcher, attached, num_local_experts
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, Transport
+from laconic.moe.dispatch.chunking import Chunk, ShardGather, SlicedRows
+from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows
+from laconic.moe.dispatch.staged import StagedDispatcher
 from laconic.moe.parallel.autograd_collectives import all_gather, reduce_scatter
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
@@ -20,11 +20,12 @@ from laconic.moe.routing import Routing
 __all__ = ["ShardedDispatcher", "gathered_counts"]
 
 
-class ShardedDispatcher:
+class ShardedDispatcher(StagedDispatcher):
     """FSMoE's data path (arXiv 2501.10714, figure 2): EP-AlltoAll, ESP-AllGather, experts, ESP-ReduceScatter, AlltoAll.
 
     Each row crosses the wires between EP ranks once and is copied to the other N_ESP - 1 shards on those between them;
     the joint exchange (`FlatDispatcher` with shards) sends every copy the whole way, in one collective less each way.
+    The shards' parts of outputs are added in fp32 (fp64 for fp64) and rounded once.
     """
 
     def __init__(self, ep: dist.ProcessGroup, esp: dist.ProcessGroup, *, codec: Codec | str = "auto") -> None:
@@ -32,48 +33,51 @@ class ShardedDispatcher:
         self.esp, self.codec = esp, codec
         self.exchange = FlatDispatcher(ep, codec=codec)
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
-        """See `Dispatcher.dispatch`. Raises RoutingError if experts cannot be spread evenly."""
-        num_local_experts(routing.num_experts, self.exchange.num_places)
-        rows, counts = order.permute(x, routing)
-        arrival = Arrival.agree(counts, 1, self.exchange.group)
-        rows = self.exchange.send(rows, arrival)
-        shares = _Shares.agree(arrival.counts, self.esp)
-        padded = F.pad(rows, (0, 0, 0, shares.most - len(rows)))
-        # index_select's backward adds, but here to different rows only.
-        rows = all_gather(padded, self.esp, codec=self.codec).index_select(0, shares.index)
-        return Dispatched(rows, shares.counts, (routing, order, arrival, shares))
-
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """See `Dispatcher.combine`; the shards' parts are added in fp32 (fp64 for fp64) and rounded once."""
-        routing, order, arrival, shares = dispatched.state
-        rows = attached(rows, dispatched.rows)
-        padded = rows.new_zeros(shares.most * self.esp.size(), rows.shape[1]).index_copy(0, shares.index, rows)
-        mine = reduce_scatter(padded, self.esp, codec=self.codec)[: len(arrival.index)]
-        result: Tensor = order.combine(self.exchange.send_back(mine, arrival), routing)
-        return result
+    def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
+        """See `StagedDispatcher.plan`."""
+        return _ShardedPlan(self, agreed_rows(self.exchange, routing.counts(), num_slices), routing, order)
 
 
-@dataclass(frozen=True, eq=False)
-class _Shares:
-    """What the ranks that share experts bring together."""
+class _ShardedPlan(RowsPlan):
+    def __init__(self, dispatcher: ShardedDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
+        super().__init__(dispatcher.exchange, rows, routing, order)
+        self._dispatcher = dispatcher
+        self._table = gathered_counts(self.counts.flatten(), dispatcher.esp).view(-1, *self.counts.shape)
+        self._gathers: dict[int, list[ShardGather]] = {}
+        self.counts = self._table.sum(0)
 
-    most: int
-    """Rows of the rank that has most of them; the others pad."""
-    counts: Tensor
-    """int64 [E_local]: rows of all of them by expert."""
-    index: Tensor
-    """int64 [q]: row j in the order of experts is row index[j] of the padded ones."""
+    def transport(self, degree: int, *, backward: bool) -> Transport:
+        if degree not in self._gathers:
+            self._gathers[degree] = ShardGather.of(self._table, degree)
+        return _ShardedTransport(self._dispatcher, self.rows.chunks(degree), self._gathers[degree])
 
-    @staticmethod
-    def agree(counts: Tensor, group: dist.ProcessGroup) -> _Shares:
-        table = gathered_counts(counts, group)
-        sizes = table.sum(1).tolist()
-        most = max(1, *sizes)
-        experts = torch.arange(len(counts), device=counts.device).repeat(len(sizes))
-        experts = experts.repeat_interleave(table.flatten(), output_size=sum(sizes))
-        places = [torch.arange(size, device=counts.device) + rank * most for rank, size in enumerate(sizes)]
-        return _Shares(most, table.sum(0), torch.cat(places)[torch.argsort(experts, stable=True)])
+
+class _ShardedTransport(FlatTransport):
+    """Each row crosses to one sharer, who hands it on; outputs are summed before they return."""
+
+    has_shards = True
+
+    def __init__(self, dispatcher: ShardedDispatcher, chunks: list[Chunk], gathers: list[ShardGather]) -> None:
+        super().__init__(dispatcher.exchange, chunks)
+        self._esp, self._codec, self._gathers = dispatcher.esp, dispatcher.codec, gathers
+
+    def gather(self, i: int, buffers: Buffers) -> Buffers:
+        rows = buffers[0].index_select(0, self._chunks[i].index)
+        rows = F.pad(rows, (0, 0, 0, self._gathers[i].most - len(rows)))
+        return (all_gather(rows, self._esp, codec=self._codec),)
+
+    def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
+        gather = self._gathers[i]
+        return [(rows,) for rows in buffers[0].index_select(0, gather.index).split(gather.sizes)]
+
+    def pack(self, i: int, slices: list[Buffers]) -> Buffers:
+        rows, gather = torch.cat([rows for (rows,) in slices]), self._gathers[i]
+        return (rows.new_zeros(gather.most * self._esp.size(), rows.shape[1]).index_copy_(0, gather.index, rows),)
+
+    def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        inverse = self._chunks[i].inverse
+        rows = reduce_scatter(buffers[0], self._esp, codec=self._codec)
+        return (rows[: len(inverse)].index_select(0, inverse),)
 
 
 def gathered_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

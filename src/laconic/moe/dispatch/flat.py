@@ -1,6 +1,6 @@
 """Expert parallelism by one exchange: every rank sends every other the rows for its experts.
 
-[Note: rows on their way]
+[Note: path of a row]
 Local rows [a, M] are sorted by expert, so the rows for EP rank e lie together. They go to the N_ESP ranks that share
 e's experts, a copy to each. Rows arrive source by source, each source's sorted by expert, and are put in the order of
 experts with the sources in order within an expert. Outputs go back the same ways; where N_ESP ranks share an expert,
@@ -11,62 +11,26 @@ that of an exchange the exchange back, so backward is the same picture from the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
-from laconic.errors import ConfigError, RoutingError
-from laconic.moe.dispatch.base import Dispatched
+from laconic.errors import ConfigError
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transport
+from laconic.moe.dispatch.chunking import Chunk, SlicedRows, slice_sizes
+from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
 from laconic.moe.parallel.autograd_collectives import all_to_all_rows, exchange_counts
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
-from laconic.moe.row_ops import accumulation_dtype, permuted
+from laconic.moe.row_ops import accumulation_dtype
 
-__all__ = ["Arrival", "FlatDispatcher", "added_up", "attached", "copied", "num_local_experts"]
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """What one exchange moves, as seen by this rank: rows from whom, to whom, for which experts."""
-
-    sent: list[int]
-    """Rows that go to each place of the group."""
-    received: list[int]
-    """Rows that come from each."""
-    counts: Tensor
-    """int64 [E_local]: arriving rows by expert."""
-    index: Tensor
-    """int64 [q]: row j in the order of experts arrives as row index[j]."""
-    inverse: Tensor
-    """int64 [q]: the inverse of `index`."""
-    table: list[list[int]]
-    """Rows from each place to each, [from][to]."""
-
-    @staticmethod
-    def agree(counts: Tensor, num_shards: int, group: dist.ProcessGroup) -> Arrival:
-        """Tell all ranks of `group` how many rows come: counts int64 [E], this rank's rows by expert."""
-        world = group.size()
-        by_place = counts.view(world // num_shards, 1, -1).expand(-1, num_shards, -1).reshape(world, -1)
-        sizes = by_place.sum(1)  # go along, so that every rank knows what all send
-        told = exchange_counts(torch.cat((by_place, sizes.expand(world, -1)), 1), group)
-        arriving = told[:, :-world]
-        table = told[:, -world:].tolist()
-        me = group.rank()
-        sent, received = table[me], [row[me] for row in table]
-        num_experts = by_place.shape[1]
-        experts = torch.arange(num_experts, device=counts.device).repeat(world)
-        experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
-        index = torch.argsort(experts, stable=True)
-        inverse = torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device=index.device))
-        return Arrival(sent, received, arriving.sum(0), index, inverse, table)
+__all__ = ["FlatDispatcher", "FlatTransport", "RowsPlan", "added_up", "agreed_rows", "copied"]
 
 
-class FlatDispatcher:
-    """One all-to-all to the experts and one back; see [Note: rows on their way].
+class FlatDispatcher(StagedDispatcher):
+    """One all-to-all to the experts and one back; see [Note: path of a row].
 
     Every assignment's row travels, also to experts on the same node and several times to the same rank if several of
     its experts are there. Nothing is dropped and nothing padded; a rank may have no tokens, or get no rows.
@@ -94,98 +58,145 @@ class FlatDispatcher:
         """N_EP: different places for experts."""
         return self.group.size() // self.num_shards
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
-        """See `Dispatcher.dispatch`. Raises RoutingError if experts cannot be spread evenly."""
-        num_local_experts(routing.num_experts, self.num_places)
-        rows, counts = order.permute(x, routing)
-        arrival = Arrival.agree(counts, self.num_shards, self.group)
-        rows = self.send(rows, arrival)
-        return Dispatched(rows, arrival.counts, (routing, order, arrival))
-
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """See `Dispatcher.combine`."""
-        routing, order, arrival = dispatched.state
-        result: Tensor = order.combine(self.send_back(attached(rows, dispatched.rows), arrival), routing)
-        return result
-
-    def send(self, rows: Tensor, arrival: Arrival) -> Tensor:
-        """Rows [a, M] sorted by expert, to their experts: [q, M] sorted by expert."""
-        rows = copied(rows, arrival.sent[:: self.num_shards], self.num_shards)
-        table = arrival.table
-        rows = all_to_all_rows(rows, arrival.received, arrival.sent, self.group, codec=self.codec, table=table)
-        return permuted(rows, arrival.index, arrival.inverse)
-
-    def send_back(self, rows: Tensor, arrival: Arrival) -> Tensor:
-        """Outputs [q, M] to where the rows came from: [a, M], shards added up."""
-        rows = permuted(rows, arrival.inverse, arrival.index)
-        back = list(zip(*arrival.table, strict=True))
-        rows = all_to_all_rows(rows, arrival.sent, arrival.received, self.group, codec=self.codec, table=back)
-        return added_up(rows, arrival.sent[:: self.num_shards], self.num_shards)
+    def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
+        """See `StagedDispatcher.plan`."""
+        return RowsPlan(self, agreed_rows(self, routing.counts(), num_slices), routing, order)
 
 
-def num_local_experts(num_experts: int, num_places: int) -> int:
-    """Experts of each rank. Raises RoutingError if they are not whole."""
-    if num_experts % num_places:
-        raise RoutingError(
-            f"num_experts is {num_experts}, but {num_places} expert-parallel ranks can only share a multiple of"
-            f" {num_places} evenly; change ep or the number of experts"
-        )
-    return num_experts // num_places
+class RowsPlan:
+    """The exchange of a `FlatDispatcher`; what is alike in all plans where each assignment is a row of its own."""
 
+    def __init__(self, exchange: FlatDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
+        """`rows`: of all ranks; `routing` and `order`: of this rank's tokens."""
+        self.exchange, self.rows, self.routing, self.order = exchange, rows, routing, order
+        self.counts = rows.counts()
+        """int64 [num_slices, E_local]: rows that this rank's experts get."""
 
-def attached(rows: Tensor, arrived: Tensor) -> Tensor:
-    """Outputs `rows` that hang on their inputs `arrived`, and certainly on a graph while gradients are on.
+    def begin(self, x: Tensor) -> Buffers:
+        return (self.order.permute(x, self.routing)[0],)
 
-    The other ranks' backward waits for this one's, but experts may return no rows that nothing leads to.
-    """
-    if not torch.is_grad_enabled():
+    def transport(self, degree: int, *, backward: bool) -> Transport:
+        return FlatTransport(self.exchange, self.rows.chunks(degree))
+
+    def enter(self, number: int, buffers: Buffers) -> ExpertRows:
+        return ExpertRows(buffers[0], self.counts[number])
+
+    def leave(self, number: int, rows: Tensor, buffers: Buffers) -> Tensor:
         return rows
-    if not len(rows):
-        rows = rows + arrived.sum().to(rows.dtype)  # of nothing
-    return rows if rows.requires_grad else rows.detach().requires_grad_()
+
+    def finish(self, out: Tensor) -> Tensor:
+        return self.order.combine(out, self.routing)
+
+
+class FlatTransport:
+    """The one exchange of `FlatDispatcher`, whose sharers get copies the whole way."""
+
+    has_shards = False
+    shares = False
+
+    def __init__(self, exchange: FlatDispatcher, chunks: list[Chunk]) -> None:
+        self._exchange, self._chunks = exchange, chunks
+        self._shards = exchange.num_shards
+        self._home: Tensor | None = None
+
+    def send(self, i: int, home: Buffers) -> Buffers:
+        chunk = self._chunks[i]
+        rows = copied(self._outgoing(i, home[0]), chunk.sent, self._shards)
+        return (self._exchanged(rows, chunk.received, self._copies(chunk.sent), self._table(chunk)),)
+
+    def gather(self, i: int, buffers: Buffers) -> Buffers:
+        return buffers
+
+    def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
+        chunk = self._chunks[i]
+        return [(rows,) for rows in buffers[0].index_select(0, chunk.index).split(chunk.sizes)]
+
+    def pack(self, i: int, slices: list[Buffers]) -> Buffers:
+        return (_joined([rows for (rows,) in slices]).index_select(0, self._chunks[i].inverse),)
+
+    def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        return buffers
+
+    def send_back(self, i: int, buffers: Buffers) -> Buffers:
+        chunk = self._chunks[i]
+        back = list(zip(*self._table(chunk), strict=True))
+        rows = self._exchanged(buffers[0], self._copies(chunk.sent), chunk.received, back)
+        return (added_up(rows, chunk.sent, self._shards),)
+
+    def share(self, i: int, buffers: Buffers) -> Buffers:
+        return buffers
+
+    def land(self, i: int, buffers: Buffers) -> None:
+        index = self._chunks[i].home
+        if index is None:
+            (self._home,) = buffers
+        else:
+            self._put(index, buffers[0], sum(sum(chunk.sent) for chunk in self._chunks))
+
+    @property
+    def home(self) -> Buffers:
+        assert self._home is not None, "every chunk has landed"
+        return (self._home,)
+
+    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
+        index = self._chunks[i].home
+        return rows if index is None else rows.index_select(0, index)
+
+    def _put(self, index: Tensor, rows: Tensor, num_rows: int) -> None:
+        if self._home is None:
+            self._home = rows.new_empty(num_rows, rows.shape[1])
+        self._home.index_copy_(0, index, rows)
+
+    def _exchanged(self, rows: Tensor, received: list[int], sent: list[int], table: Sequence[Sequence[int]]) -> Tensor:
+        exchange = self._exchange
+        return all_to_all_rows(rows, received, sent, exchange.group, codec=exchange.codec, table=table)
+
+    def _table(self, chunk: Chunk) -> list[list[int]]:
+        return [self._copies(row) for row in chunk.table]
+
+    def _copies(self, sizes: list[int]) -> list[int]:
+        return [size for size in sizes for _ in range(self._shards)]
+
+
+def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> SlicedRows:
+    """The slices of what all ranks of an exchange send; counts: int64 [E], this rank's rows by expert.
+
+    Raises RoutingError if experts cannot be spread evenly.
+    """
+    num_places, num_shards, group = exchange.num_places, exchange.num_shards, exchange.group
+    num_local, device, world = num_local_experts(len(counts), num_places), counts.device, group.size()
+    home = slice_sizes(counts, torch.arange(len(counts), device=device), num_slices)
+    sizes = home.view(num_places, num_local, num_slices).sum(1)
+    if world == 1:
+        return SlicedRows(home, home[None], sizes[None], 0)
+    by_place = counts.view(num_places, 1, num_local).expand(-1, num_shards, -1).reshape(world, num_local)
+    # The sizes go along, so that every rank knows what all send.
+    told = exchange_counts(torch.cat((by_place, sizes.flatten().expand(world, -1)), 1), group)
+    first = group.rank() // num_shards * num_local
+    arriving = slice_sizes(told[:, :num_local], torch.arange(first, first + num_local, device=device), num_slices)
+    return SlicedRows(home, arriving, told[:, num_local:].view(world, num_places, num_slices), group.rank())
 
 
 def copied(rows: Tensor, sizes: Sequence[int], num_copies: int) -> Tensor:
-    """Each part of rows [a, M], sizes[i] of them, `num_copies` times: [num_copies * a, M]; backward adds up."""
+    """Each part of rows [a, M], sizes[i] of them, `num_copies` times: [num_copies * a, M]."""
     if num_copies == 1:
         return rows
-    result: Tensor = _Copied.apply(rows, tuple(sizes), num_copies)
-    return result
+    return torch.cat([part for part in rows.split(list(sizes)) for _ in range(num_copies)])
 
 
 def added_up(rows: Tensor, sizes: Sequence[int], num_copies: int) -> Tensor:
     """The transpose of `copied`: the sum over the copies of each part, in fp32 (fp64 for fp64), rounded once."""
     if num_copies == 1:
         return rows
-    result: Tensor = _AddedUp.apply(rows, tuple(sizes), num_copies)
-    return result
+    sums = rows.new_empty(sum(sizes), rows.shape[1], dtype=accumulation_dtype(rows.dtype))
+    parts = rows.split([size for size in sizes for _ in range(num_copies)])
+    for number, out in enumerate(sums.split(list(sizes))):
+        first, *others = parts[number * num_copies : (number + 1) * num_copies]
+        out.copy_(first)
+        for part in others:
+            out.add_(part)
+    return sums.to(rows.dtype)
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], num_copies: int) -> Tensor:
-        ctx.sizes, ctx.num_copies = sizes, num_copies
-        return torch.cat([part for part in rows.split(sizes) for _ in range(num_copies)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return added_up(grads[0], ctx.sizes, ctx.num_copies), None, None
-
-
-class _AddedUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], num_copies: int) -> Tensor:
-        ctx.sizes, ctx.num_copies = sizes, num_copies
-        dtype = accumulation_dtype(rows.dtype)
-        sums = rows.new_empty(sum(sizes), rows.shape[1], dtype=dtype)
-        parts = rows.split([size for size in sizes for _ in range(num_copies)])
-        for number, out in enumerate(sums.split(sizes)):
-            first, *others = parts[number * num_copies : (number + 1) * num_copies]
-            out.copy_(first)
-            for part in others:
-                out.add_(part)
-        return sums.to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return copied(grads[0], ctx.sizes, ctx.num_copies), None, None
+def _joined(slices: list[Tensor]) -> Tensor:
+    return slices[0] if len(slices) == 1 else torch.cat(slices)

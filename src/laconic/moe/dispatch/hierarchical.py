@@ -1,20 +1,27 @@
-"""All-to-all in levels, each row once per destination group (HierMoE, arXiv 2508.09591, section 3)."""
+"""All-to-all in levels, each row once per destination group (HierMoE, arXiv 2508.09591, section 3).
+
+The first stage goes over the wire between nodes, the later ones stay inside. In several chunks they take the places of
+an exchange and a gather in the plan, so that both wires and the experts work at once. In one chunk ranks agree on a
+stage while the rows of the one before travel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import accumulate
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.base import Dispatched
-from laconic.moe.dispatch.flat import attached, num_local_experts
-from laconic.moe.dispatch.hierarchical_exchange import Crossing, cross, down, send_down, up
-from laconic.moe.dispatch.send_plan import Held
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transport
+from laconic.moe.dispatch.hierarchical_exchange import StageExchange, carry_up, start_down
+from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
+from laconic.moe.dispatch.token_slices import SlicedStage, SlicedTokens, joined_by_place, slices_of
 from laconic.moe.dispatch.topology import Levels, Stage
 from laconic.moe.dispatch.traffic import LevelTraffic, traffic_of
 from laconic.moe.permute import Order
@@ -39,15 +46,7 @@ class LevelGroups(Protocol):
         """One rank of each sister part in the level before, at the same place in it; None at the first level."""
 
 
-@dataclass(frozen=True, eq=False)
-class _State:
-    crossings: tuple[Crossing, ...]
-    codecs: tuple[Codec | str, ...]
-    local: Routing
-    order: Order
-
-
-class HierarchicalDispatcher:
+class HierarchicalDispatcher(StagedDispatcher):
     """Sends a row once to each group of ranks that has experts for it, level by level, and adds on the way back.
 
     At depth d, stages 1 ... d - 1 cross levels 1 ... d - 1 and the last goes from rank to rank inside of a group; at
@@ -127,35 +126,141 @@ class HierarchicalDispatcher:
         groups = [*across, self._groups[len(stages) - 1].within]
         return tuple((stage, group) for stage, group in zip(stages, groups, strict=True) if group is not None)
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
-        """See `Dispatcher.dispatch`. Raises RoutingError if the experts cannot be spread evenly over the ranks."""
-        experts_per_rank = num_local_experts(routing.num_experts, self.levels.num_ranks)
-        held = Held(routing.num_tokens, routing.tokens, routing.experts)
-        rows, weights, crossings, started = x, routing.weights, list[Crossing](), None
-        codecs = self.codecs
-        for number, (stage, group) in enumerate(self.stages()):
-            # Ranks talk about a stage while the rows of the one before travel.
-            crossing, held = cross(held, stage, experts_per_rank, group)
-            if crossings:
-                rows, weights = down(rows, weights, crossings[-1], codecs[number - 1], started)
-            started = send_down(rows, weights, crossing, codecs[number])
-            crossings.append(crossing)
-        rows, weights = down(rows, weights, crossings[-1], codecs[-1], started)
-        self.traffic = tuple(traffic_of(crossing, x, weights) for crossing in crossings)
-        local = Routing(
-            held.rows,
-            held.experts - self.group.rank() * experts_per_rank,
-            weights,
-            held.num_rows,
-            experts_per_rank,
-        )
-        rows, counts = order.permute(rows, local)
-        return Dispatched(rows, counts, _State(tuple(crossings), codecs, local, order))
+    def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
+        """See `StagedDispatcher.plan`; tokens are cut, not each expert's rows. Sets `traffic` when all is agreed."""
+        return _LevelPlan(self, routing, order, num_slices)
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """See `Dispatcher.combine`."""
-        state: _State = dispatched.state
-        sums = state.order.combine(attached(rows, dispatched.rows), state.local)
-        for crossing, codec in zip(reversed(state.crossings), reversed(state.codecs), strict=True):
-            sums = up(sums, crossing, codec)
-        return sums
+
+class _LevelPlan:
+    """Tokens by slice through all stages."""
+
+    def __init__(self, dispatcher: HierarchicalDispatcher, routing: Routing, order: Order, num_slices: int) -> None:
+        self._experts_per_rank = num_local_experts(routing.num_experts, dispatcher.levels.num_ranks)
+        self._dispatcher, self._routing, self._order = dispatcher, routing, order
+        self.codecs, self.num_slices = dispatcher.codecs, num_slices
+        self._todo = list(dispatcher.stages())
+        self.num_stages = len(self._todo)
+        self._held = SlicedTokens.of(routing, num_slices)
+        self._stages: list[SlicedStage] = []
+        self._exchanges: dict[tuple[int, int, int], StageExchange] = {}
+        self._local: list[Routing] = []
+        # One chunk agrees on the rest while rows travel; several, on several wires, need to know all before.
+        self.agree_on(1 if num_slices == 1 else self.num_stages)
+
+    def agree_on(self, num_stages: int) -> None:
+        """Make sure that this many stages are agreed, as far as there are so many."""
+        while self._todo and len(self._stages) < num_stages:
+            stage, group = self._todo.pop(0)
+            earlier = self._stages[-1] if self._stages else None
+            found, self._held = SlicedStage.agree(self._held, earlier, stage, self._experts_per_rank, group)
+            self._stages.append(found)
+
+    def begin(self, x: Tensor) -> Buffers:
+        return x, self._routing.weights
+
+    def transport(self, degree: int, *, backward: bool) -> Transport:
+        return _LevelTransport(self, degree)
+
+    def exchange(self, stage: int, first: int, last: int) -> StageExchange:
+        """Of the slices first ... last - 1, in a stage that is agreed."""
+        key = stage, first, last
+        if key not in self._exchanges:
+            self._exchanges[key] = self._stages[stage].exchange(first, last)
+        return self._exchanges[key]
+
+    def size_at_home(self, first: int, last: int) -> tuple[int, int]:
+        """Rows and assignments of the slices first ... last - 1 before they leave."""
+        before = self._stages[0].before
+        return sum(before.num_rows[first:last]), sum(before.num_entries[first:last])
+
+    def arriving(self, first: int, last: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows and assignments that come in the last stage, by slice first ... last - 1 and place."""
+        stage = self._stages[-1]
+        return stage.received_rows[first:last], stage.received_entries[first:last]
+
+    def enter(self, number: int, buffers: Buffers) -> ExpertRows:
+        if not self._local:  # the first slice has come, so all stages are agreed
+            self._local = self._local_routings()
+            whole = (stage.exchange(0, self.num_slices) for stage in self._stages)
+            self._dispatcher.traffic = tuple(traffic_of(exchange, *buffers) for exchange in whole)
+        return ExpertRows(*self._order.permute(buffers[0], self._local[number]))
+
+    def leave(self, number: int, rows: Tensor, buffers: Buffers) -> Tensor:
+        return self._order.combine(rows, replace(self._local[number], weights=buffers[1]))
+
+    def finish(self, out: Tensor) -> Tensor:
+        return out
+
+    def _local_routings(self) -> list[Routing]:
+        """Of each slice's rows here, with weights still to come."""
+        held, num_entries = self._held.held, self._held.num_entries
+        first_expert = self._experts_per_rank * self._dispatcher.group.rank()
+        rows, experts = held.rows.split(num_entries), held.experts.split(num_entries)
+        starts = [0, *accumulate(self._held.num_rows)]
+        no_weights = self._routing.weights.new_empty(len(held.rows)).split(num_entries)
+        return [
+            Routing(rows[s] - starts[s], experts[s] - first_expert, no_weights[s], number, self._experts_per_rank)
+            for s, number in enumerate(self._held.num_rows)
+        ]
+
+
+class _LevelTransport:
+    """Rows with their weights (forward) or gradients of sums (backward) out, sums or gradients of both home."""
+
+    shares = False
+
+    def __init__(self, plan: _LevelPlan, degree: int) -> None:
+        self._plan, self._per_chunk = plan, plan.num_slices // degree
+        self._landed: list[Buffers] = [()] * degree
+
+    @property
+    def has_shards(self) -> bool:
+        return self._plan.num_stages > 1
+
+    def send(self, i: int, home: Buffers) -> Buffers:
+        first, last = self._slices(i)
+        starts, sizes = self._plan.size_at_home(0, first), self._plan.size_at_home(first, last)
+        parts = zip(home, starts, sizes, strict=False)
+        return self._down(i, tuple(x.narrow(0, start, size) for x, start, size in parts), range(1))
+
+    def gather(self, i: int, buffers: Buffers) -> Buffers:
+        return self._down(i, buffers, range(1, self._plan.num_stages))
+
+    def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
+        found = [slices_of(x, table) for x, table in zip(buffers, self._plan.arriving(*self._slices(i)), strict=False)]
+        return list(zip(*found, strict=True))
+
+    def pack(self, i: int, slices: list[Buffers]) -> Buffers:
+        parts = zip(zip(*slices, strict=True), self._plan.arriving(*self._slices(i)), strict=False)
+        return tuple(joined_by_place(of_slices, table) for of_slices, table in parts)
+
+    def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        return self._up(i, buffers, range(1, self._plan.num_stages))
+
+    def send_back(self, i: int, buffers: Buffers) -> Buffers:
+        return self._up(i, buffers, range(1))
+
+    def share(self, i: int, buffers: Buffers) -> Buffers:
+        return buffers
+
+    def land(self, i: int, buffers: Buffers) -> None:
+        self._landed[i] = buffers
+
+    @property
+    def home(self) -> Buffers:
+        return self._landed[0] if len(self._landed) == 1 else tuple(map(torch.cat, zip(*self._landed, strict=True)))
+
+    def _slices(self, i: int) -> tuple[int, int]:
+        return i * self._per_chunk, (i + 1) * self._per_chunk
+
+    def _down(self, i: int, buffers: Buffers, stages: range) -> Buffers:
+        for stage in stages:
+            arriving = start_down(buffers, self._plan.exchange(stage, *self._slices(i)), self._plan.codecs[stage])
+            self._plan.agree_on(stage + 2)
+            buffers = arriving()
+        return buffers
+
+    def _up(self, i: int, buffers: Buffers, stages: range) -> Buffers:
+        for stage in reversed(stages):
+            buffers = carry_up(buffers, self._plan.exchange(stage, *self._slices(i)), self._plan.codecs[stage])
+        return buffers

@@ -3,8 +3,8 @@
 [Note: steps of SAA]
 In step i each rank sends the rows that came from EP rank e + i (its own is e) back to it and gets those of its own
 from e - i, N_ESP partial sums of each; it adds these up and gives the sums to its MP peers while step i + 1 is under
-way. The exchanges run in the background lane of the joint group, the gathers in front on the MP group. With a seconds
-per exchange and g per gather that is (steps - 1) max(a, g) + a + g instead of steps (a + g).
+way. The exchanges run in the background executor of the joint group, the gathers in front on the MP group. With a
+seconds per exchange and g per gather that is (steps - 1) max(a, g) + a + g instead of steps (a + g).
 
 The release's kernel exchanges single chunks between streams; here a step may take several EP ranks, because on slow
 networks each collective costs a round trip. Everybody knows the whole routing, so nobody asks how many rows come.
@@ -13,7 +13,6 @@ networks each collective costs a round trip. Everybody knows the whole routing, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,12 @@ from torch import Tensor
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.errors import ConfigError
-from laconic.moe.dispatch.flat import Arrival, added_up, copied
+from laconic.moe.dispatch.chunking import Chunk
+from laconic.moe.dispatch.flat import added_up
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.routing import Routing
 
-__all__ = ["SaaPlan", "gather_home", "send_own"]
+__all__ = ["SaaPlan", "gather_home"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +40,14 @@ class SaaPlan:
     """EP rank of each MP peer."""
     steps: tuple[tuple[int, ...], ...]
     """Offsets between EP ranks that each step takes."""
-    arrival: Arrival
-    """This rank's exchange."""
     positions: tuple[tuple[Tensor, ...], ...]
     """int64 [peer][EP rank]: which of all rows sorted by expert are that peer's, for that EP rank's experts."""
     codec: Codec | str
 
     @staticmethod
-    def make(
-        grid: Grid, routing: Routing, entries: list[int], arrival: Arrival, num_steps: int, codec: Codec | str
-    ) -> SaaPlan:
+    def make(grid: Grid, routing: Routing, entries: list[int], num_steps: int, codec: Codec | str) -> SaaPlan:
         """`entries`: how many of the routing's entries, one after the other, belong to each MP rank."""
         layout = grid.layout
-        if num_steps < 1:
-            raise ConfigError(f"num_steps is {num_steps}, but an exchange takes at least one; raise it")
         device = routing.experts.device
         owners = torch.arange(layout.mp, device=device).repeat_interleave(
             torch.tensor(entries, device=device), output_size=len(routing)
@@ -68,7 +61,7 @@ class SaaPlan:
         eps = tuple(rank % layout.joint // layout.esp for rank in dist.get_process_group_ranks(grid.mp))
         per_step = -(-layout.ep // min(num_steps, layout.ep))
         steps = tuple(tuple(range(at, min(at + per_step, layout.ep))) for at in range(0, layout.ep, per_step))
-        return SaaPlan(grid.joint, grid.mp, layout.esp, eps, steps, arrival, positions, codec)
+        return SaaPlan(grid.joint, grid.mp, layout.esp, eps, steps, positions, codec)
 
     @property
     def num_rows(self) -> int:
@@ -80,10 +73,9 @@ class SaaPlan:
         """N_EP."""
         return len(self.positions[0])
 
-    @property
-    def own(self) -> Tensor:
-        """int64: which of all rows are this rank's, sorted by expert."""
-        return torch.cat(self.positions[self.mp.rank()])
+    def rows_of(self, peer: int) -> Tensor:
+        """int64: which of all rows are that MP rank's, sorted by expert."""
+        return torch.cat(self.positions[peer])
 
     def sources(self, peer: int, step: tuple[int, ...]) -> list[int]:
         """EP ranks from which `peer` gets its rows in `step`, ascending."""
@@ -98,47 +90,12 @@ class SaaPlan:
         return {ep * self.num_shards + shard for ep in eps for shard in range(self.num_shards)}
 
 
-def gather_home(rows: Tensor, plan: SaaPlan) -> Tensor:
+def gather_home(rows: Tensor, plan: SaaPlan, chunk: Chunk) -> Tensor:
     """Outputs [q, M] in the order in which their inputs arrived, to all rows [a, M] of the MP group, sorted by expert.
 
-    What `FlatDispatcher.send_back` and a gather over the MP group give. All MP ranks get the same rows and have the
-    whole gradient of them; backward is `send_own`.
+    What `FlatTransport.send_back` and a gather over the MP group give. All MP ranks get the same rows.
     """
-    result: Tensor = _Saa.apply(rows, plan, True)
-    return result
-
-
-def send_own(rows: Tensor, plan: SaaPlan) -> Tensor:
-    """Of all rows [a, M], which MP ranks have alike, this rank's to their experts: [q, M] in the order of arrival.
-
-    Backward is `gather_home`, so it gathers while it exchanges.
-    """
-    result: Tensor = _Saa.apply(rows, plan, False)
-    return result
-
-
-class _Saa(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: SaaPlan, home: bool) -> Tensor:
-        ctx.plan, ctx.home = plan, home
-        return _gathered_home(rows, plan) if home else _sent(rows, plan)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Saa.apply(grads[0], ctx.plan, not ctx.home), None, None
-
-
-def _sent(rows: Tensor, plan: SaaPlan) -> Tensor:
-    sent, received = plan.arrival.sent, plan.arrival.received
-    outgoing = copied(rows.index_select(0, plan.own), sent[:: plan.num_shards], plan.num_shards)
-    output = rows.new_empty(sum(received), rows.shape[1])
-    table = plan.arrival.table
-    api.all_to_all(output, outgoing, received, sent, plan.joint, codec=plan.codec, table=table)
-    return output
-
-
-def _gathered_home(rows: Tensor, plan: SaaPlan) -> Tensor:
-    sent, received = plan.arrival.sent, plan.arrival.received
+    sent, received = [size for size in chunk.sent for _ in range(plan.num_shards)], chunk.received
     segments, me = rows.split(received), plan.mp.rank()
     under_way = []
     for step in plan.steps:

@@ -19,6 +19,9 @@ MP ranks compute the same loss of the same tokens, J = sum over dp of L. After b
 own copy, the gate's parameters have the gradient of that dp rank's tokens, alike on all MP ranks, and the experts'
 parameters that of all rows they saw, to be added over edp (`laconic.moe.replica_gradients`).
 
+The baseline's ranks each send N_MP copies of a row past the experts, whose gradient is that of one: on the way of
+gradients the sum over sharers is divided by N_MP going out and multiplied by it coming home.
+
 In the baseline and in S2 the ranks of an MP (baseline: ESP) group must decide alike: a gate with noise needs the same
 random numbers on them.
 """
@@ -26,6 +29,7 @@ random numbers on them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -34,10 +38,12 @@ from torch import Tensor
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.base import Dispatched, Dispatcher
+from laconic.moe.dispatch.base import Buffers, Dispatched, Dispatcher, ExchangePlan, RoutedShare, Transport
+from laconic.moe.dispatch.chunking import Chunk, SlicedRows, rows_of_chunks, slice_sizes
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher, gathered_counts
-from laconic.moe.dispatch.flat import Arrival, FlatDispatcher, attached, num_local_experts
-from laconic.moe.dispatch.overlapped_a2a_allgather import SaaPlan, gather_home, send_own
+from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows
+from laconic.moe.dispatch.overlapped_a2a_allgather import SaaPlan, gather_home
+from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
 from laconic.moe.gates.base import Gate
 from laconic.moe.parallel.autograd_collectives import (
     all_gather,
@@ -50,8 +56,7 @@ from laconic.moe.parallel.autograd_collectives import (
 )
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
-from laconic.moe.routing import Routing, SoftRouting
-from laconic.moe.row_ops import permuted
+from laconic.moe.routing import Routing
 
 __all__ = ["BaselineDispatcher", "Gathered", "Path", "S1Dispatcher", "S2Dispatcher", "make_dispatcher"]
 
@@ -59,20 +64,16 @@ Path = Literal["joint", "sharded", "baseline", "s1", "s2"]
 Gathered = Literal["tokens", "rows"]
 
 
-class BaselineDispatcher:
+class BaselineDispatcher(StagedDispatcher):
     """DeepSpeed-MoE's way: MP is not paused, and everything is done N_MP times. To compare with."""
 
     def __init__(self, grid: Grid, *, codec: Codec | str = "auto") -> None:
         """`codec` of rows, tokens and gradients, as in `laconic.collectives`."""
         self.grid, self.codec = grid, codec
-        self._exchange = FlatDispatcher(grid.ep, codec=codec)
-
-    @property
-    def exchange(self) -> FlatDispatcher:
+        self.exchange = FlatDispatcher(grid.ep, codec=codec)
         """Between EP ranks."""
-        return self._exchange
 
-    def route(self, gate: Gate, x: Tensor) -> tuple[Tensor, Routing | SoftRouting, Any]:
+    def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: tokens of the whole ESP group."""
         esp = self.grid.esp
         sizes = gathered_counts(torch.tensor([len(x)], device=x.device), esp).flatten().tolist()
@@ -80,22 +81,45 @@ class BaselineDispatcher:
         everybody = all_gather(F.pad(x, (0, 0, 0, most - len(x))), esp, codec=self.codec)
         if min(sizes) < most:
             everybody = torch.cat([part[:size] for part, size in zip(everybody.split(most), sizes, strict=True)])
-        return everybody, gate(everybody), sizes
+        return RoutedShare(everybody, gate(everybody), sizes)
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
-        """See `Dispatcher.dispatch`."""
-        found = self._exchange.dispatch(x, routing, order)
-        # N_MP copies of each row pass the experts, whose gradient is that of one.
-        return replace(found, rows=_times_in_backward(found.rows, float(self.grid.layout.mp)))
+    def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
+        """See `StagedDispatcher.plan`."""
+        return _BaselinePlan(self, agreed_rows(self.exchange, routing.counts(), num_slices), routing, order)
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """See `Dispatcher.combine`."""
-        rows = _times_in_backward(attached(rows, dispatched.rows), 1 / self.grid.layout.mp)
-        return self._exchange.combine(all_reduce(rows, self.grid.esp, codec=self.codec), dispatched)
-
-    def restore(self, out: Tensor, state: Any) -> Tensor:
+    def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
         """See `SharesTokens.restore`."""
-        return out.split(state)[self.grid.esp.rank()]
+        return out.split(share.sizes)[self.grid.esp.rank()]
+
+
+class _BaselinePlan(RowsPlan):
+    """Every row of the ESP group's tokens, on each of its ranks."""
+
+    def __init__(self, dispatcher: BaselineDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
+        super().__init__(dispatcher.exchange, rows, routing, order)
+        self._dispatcher = dispatcher
+
+    def transport(self, degree: int, *, backward: bool) -> Transport:
+        return _BaselineTransport(self._dispatcher, self.rows.chunks(degree), backward)
+
+
+class _BaselineTransport(FlatTransport):
+    """Home inside nodes is a sum over sharers, whose gradients are added as well."""
+
+    has_shards = True
+
+    def __init__(self, dispatcher: BaselineDispatcher, chunks: list[Chunk], backward: bool) -> None:
+        super().__init__(dispatcher.exchange, chunks)
+        self._grid, self._codec, self._backward = dispatcher.grid, dispatcher.codec, backward
+
+    def gather(self, i: int, buffers: Buffers) -> Buffers:
+        return (self._total(buffers[0]) / self._grid.layout.mp,) if self._backward else buffers
+
+    def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        return (buffers[0] * self._grid.layout.mp,) if self._backward else (self._total(buffers[0]),)
+
+    def _total(self, rows: Tensor) -> Tensor:
+        return all_reduce(rows, self._grid.esp, codec=self._codec)
 
 
 class S1Dispatcher:
@@ -116,35 +140,35 @@ class S1Dispatcher:
         """
         self.grid, self.inner, self.sequence_parallel, self.codec = grid, inner, sequence_parallel, codec
 
-    def route(self, gate: Gate, x: Tensor) -> tuple[Tensor, Routing | SoftRouting, Any]:
+    def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: this rank's share of the tokens."""
         mp, num_tokens = self.grid.mp, len(x)
-        share = 1 / mp.size()
+        part, sizes = 1 / mp.size(), split_sizes(num_tokens, mp.size())
         if not self.sequence_parallel:
-            x = split(x, mp, codec=self.codec)
-            share = len(x) / num_tokens if num_tokens else share
+            x = split(x, mp, sizes=sizes, codec=self.codec)
+            part = len(x) / num_tokens if num_tokens else part
         routing = replicated_call(gate, x, mp, codec=self.codec)
         if routing.losses and mp.size() > 1:
-            values = total(torch.stack([*routing.losses.values()]) * share, mp, codec=self.codec)
+            values = total(torch.stack([*routing.losses.values()]) * part, mp, codec=self.codec)
             routing = replace(routing, losses=dict(zip(routing.losses, values.unbind(), strict=True)))
-        return x, routing, num_tokens
+        return RoutedShare(x, routing, sizes)
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
         """See `Dispatcher.dispatch`."""
         return self.inner.dispatch(x, routing, order)
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, rows: Tensor, dispatched: Dispatched[Any]) -> Tensor:
         """See `Dispatcher.combine`."""
         return self.inner.combine(rows, dispatched)
 
-    def restore(self, out: Tensor, state: Any) -> Tensor:
+    def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
         """See `SharesTokens.restore`."""
         if self.sequence_parallel:
             return out
-        return gather(out, self.grid.mp, sizes=split_sizes(state, self.grid.mp.size()), codec=self.codec)
+        return gather(out, self.grid.mp, sizes=share.sizes, codec=self.codec)
 
 
-class S2Dispatcher:
+class S2Dispatcher(StagedDispatcher):
     """Pause after the gate: every MP rank decides for all tokens, each takes its share of rows to the experts.
 
     forward: "rows" gathers the experts' outputs while they come home (SAA), and each rank sums all tokens;
@@ -169,56 +193,117 @@ class S2Dispatcher:
             raise ConfigError(f"num_steps is {num_steps}, but an exchange takes at least one; raise it")
         self.grid, self.forward, self.backward, self.codec = grid, forward, backward, codec
         self.num_steps = num_steps
-        self._exchange = FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=codec)
-
-    @property
-    def exchange(self) -> FlatDispatcher:
+        self.exchange = FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=codec)
         """Between all ranks that hold the experts."""
-        return self._exchange
 
-    def own_share(self, routing: Routing) -> tuple[Routing, list[int], list[int]]:
-        """Of a routing that is alike on all MP ranks: this rank's part, and every rank's number of tokens, of entries.
+    def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
+        """See `StagedDispatcher.plan`; the routing is alike on all MP ranks."""
+        return _S2Plan(self, routing, order, num_slices)
 
-        Raises RoutingError if experts cannot be spread evenly.
-        """
-        num_local_experts(routing.num_experts, self.grid.layout.ep)
-        sizes = split_sizes(routing.num_tokens, self.grid.mp.size())
-        ends = torch.tensor(sizes, device=routing.tokens.device).cumsum(0)
-        entries = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()
-        return _part(routing, sizes, entries, self.grid.mp.rank()), sizes, entries
 
-    def gathered_tokens(
-        self, rows: Tensor, routing: Routing, own: Routing, order: Order, sizes: list[int], entries: list[int]
-    ) -> Tensor:
-        """Outputs [n, M] of this rank's rows, sorted by expert: its tokens' sums, and those of the other MP ranks."""
-        weights = split(routing.weights, self.grid.mp, sizes=entries, codec=self.codec)
-        result = order.combine(rows, replace(own, weights=weights))
-        return gather(result, self.grid.mp, sizes=sizes, codec=self.codec)
+class _S2Plan(RowsPlan):
+    """Rows that MP ranks have alike, each rank's own on their way.
 
-    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched:
-        """See `Dispatcher.dispatch`; x and routing are alike on all MP ranks."""
-        mp = self.grid.mp
-        own, sizes, entries = self.own_share(routing)
-        arrival = Arrival.agree(own.counts(), self.grid.layout.esp, self.grid.joint)
-        plan = SaaPlan.make(self.grid, routing, entries, arrival, self.num_steps, self.codec)
-        if self.backward == "tokens":
-            rows, _ = order.permute(split(x, mp, sizes=sizes, codec=self.codec), own)
-            rows = self._exchange.send(rows, arrival)
-        else:
-            rows, _ = order.permute(x, routing)
-            rows = permuted(send_own(rows, plan), arrival.index, arrival.inverse)
-        return Dispatched(rows, arrival.counts, (routing, own, order, plan, sizes, entries))
+    The plan gathers on the side where rows are copies that MP ranks have alike: outputs where `forward` is "rows",
+    gradients of rows where `backward` is. On a side of copies each rank sends its own part of them. A whole layer
+    gathers by SAA; in several chunks a chunk's gather runs on the wire inside nodes while others are exchanged.
+    """
 
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """See `Dispatcher.combine`; the result is alike on all MP ranks."""
-        routing, own, order, plan, sizes, entries = dispatched.state
-        rows = attached(rows, dispatched.rows)
-        result: Tensor
-        if self.forward == "rows":
-            result = order.combine(gather_home(permuted(rows, plan.arrival.inverse, plan.arrival.index), plan), routing)
-            return result
-        home = self._exchange.send_back(rows, plan.arrival)
-        return self.gathered_tokens(home, routing, own, order, sizes, entries)
+    def __init__(self, dispatcher: S2Dispatcher, routing: Routing, order: Order, num_slices: int) -> None:
+        mp = dispatcher.grid.mp
+        num_local_experts(routing.num_experts, dispatcher.grid.layout.ep)
+        self._sizes = split_sizes(routing.num_tokens, mp.size())
+        ends = torch.tensor(self._sizes, device=routing.tokens.device).cumsum(0)
+        self._entries: list[int] = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()
+        self._own = _part(routing, self._sizes, self._entries, mp.rank())
+        self._dispatcher, self._mp = dispatcher, mp
+        rows = agreed_rows(dispatcher.exchange, self._own.counts(), num_slices)
+        super().__init__(dispatcher.exchange, rows, routing, order)
+
+    def begin(self, x: Tensor) -> Buffers:
+        if self._dispatcher.backward == "rows":
+            return super().begin(x)
+        own = split(x, self._mp, sizes=self._sizes, codec=self._dispatcher.codec)
+        return (self.order.permute(own, self._own)[0],)
+
+    def transport(self, degree: int, *, backward: bool) -> Transport:
+        sides = (self._dispatcher.backward == "rows", self._dispatcher.forward == "rows")
+        of_copies, gathers = reversed(sides) if backward else sides
+        chunks = self.rows.chunks(degree)
+        if not of_copies and not gathers:
+            return FlatTransport(self.exchange, chunks)
+        if degree == 1:
+            peers = [[self._saa.rows_of(peer) for peer in range(self._mp.size())]]
+            return _S2Transport(self._dispatcher, chunks, peers, of_copies, gathers, self._saa)
+        return _S2Transport(self._dispatcher, chunks, self._rows_by_peer(degree), of_copies, gathers)
+
+    def finish(self, out: Tensor) -> Tensor:
+        if self._dispatcher.forward == "rows":
+            return super().finish(out)
+        codec = self._dispatcher.codec
+        weights = split(self.routing.weights, self._mp, sizes=self._entries, codec=codec)
+        result = self.order.combine(out, replace(self._own, weights=weights))
+        return gather(result, self._mp, sizes=self._sizes, codec=codec)
+
+    @cached_property
+    def _saa(self) -> SaaPlan:
+        dispatcher = self._dispatcher
+        return SaaPlan.make(dispatcher.grid, self.routing, self._entries, dispatcher.num_steps, dispatcher.codec)
+
+    def _rows_by_peer(self, degree: int) -> list[list[Tensor]]:
+        """int64 [chunk][MP rank]: which of all rows sorted by expert are that rank's, in its chunk."""
+        routing, mp, num_experts = self.routing, len(self._entries), self.routing.num_experts
+        device = routing.experts.device
+        owners = torch.arange(mp, device=device).repeat_interleave(torch.tensor(self._entries, device=device))
+        counts = torch.bincount(owners * num_experts + routing.experts, minlength=mp * num_experts)
+        # Rows are sorted by expert; a stable sort by owner keeps that within each.
+        of_ranks = torch.argsort(owners[routing.by_expert], stable=True).split(self._entries)
+        table = slice_sizes(counts.view(mp, -1), torch.arange(num_experts, device=device), self.rows.num_slices)
+        parts = [
+            [rows[i] for i in rows_of_chunks(of_rank, degree)] for rows, of_rank in zip(of_ranks, table, strict=True)
+        ]
+        return [list(chunk) for chunk in zip(*parts, strict=True)]
+
+
+class _S2Transport(FlatTransport):
+    def __init__(
+        self,
+        dispatcher: S2Dispatcher,
+        chunks: list[Chunk],
+        rows_by_peer: list[list[Tensor]],
+        of_copies: bool,
+        gathers: bool,
+        saa: SaaPlan | None = None,
+    ) -> None:
+        """rows_by_peer: see `_S2Plan._rows_by_peer`. saa: gathers the one chunk while it comes home."""
+        super().__init__(dispatcher.exchange, chunks)
+        self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa
+        self._rows_by_peer, self._of_copies, self._gathers = rows_by_peer, of_copies, gathers
+        # Two threads must not use one group: where it is the same for both, the gather is a part of the way back.
+        self.shares = gathers and saa is None and self._mp is not self._exchange.group
+
+    def send_back(self, i: int, buffers: Buffers) -> Buffers:
+        if self._gathers and self._saa is not None:
+            return (gather_home(buffers[0], self._saa, self._chunks[i]),)
+        buffers = super().send_back(i, buffers)
+        return self.share(i, buffers) if self._gathers and not self.shares else buffers
+
+    def share(self, i: int, buffers: Buffers) -> Buffers:
+        most = max(1, *map(len, self._rows_by_peer[i]))
+        return (all_gather(F.pad(buffers[0], (0, 0, 0, most - len(buffers[0]))), self._mp, codec=self._codec),)
+
+    def land(self, i: int, buffers: Buffers) -> None:
+        if not self._gathers or self._saa is not None:
+            super().land(i, buffers)
+            return
+        num_rows = sum(len(index) for chunk in self._rows_by_peer for index in chunk)
+        for index, rows in zip(self._rows_by_peer[i], buffers[0].chunk(self._mp.size()), strict=True):
+            self._put(index, rows[: len(index)], num_rows)
+
+    def _outgoing(self, i: int, rows: Tensor) -> Tensor:
+        if not self._of_copies:
+            return super()._outgoing(i, rows)
+        return rows.index_select(0, self._rows_by_peer[i][self._mp.rank()])
 
 
 def make_dispatcher(
@@ -278,23 +363,3 @@ def _part(routing: Routing, sizes: list[int], entries: list[int], rank: int) -> 
         losses={},
         num_dropped=0,
     )
-
-
-def _times_in_backward(x: Tensor, factor: float) -> Tensor:
-    if factor == 1:
-        return x
-    result: Tensor = _Times.apply(x, factor)
-    return result
-
-
-class _Times(torch.autograd.Function):
-    """Nothing in forward; gradients times a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None

@@ -1,4 +1,4 @@
-"""Which rows go where in one stage of a hierarchical all-to-all, without duplicates. Index lists only; nothing is sent.
+"""The send plan of one stage of a hierarchical all-to-all, without duplicates. Index lists only; nothing is sent.
 
 A rank holds rows and, for each, the experts it is meant for. A row goes once to each group that has one of its experts
 (the OR of the routing mask over the group's experts; HierMoE, arXiv 2508.09591, section 3), and the list of its experts
@@ -15,11 +15,11 @@ from torch import Tensor
 from laconic.errors import FormatError
 from laconic.moe.dispatch.topology import Stage
 
-__all__ = ["Held", "Leg", "arrive", "leave"]
+__all__ = ["HeldRows", "SendPlan", "plan_recv", "plan_send"]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRows:
     """What a rank holds: `num_rows` rows, and for which experts."""
 
     num_rows: int
@@ -30,7 +30,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Leg:
+class SendPlan:
     """What a rank sends in one stage; destinations are places among the stage's peers, this rank's own among them."""
 
     num_rows: int
@@ -47,7 +47,7 @@ class Leg:
     """int32 [a], in the order of `entries`: twice the expert's slot, plus 1 where the next row begins."""
 
 
-def leave(held: Held, stage: Stage, experts_per_rank: int) -> Leg:
+def plan_send(held: HeldRows, stage: Stage, experts_per_rank: int) -> SendPlan:
     """What a rank sends in a stage, if slot s lives on rank s // experts_per_rank."""
     num_rows = max(1, held.num_rows)
     place = held.experts // experts_per_rank // stage.stride % stage.fanout
@@ -58,10 +58,10 @@ def leave(held: Held, stage: Stage, experts_per_rank: int) -> Leg:
     # One look at the device for both.
     splits = torch.stack([torch.bincount(x, minlength=stage.fanout) for x in (sent // num_rows, place)]).tolist()
     ids = (2 * held.experts[entries] + first).int()
-    return Leg(held.num_rows, sent % num_rows, splits[0], entries, splits[1], ids)
+    return SendPlan(held.num_rows, sent % num_rows, splits[0], entries, splits[1], ids)
 
 
-def arrive(ids: Tensor, num_rows: int) -> Held:
+def plan_recv(ids: Tensor, num_rows: int) -> HeldRows:
     """What a rank holds after a stage, from the `ids` of all its peers, by place, and the number of rows that came.
 
     Raises FormatError if the ids are those of another number of rows.
@@ -70,4 +70,4 @@ def arrive(ids: Tensor, num_rows: int) -> Held:
     found = int(first.sum())
     if found != num_rows:
         raise FormatError(f"{num_rows} rows came with the experts of {found}; the message was damaged or is another's")
-    return Held(num_rows, first.long().cumsum(0) - 1, (ids // 2).long())
+    return HeldRows(num_rows, first.long().cumsum(0) - 1, (ids // 2).long())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.hierarchical_exchange import Crossing
+from laconic.moe.dispatch.hierarchical_exchange import StageExchange
 
 __all__ = ["LevelTraffic", "add_traffic", "traffic_of"]
 
@@ -39,20 +39,20 @@ class LevelTraffic:
         return LevelTraffic(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def traffic_of(crossing: Crossing, rows: Tensor, weights: Tensor) -> LevelTraffic:
+def traffic_of(exchange: StageExchange, rows: Tensor, weights: Tensor) -> LevelTraffic:
     """What a stage sends for rows [n, M] and weights [a] of these dtypes."""
-    leg, me = crossing.leg, crossing.group.rank()
-    num_rows, num_entries = sum(leg.row_splits), sum(leg.entry_splits)
-    sent_rows, sent_entries = num_rows - leg.row_splits[me], num_entries - leg.entry_splits[me]
-    others = len(leg.row_splits) - 1
-    sizes = others * 8 * (1 + len(leg.row_splits))  # each message's length, and the rows to all places
+    plan, me = exchange.plan, exchange.group.rank()
+    num_rows, num_entries = sum(plan.row_splits), sum(plan.entry_splits)
+    sent_rows, sent_entries = num_rows - plan.row_splits[me], num_entries - plan.entry_splits[me]
+    others = len(plan.row_splits) - 1
+    sizes = others * 8 * (1 + len(plan.row_splits))  # each message's length, and the rows to all places
     return LevelTraffic(
         num_entries=num_entries,
         num_rows=num_rows,
         num_sent_entries=sent_entries,
         num_sent_rows=sent_rows,
         row_nbytes=sent_rows * rows.shape[1] * rows.itemsize,
-        id_nbytes=sent_entries * (leg.ids.itemsize + weights.itemsize) + sizes,
+        id_nbytes=sent_entries * (plan.ids.itemsize + weights.itemsize) + sizes,
     )
 
 

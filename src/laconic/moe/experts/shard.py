@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.flat import num_local_experts
+from laconic.moe.dispatch.staged import num_local_experts
 from laconic.moe.experts.modules import GatedExperts, GptExperts
 from laconic.moe.parallel.grid import Grid
 

@@ -1,12 +1,11 @@
-"""A layer in pieces, as autograd sees it: graphs of slices, and one node that joins them.
+"""A layer in chunks, as autograd sees it: graphs of slices, and one node that joins them.
 
-[Note: autograd in pieces]
+[Note: autograd in chunks]
 Rows at home become outputs at home. In between, every slice's experts record a graph of their own, from the slice's
-rows to its outputs; what travels is linear, and its transpose travels the same wires
-(`laconic.moe.dispatch.chunked`). One node
-joins rows and all leaves that the slices' graphs reach to the outputs; its backward runs the plan of the backward, in
-which autograd goes through each slice's graph. So no gradient of an expert, a hook or an adapter is written by hand,
-every parameter gets one gradient, and hooks on parameters (DDP, FSDP2) fire once.
+rows to its outputs; what travels is linear, and its transpose travels the same wires (`laconic.moe.dispatch.base`).
+One node joins rows and all leaves that the slices' graphs reach to the outputs; its backward runs the plan of the
+backward, in which autograd goes through each slice's graph. So no gradient of an expert, a hook or an adapter is
+written by hand, every parameter gets one gradient, and hooks on parameters (DDP, FSDP2) fire once.
 """
 
 from __future__ import annotations
@@ -21,113 +20,110 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.errors import ScheduleError
-from laconic.moe.dispatch.base import Dispatched
-from laconic.moe.dispatch.chunked import Exchanged, Parcel, Wires
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, Transport
 from laconic.moe.layer import MoELayer
 from laconic.ops.derivatives import first_derivatives
 
-__all__ = ["Compute", "Executes", "Flow", "Run", "one_call"]
+__all__ = ["Compute", "PlanExecutor", "ChunkRunner", "ChunkedLayer", "one_call"]
 
-Compute = Callable[[int, Parcel], Parcel]
+Compute = Callable[[int, Buffers], Buffers]
 """What is done with a slice, by its number, where the experts are."""
 
 
-class Executes(Protocol):
+class PlanExecutor(Protocol):
     """Who runs plans; `laconic.moe.PipelineSchedule`."""
 
     @property
     def num_slices(self) -> int:
         """In all."""
 
-    def execute(self, direction: str, exchanged: Exchanged, home: Parcel, compute: Compute) -> Parcel:
+    def execute(self, direction: str, plan: ExchangePlan, home: Buffers, compute: Compute) -> Buffers:
         """`home` out to the experts in one direction, `compute` there, and what comes home."""
 
 
-class Flow:
+class ChunkRunner:
     """The actions of one plan, and what they hand to each other."""
 
-    def __init__(self, wires: Wires, home: Parcel, compute: Compute, degree: int, slices_per_chunk: int) -> None:
-        self._wires, self._home, self._compute = wires, home, compute
+    def __init__(
+        self, transport: Transport, home: Buffers, compute: Compute, degree: int, slices_per_chunk: int
+    ) -> None:
+        self._transport, self._home, self._compute = transport, home, compute
         self._degree, self._slices_per_chunk = degree, slices_per_chunk
-        self._at: list[Parcel] = [()] * degree
-        self._kept: list[Parcel] = []
+        self._at: list[Buffers] = [()] * degree
+        self._kept: list[Buffers] = []
 
     def actions(self) -> dict[str, Callable[[], object]]:
         """By task of `laconic.schedule.pipeline_tasks`."""
         steps = {"dispatch": self._dispatch, "experts": self._experts, "combine": self._combine}
-        if self._wires.has_shards:
+        if self._transport.has_shards:
             steps |= {"all_gather": self._gather, "reduce_scatter": self._scatter}
-        if self._wires.shares:
+        if self._transport.shares:
             steps["share"] = self._share
         return {f"{name} {i}": partial(step, i) for name, step in steps.items() for i in range(self._degree)}
 
     @torch.no_grad()
     def _dispatch(self, i: int) -> None:
-        self._put(i, self._wires.send(i, self._home))
+        self._put(i, self._transport.send(i, self._home))
 
     @torch.no_grad()
     def _gather(self, i: int) -> None:
-        self._put(i, self._wires.gather(i, self._at[i]))
+        self._put(i, self._transport.gather(i, self._at[i]))
 
     def _experts(self, i: int) -> None:
         first, found = i * self._slices_per_chunk, []
         with torch.no_grad():
-            slices = self._wires.arrange(i, self._at[i])
-        for number, parcel in enumerate(slices):
-            found.append(self._compute(first + number, parcel))
+            slices = self._transport.unpack(i, self._at[i])
+        for number, buffers in enumerate(slices):
+            found.append(self._compute(first + number, buffers))
         with torch.no_grad():
-            self._put(i, self._wires.collect(i, found))
+            self._put(i, self._transport.pack(i, found))
 
     @torch.no_grad()
     def _scatter(self, i: int) -> None:
-        self._put(i, self._wires.scatter(i, self._at[i]))
+        self._put(i, self._transport.scatter(i, self._at[i]))
 
     @torch.no_grad()
     def _combine(self, i: int) -> None:
-        self._put(i, self._wires.send_back(i, self._at[i]))
-        if not self._wires.shares:
-            self._wires.land(i, self._at[i])
+        self._put(i, self._transport.send_back(i, self._at[i]))
+        if not self._transport.shares:
+            self._transport.land(i, self._at[i])
 
     @torch.no_grad()
     def _share(self, i: int) -> None:
-        self._put(i, self._wires.share(i, self._at[i]))
-        self._wires.land(i, self._at[i])
+        self._put(i, self._transport.share(i, self._at[i]))
+        self._transport.land(i, self._at[i])
 
-    def _put(self, i: int, parcel: Parcel) -> None:
-        if parcel[0].is_cuda:
+    def _put(self, i: int, buffers: Buffers) -> None:
+        if buffers[0].is_cuda:
             self._kept.append(self._at[i])  # another stream may still read it when this one is done with it
-        self._at[i] = parcel
+        self._at[i] = buffers
 
 
-class Run:
-    """One forward of a layer, and the backward that belongs to it; see [Note: autograd in pieces]."""
+class ChunkedLayer:
+    """One forward of a layer, and the backward that belongs to it; see [Note: autograd in chunks]."""
 
-    def __init__(self, schedule: Executes, layer: MoELayer, batch: dict[str, Any], exchanged: Exchanged) -> None:
-        self._schedule, self._exchanged = schedule, exchanged
-        self._layer, self._batch = layer, batch
+    def __init__(self, schedule: PlanExecutor, layer: MoELayer, plan: ExchangePlan) -> None:
+        self._schedule, self._layer, self._plan = schedule, layer, plan
         self._records = torch.is_grad_enabled()
-        self._slices: list[tuple[Parcel, Tensor] | None] = [None] * schedule.num_slices
+        self._slices: list[tuple[Buffers, Tensor] | None] = [None] * schedule.num_slices
         self._leaves: list[Tensor] = []
 
-    def forward(self, inputs: Parcel, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What comes home for `Exchanged.inputs`, with a graph if gradients are on."""
+    def forward(self, inputs: Buffers, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What comes home for `ExchangePlan.begin`, with a graph if gradients are on."""
 
-        def compute(number: int, parcel: Parcel) -> Parcel:
-            parcel = tuple(one.detach().requires_grad_(self._records) for one in parcel)
-            piece = dict(self._batch)
-            self._layer.arrive(piece, Dispatched(*self._exchanged.enter(number, parcel), None))
-            self._layer.compute(piece, experts)
-            out = self._exchanged.leave(number, piece["rows"], parcel)
+        def compute(number: int, entered: Buffers) -> Buffers:
+            entered = tuple(one.detach().requires_grad_(self._records) for one in entered)
+            rows = self._layer.compute(self._plan.enter(number, entered), experts)
+            out = self._plan.leave(number, rows, entered)
             if self._records:
-                self._slices[number] = (parcel, out)
+                self._slices[number] = (entered, out)
             return (out.detach(),)
 
         home = tuple(one.detach() for one in inputs)
-        (out,) = self._schedule.execute("forward", self._exchanged, home, compute)
+        (out,) = self._schedule.execute("forward", self._plan, home, compute)
         if not self._records:
             return out
         self._out: Tensor | None = out
-        self._batch = {}
         self._leaves = _leaves_of(filter(None, self._slices))
         # Other ranks' backward waits for this one's, so it must take part even if nothing here wants a gradient.
         anchor = out.new_empty(0).requires_grad_()
@@ -145,25 +141,25 @@ class Run:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph of the one who calls
         sums = [_Sum() for _ in self._leaves]
 
-        def compute(number: int, grads: Parcel) -> Parcel:
-            piece = self._slices[number]
-            assert piece is not None, "looked at below, before anything travels"
+        def compute(number: int, grads: Buffers) -> Buffers:
+            of_slice = self._slices[number]
+            assert of_slice is not None, "looked at below, before anything travels"
             if not keep:
                 self._slices[number] = None
-            parcel, out = piece
-            found: Sequence[Tensor | None] = [None] * (len(parcel) + len(sums))
+            entered, out = of_slice
+            found: Sequence[Tensor | None] = [None] * (len(entered) + len(sums))
             if out.requires_grad:
-                # Graphs of slices may share nodes (such as casts that autocast remembers); they end with `piece`.
+                # Graphs of slices may share nodes (such as casts that autocast remembers); they end with `of_slice`.
                 with _without_hooks(self._leaves):
-                    wanted = [*parcel, *self._leaves]
+                    wanted = [*entered, *self._leaves]
                     found = torch.autograd.grad(out, wanted, grads, retain_graph=True, allow_unused=True)
-            for total, other in zip(sums, found[len(parcel) :], strict=True):
+            for total, other in zip(sums, found[len(entered) :], strict=True):
                 total.add(other)
-            return tuple(torch.zeros_like(one) if g is None else g for one, g in zip(parcel, found, strict=False))
+            return tuple(torch.zeros_like(one) if g is None else g for one, g in zip(entered, found, strict=False))
 
         if None in self._slices:
-            raise ScheduleError("backward went through a layer in pieces a second time; say retain_graph=True before")
-        home = self._schedule.execute("backward", self._exchanged, (grad,), compute)
+            raise ScheduleError("backward went through a layer in chunks a second time; say retain_graph=True before")
+        home = self._schedule.execute("backward", self._plan, (grad,), compute)
         values = ((total.value, leaf.dtype) for total, leaf in zip(sums, self._leaves, strict=True))
         grads = (None if value is None else value.to(dtype) for value, dtype in values)
         return *home, *grads
@@ -171,7 +167,7 @@ class Run:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, num_inputs: int, anchor: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, run: ChunkedLayer, num_inputs: int, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.run, ctx.dtypes = run, [one.dtype for one in inputs[:num_inputs]]
         return run.take_out()
 
@@ -217,12 +213,12 @@ def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
             found.update(kept)
 
 
-def _leaves_of(slices: Iterable[tuple[Parcel, Tensor]]) -> list[Tensor]:
+def _leaves_of(slices: Iterable[tuple[Buffers, Tensor]]) -> list[Tensor]:
     """The leaves that the slices' outputs hang on, apart from what the slices got."""
     leaves: dict[int, Tensor] = {}
     seen: set[Any] = set()
-    for parcel, out in slices:
-        own, waiting = {id(one) for one in parcel}, [out.grad_fn]
+    for entered, out in slices:
+        own, waiting = {id(one) for one in entered}, [out.grad_fn]
         if out.grad_fn is None and out.requires_grad and id(out) not in own:
             leaves[id(out)] = out
         while waiting:
@@ -240,7 +236,7 @@ def _leaves_of(slices: Iterable[tuple[Parcel, Tensor]]) -> list[Tensor]:
 
 @contextmanager
 def one_call(
-    experts: nn.Module, forward: Callable[[Parcel, Callable[[Tensor, Tensor], Tensor]], Tensor]
+    experts: nn.Module, forward: Callable[[Buffers, Callable[[Tensor, Tensor], Tensor]], Tensor]
 ) -> Iterator[Callable[..., Tensor]]:
     """From inputs to `forward(inputs, experts)`; for FSDP2 all slices together are one call of the module.
 

@@ -1,4 +1,4 @@
-"""A layer in pieces on streams: what `laconic.schedule.moe_pipeline` plans, executed, forward and backward.
+"""A layer in chunks on streams: what `laconic.schedule.moe_pipeline` plans, executed, forward and backward.
 
 Experts run in the caller's thread, where autocast and hooks on saved tensors are; wires have threads of their own (on
 CUDA everything is issued by the caller, to streams). The order of tasks is that of the plan on every stream, so ranks
@@ -18,17 +18,11 @@ from torch import Tensor
 
 from laconic.collectives.runtime.torch_compat import in_background
 from laconic.errors import ScheduleError
-from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
-from laconic.moe.dispatch.chunked import Exchanged, FlatExchanged, Parcel, Wires
-from laconic.moe.dispatch.chunked_hierarchical import LevelExchanged
-from laconic.moe.dispatch.chunked_parm import BaselineExchanged, S2Exchanged
-from laconic.moe.dispatch.expert_sharded import ShardedDispatcher
-from laconic.moe.dispatch.flat import FlatDispatcher
-from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
-from laconic.moe.dispatch.parm import BaselineDispatcher, S1Dispatcher, S2Dispatcher
+from laconic.moe.dispatch.base import Buffers, ExchangePlan, LocalDispatcher, Transport
+from laconic.moe.dispatch.parm import S1Dispatcher
+from laconic.moe.dispatch.staged import StagedDispatcher
 from laconic.moe.layer import MoELayer
-from laconic.moe.permute import Order
-from laconic.moe.pipeline.autograd import Compute, Flow, Run, one_call
+from laconic.moe.pipeline.autograd import ChunkedLayer, ChunkRunner, Compute, one_call
 from laconic.moe.pipeline.cuda_streams import CudaStream
 from laconic.moe.routing import Routing
 from laconic.schedule.execute import Execution, InlineStream, Stream, ThreadStream, execute
@@ -62,7 +56,7 @@ class PipelineSchedule:
 
     The rows of each expert are cut, after the order and before its inverse (FSMoE's capacity axis); under
     `HierarchicalDispatcher` tokens are, so that no row travels twice. Either way a token's sum does not know of the
-    pieces: outputs and gradients of inputs are those of a whole layer, up to what the experts' matrix products do
+    chunks: outputs and gradients of inputs are those of a whole layer, up to what the experts' matrix products do
     differently for other numbers of rows. Gradients of parameters are sums over slices: fp32 (fp64) sums in the order
     of slices, rounded once.
 
@@ -127,57 +121,61 @@ class PipelineSchedule:
         """Into how many slices each expert's rows are cut."""
         return math.lcm(self.forward, self.backward)
 
-    def run(self, layer: MoELayer, batch: dict[str, Any]) -> Tensor:
-        """See `Schedule.run`. Hooks see slices. Raises ScheduleError for a dispatcher that has no pieces."""
+    def run(self, layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
+        """See `Schedule.run`. Hooks see slices. Raises ScheduleError for a dispatcher without an exchange plan."""
         inner = layer.dispatcher.inner if isinstance(layer.dispatcher, S1Dispatcher) else layer.dispatcher
-        if not isinstance(inner, LocalDispatcher) and (whole := _is_checkpointed()):
+        if isinstance(inner, LocalDispatcher):
+            return layer.run_whole(x, routing)
+        if not isinstance(inner, StagedDispatcher):
+            raise ScheduleError(
+                f"the layer's dispatcher is {type(inner).__name__}, which cannot be run in chunks; use one of"
+                " laconic.moe, or no schedule"
+            )
+        if _is_checkpointed():
             warnings.warn(
                 "torch.utils.checkpoint with use_reentrant=False (Hugging Face's default) is around a layer in chunks,"
                 " and would compute it again for every chunk, so the layer runs in one piece; use_reentrant=True keeps"
                 " chunks",
                 stacklevel=2,
             )
-        else:
-            whole = isinstance(inner, LocalDispatcher)
-        if whole:
-            layer.dispatch(batch)
-            layer.compute(batch)
-            return layer.combine(batch)
-        exchanged = _exchanged(inner, batch["x"], batch["routing"], layer.order, self.num_slices)
-        run = Run(self, layer, batch, exchanged)
-        with one_call(layer.experts, run.forward) as call:
-            out = call(*exchanged.inputs)
-        return exchanged.finish(out)
+            return layer.run_whole(x, routing)
+        plan = inner.plan(routing, layer.order, self.num_slices)
+        chunked = ChunkedLayer(self, layer, plan)
+        with one_call(layer.experts, chunked.forward) as call:
+            out = call(*plan.begin(x))
+        return plan.finish(out)
 
-    def execute(self, direction: str, exchanged: Exchanged, home: Parcel, compute: Compute) -> Parcel:
+    def execute(self, direction: str, plan: ExchangePlan, home: Buffers, compute: Compute) -> Buffers:
         """`home` out to the experts in one direction, `compute` there slice by slice, and what comes home."""
         back = direction == "backward"
         degree = self.backward if back else self.forward
-        wires = exchanged.wires(degree, backward=back)
-        window = self.gradients.window(self.part) if back and self.gradients is not None else None
-        flow = Flow(wires, home, compute, degree, self.num_slices // degree)
-        actions = flow.actions() | ({GRADIENTS: window} if window is not None else {})
-        plan = self._plan(degree, self.times and self.times[back], wires, 0.0 if window else None)
+        transport = plan.transport(degree, backward=back)
+        slot = self.gradients.window(self.part) if back and self.gradients is not None else None
+        runner = ChunkRunner(transport, home, compute, degree, self.num_slices // degree)
+        actions = runner.actions() | ({GRADIENTS: slot} if slot is not None else {})
+        tasks = self._plan(degree, self.times and self.times[back], transport, 0.0 if slot else None)
         streams = self._streams or pipeline_streams(home[0].device)
         if self.one_wire:
             streams = {**streams, INTRA: streams[INTER]}
-        self.executions[direction] = execute(plan, actions, streams)
+        self.executions[direction] = execute(tasks, actions, streams)
         if back and self.gradients is not None:
             self.gradients.after(self.part)
-        return wires.home
+        return transport.home
 
-    def _plan(self, degree: int, times: LayerTimes | None, wires: Wires, gradient_seconds: float | None) -> StreamPlan:
+    def _plan(
+        self, degree: int, times: LayerTimes | None, transport: Transport, gradient_seconds: float | None
+    ) -> StreamPlan:
         none = ChunkTime(0.0, 0.0)
         if times is None:
-            times = LayerTimes(none, none, none, *((none, none) if wires.has_shards else ()))
-        if (times.all_gather is not None) != wires.has_shards:
+            times = LayerTimes(none, none, none, *((none, none) if transport.has_shards else ()))
+        if (times.all_gather is not None) != transport.has_shards:
             raise ScheduleError(
                 f"times {'have' if times.all_gather else 'lack'} all_gather and reduce_scatter, but the layer's"
-                f" dispatcher {'does' if wires.has_shards else 'does not do'} either; measure the times of this"
+                f" dispatcher {'does' if transport.has_shards else 'does not do'} either; measure the times of this"
                 " dispatcher"
             )
-        if (times.share is not None) != wires.shares:
-            times = replace(times, share=none if wires.shares else None)
+        if (times.share is not None) != transport.shares:
+            times = replace(times, share=none if transport.shares else None)
         tasks = pipeline_tasks(times, degree, gradient_seconds, one_wire=self.one_wire)
         return issued_around_compute(StreamPlan(tuple(tasks)))
 
@@ -224,22 +222,6 @@ def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
             name: CudaStream() if cuda else ThreadStream(f"laconic-{name}", in_background) for name in names
         }
     return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
-
-
-def _exchanged(dispatcher: Dispatcher, x: Tensor, routing: Routing, order: Order, num_slices: int) -> Exchanged:
-    match dispatcher:
-        case FlatDispatcher() | ShardedDispatcher():
-            return FlatExchanged(dispatcher, x, routing, order, num_slices)
-        case HierarchicalDispatcher():
-            return LevelExchanged(dispatcher, x, routing, order, num_slices)
-        case BaselineDispatcher():
-            return BaselineExchanged(dispatcher, x, routing, order, num_slices)
-        case S2Dispatcher():
-            return S2Exchanged(dispatcher, x, routing, order, num_slices)
-    raise ScheduleError(
-        f"the layer's dispatcher is {type(dispatcher).__name__}, which cannot be run in pieces; use one of laconic.moe,"
-        " or no schedule"
-    )
 
 
 def _is_checkpointed() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from laconic.moe.placement.consensus import agree_on_depth, first_answer, hierar
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.swap_query import Look, look
 from laconic.moe.placement.swap_search import SwapPlan
-from laconic.moe.routing import Routing
+from laconic.moe.routing import RoutedTokens, Routing
 
 __all__ = ["Balanced", "Policy", "ExpertBalancer"]
 
@@ -51,8 +51,8 @@ class _Watch(Hook):
         self.routing: Routing | None = None
         self.row_nbytes = 0.0
 
-    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
-        routing, x = batch["routing"], batch["x"]
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
+        routing, x = tokens.routing, tokens.x
         if layer.training and isinstance(routing, Routing):
             self.routing = replace(routing, weights=routing.weights.detach(), losses={})
             entries_per_token = len(routing) / max(1, routing.num_tokens)

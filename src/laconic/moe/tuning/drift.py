@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from laconic.collectives.runtime import torch_compat
 from laconic.errors import ConfigError
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
-from laconic.moe.routing import Routing, SoftRouting
+from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
 __all__ = ["Drift", "RoutingStatistics", "RoutingWatch"]
 
@@ -82,17 +81,16 @@ class RoutingWatch(Hook):
         self.input: Tensor | None = None
         self._load: Tensor | None = None
 
-    def before_start(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def before_start(self, layer: MoELayer, x: Tensor) -> None:
         """See `Hook`."""
-        x = batch["x"]
         self.num_tokens = x.shape[:-1].numel()
         self.model_dim, self.dtype = x.shape[-1], x.dtype
         if self.keeps_input:
             self.input = x.detach()
 
-    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
         """See `Hook`."""
-        routing = batch["routing"]
+        routing = tokens.routing
         routing = routing.slots() if isinstance(routing, SoftRouting) else routing
         self.routing = replace(routing, weights=routing.weights.detach(), losses={})
         load = routing.counts().double()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from laconic.moe.gates.capacity import capacity_of, dropped
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.pipeline.schedule import PipelineSchedule
-from laconic.moe.routing import Routing
+from laconic.moe.routing import RoutedTokens, Routing
 from laconic.train.distributed.world import World
 
 __all__ = ["Capacity", "ExpertMeter", "ExpertUse", "moved_rows", "schedule_of"]
@@ -86,9 +85,9 @@ class ExpertMeter(Hook):
         """Levels that bytes are counted at; the last is between processes."""
         return len(self._groups) - 1
 
-    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
         """Count one forward."""
-        routing = batch["routing"]
+        routing = tokens.routing
         if not layer.training or not isinstance(routing, Routing):
             return
         load = routing.counts().cpu()
@@ -103,7 +102,7 @@ class ExpertMeter(Hook):
             group = ranks // (self.num_processes // num_groups)
             entries[level] += len(ranks)
             rows[level] += len(_distinct(routing.tokens * num_groups + group))
-        dispatcher, nbytes_of_row = layer.dispatcher, row_nbytes(layer.dispatcher, batch["x"])
+        dispatcher, nbytes_of_row = layer.dispatcher, row_nbytes(layer.dispatcher, tokens.x)
         depth = dispatcher.depth if isinstance(dispatcher, HierarchicalDispatcher) else None
         for level, num_rows in enumerate(moved_rows(routing.tokens, ranks, self._place, self._groups, depth)):
             nbytes[level] += num_rows * nbytes_of_row
@@ -143,12 +142,13 @@ class Capacity(Hook):
         """An expert takes `factor` times its even share of the assignments, tokens in order."""
         self._factor = factor
 
-    def before_dispatch(self, layer: MoELayer, batch: dict[str, Any]) -> None:
+    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> RoutedTokens | None:
         """Replace the routing."""
-        routing = batch["routing"]
-        if layer.training and isinstance(routing, Routing):
-            capacity = capacity_of(self._factor, len(routing), routing.num_experts)
-            batch["routing"] = dropped(routing, capacity, "position")
+        routing = tokens.routing
+        if not layer.training or not isinstance(routing, Routing):
+            return None
+        capacity = capacity_of(self._factor, len(routing), routing.num_experts)
+        return replace(tokens, routing=dropped(routing, capacity, "position"))
 
 
 def schedule_of(layer: MoELayer) -> str:

@@ -1,0 +1,106 @@
+"""Dispatchers whose exchange is planned and moved in steps: a whole layer is one chunk of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import RoutingError
+from laconic.moe.dispatch.base import Buffers, Dispatched, ExchangePlan
+from laconic.moe.permute import Order
+from laconic.moe.routing import Routing
+
+__all__ = ["StagedDispatcher", "num_local_experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class _StagedState:
+    plan: ExchangePlan
+    entered: Buffers
+    """What came to the experts, before `ExchangePlan.enter`."""
+
+
+class StagedDispatcher(ABC):
+    """A dispatcher made of its `plan`: dispatch goes out in one chunk, combine comes home in one.
+
+    `laconic.moe.PipelineSchedule` runs the same plan in several chunks.
+    """
+
+    @abstractmethod
+    def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
+        """Agree on what this routing sends, with each expert's rows (or the tokens) cut into `num_slices`.
+
+        All ranks of the dispatcher's groups call it together. Raises RoutingError if experts cannot be spread evenly.
+        """
+
+    def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_StagedState]:
+        """See `Dispatcher.dispatch`. Raises RoutingError if experts cannot be spread evenly over the ranks."""
+        plan = self.plan(routing, order)
+        entered = _exchanged(plan, plan.begin(x), outward=True)
+        inputs = plan.enter(0, entered)
+        return Dispatched(inputs.rows, inputs.counts, _StagedState(plan, entered))
+
+    def combine(self, rows: Tensor, dispatched: Dispatched[_StagedState]) -> Tensor:
+        """See `Dispatcher.combine`."""
+        plan, entered = dispatched.state.plan, dispatched.state.entered
+        leaving = plan.leave(0, _attached(rows, dispatched.rows), entered)
+        (out,) = _exchanged(plan, (leaving,), outward=False)
+        return plan.finish(out)
+
+
+def num_local_experts(num_experts: int, num_places: int) -> int:
+    """Experts of each rank. Raises RoutingError if they are not whole."""
+    if num_experts % num_places:
+        raise RoutingError(
+            f"num_experts is {num_experts}, but {num_places} expert-parallel ranks can only share a multiple of"
+            f" {num_places} evenly; change ep or the number of experts"
+        )
+    return num_experts // num_places
+
+
+def _attached(rows: Tensor, inputs: Tensor) -> Tensor:
+    """Outputs `rows` that hang on their `inputs`, and certainly on a graph while gradients are on.
+
+    The other ranks' backward waits for this one's, but experts may return no rows that nothing leads to.
+    """
+    if not torch.is_grad_enabled():
+        return rows
+    if not len(rows):
+        rows = rows + inputs.sum().to(rows.dtype)  # of nothing
+    return rows if rows.requires_grad else rows.detach().requires_grad_()
+
+
+def _exchanged(plan: ExchangePlan, buffers: Buffers, *, outward: bool) -> Buffers:
+    result: Buffers = _Exchange.apply(plan, outward, False, *buffers)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """One way of the exchange in one chunk; its backward is the other way, in the other direction."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: ExchangePlan, outward: bool, is_backward: bool, *buffers: Tensor) -> Buffers:
+        ctx.transpose = plan, not outward, not is_backward
+        transport = plan.transport(1, backward=is_backward)
+        if outward:
+            buffers = transport.send(0, buffers)
+            if transport.has_shards:
+                buffers = transport.gather(0, buffers)
+            return transport.unpack(0, buffers)[0]
+        buffers = transport.pack(0, [buffers])
+        if transport.has_shards:
+            buffers = transport.scatter(0, buffers)
+        buffers = transport.send_back(0, buffers)
+        if transport.shares:
+            buffers = transport.share(0, buffers)
+        transport.land(0, buffers)
+        return transport.home
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Through apply, so that gradients of gradients travel as well.
+        return None, None, None, *_Exchange.apply(*ctx.transpose, *grads)
