@@ -17,7 +17,6 @@ from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import (
-    Hierarchy,
     LevelCost,
     RowCounts,
     best_depth,
@@ -28,10 +27,11 @@ from laconic.cost.moe.hierarchy import (
 )
 from laconic.moe.placement.rebalance import rebalance
 from laconic.moe.placement.swap_search import SwapTables, plan_swaps, swap_tables
+from laconic.topology import Levels
 
 __all__ = ["CLUSTER", "FITS", "PUBLISHED_RATES", "paper_rates"]
 
-CLUSTER = Hierarchy(32, (4, 8, 16))
+CLUSTER = Levels(32, (1, 4, 8, 16))
 """4 nodes of 8 GPUs, 2 sockets of 2 NVLink pairs each."""
 FITS = {  # milliseconds, and per byte of the buffer of a rank; ranks that talk to each other
     "intra0": (0.722, 5.70e-7, 32),

@@ -13,7 +13,8 @@ from statistics import mean, median
 from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import sent_nbytes
-from laconic.cost.moe import GridShape, LayerShape, MoERates, Route, fastest, fsmoe_route, parm_routes
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, Route, fastest, fsmoe_route, parm_routes
+from laconic.cost.moe.shape import group_world
 
 # FSMoE's fit for testbed B, milliseconds: alpha, and beta per byte of the largest buffer of a rank. The all-to-all is
 # between nodes, gather and scatter inside one; an all-reduce inside a node is taken as the two after each other.
@@ -34,20 +35,20 @@ def moe_parm(options: Options) -> list[Table]:
     return [_speedups(layers), _selector(layers)]
 
 
-def _layers() -> Iterator[tuple[GridShape, LayerShape]]:
+def _layers() -> Iterator[tuple[GridLayout, LayerShape]]:
     """2 * 8 * 3 * 3 * 3 * 3 = 1296 layers, one expert for each rank of an EP group, top-2 with capacity factor 1.2."""
     parallel = [(mp, esp) for mp in (1, 2, 4) for esp in (1, 2, 4) if (mp, esp) != (1, 1)]
     sizes = product((8, 32), parallel, (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (2, 3, 4))
     for ranks, (mp, esp), batch, length, model_dim, ratio in sizes:
-        grid = GridShape(ranks, mp=mp, ep=ranks // esp, esp=esp, ranks_per_node=_RANKS_PER_NODE[ranks])
+        grid = GridLayout(ranks, mp=mp, ep=ranks // esp, esp=esp, ranks_per_node=_RANKS_PER_NODE[ranks])
         yield grid, LayerShape(batch * length, model_dim, ratio * model_dim, grid.ep, 2, 2, 2, 1.2)
 
 
-def _rates(grid: GridShape) -> MoERates:
+def _rates(grid: GridLayout) -> MoERates:
     """The constants in bytes that a process sends: a gather's buffer is its output, the others' their input."""
 
     def link(group: str) -> LinkRates:
-        world = grid.world(group)
+        world = group_world(grid, group)
         inside = world.num_nodes == 1
 
         def line(operation: str, alpha: float, beta: float) -> Line:
@@ -65,11 +66,11 @@ def _rates(grid: GridShape) -> MoERates:
     return MoERates(wire, Line(1e-3 * _GEMM[0], 1e-3 * _GEMM[1]), groups=groups)
 
 
-def _priced(grid: GridShape, shape: LayerShape, backward: bool) -> tuple[Route, ...]:
+def _priced(grid: GridLayout, shape: LayerShape, backward: bool) -> tuple[Route, ...]:
     return parm_routes(shape, grid, _rates(grid), backward=backward)
 
 
-def _speedups(layers: Sequence[tuple[GridShape, LayerShape]]) -> Table:
+def _speedups(layers: Sequence[tuple[GridLayout, LayerShape]]) -> Table:
     rows = []
     for ranks, mp in product((8, 32), (1, 2, 4)):
         some = [layer for layer in layers if layer[0].num_ranks == ranks and layer[0].mp == mp]
@@ -91,7 +92,7 @@ def _speedups(layers: Sequence[tuple[GridShape, LayerShape]]) -> Table:
     )
 
 
-def _row(name: str, layers: Sequence[tuple[GridShape, LayerShape]]) -> list[str]:
+def _row(name: str, layers: Sequence[tuple[GridLayout, LayerShape]]) -> list[str]:
     gains: dict[str, list[float]] = {"s1": [], "s2": [], "best": []}
     for grid, shape in layers:
         both = [_priced(grid, shape, backward) for backward in (False, True)]
@@ -103,7 +104,7 @@ def _row(name: str, layers: Sequence[tuple[GridShape, LayerShape]]) -> list[str]
     return [name, str(len(layers)), *cells]
 
 
-def _selector(layers: Sequence[tuple[GridShape, LayerShape]]) -> Table:
+def _selector(layers: Sequence[tuple[GridLayout, LayerShape]]) -> Table:
     rows = []
     for ranks in (8, 32):
         chosen: dict[str, int] = {"s1": 0, "s2": 0}

@@ -23,7 +23,7 @@ from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import SortedOrder
-from laconic.moe.placement.consensus import agree_on_depth, gather_counts, hierarchy_of
+from laconic.moe.placement.consensus import agree_on_depth, gather_counts
 from laconic.moe.routing import Routing
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
@@ -212,15 +212,15 @@ class Checks:
 
     def traffic_is_what_the_model_predicts(self) -> None:
         for dispatcher in self.depths():
-            hierarchy = hierarchy_of(dispatcher)
+            levels = dispatcher.levels
             x, routing = self.routed(6, 0.4)
             counts = gather_counts(dispatcher, routing)
             everything = [tokens_of(rank, 6, self.num_experts, 0.4, torch.float64)[1] for rank in range(self.world)]
             vectors = [
-                count_vector(one.tokens.numpy(), one.experts.numpy(), self.num_experts, hierarchy) for one in everything
+                count_vector(one.tokens.numpy(), one.experts.numpy(), self.num_experts, levels) for one in everything
             ]
-            expected = RowCounts.of_vectors(vectors, hierarchy)
-            assert all((counts.rows[g] == expected.rows[g]).all() for g in hierarchy.tables)
+            expected = RowCounts.of_vectors(vectors, levels)
+            assert all((counts.rows[g] == expected.rows[g]).all() for g in expected.rows)
             dispatcher.dispatch(x, routing, SortedOrder())
             sent = torch.tensor([traffic.row_nbytes for traffic in dispatcher.traffic])
             dist.all_reduce(sent, group=self.grid.ep)

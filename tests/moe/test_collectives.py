@@ -14,7 +14,8 @@ from laconic.collectives import Lossless, Raw, audit
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import ConfigError, FormatError
 from laconic.moe.parallel import autograd_collectives as collectives
-from laconic.moe.parallel.grid import Grid, GridLayout
+from laconic.moe.parallel.grid import Grid
+from laconic.topology import GridLayout
 from tests.moe.worlds import run_world
 
 RAW = Raw()
@@ -212,7 +213,7 @@ def meshes_name_their_grids() -> None:
     if world > 2:
         with pytest.raises(ConfigError, match="order the dimensions"):
             Grid.from_mesh(init_device_mesh("cpu", (2, half), mesh_dim_names=("ep", "edp")))
-    with pytest.raises(ConfigError, match="must divide the world"):
+    with pytest.raises(ConfigError, match="must divide num_ranks = "):
         Grid(ep=3)
 
 

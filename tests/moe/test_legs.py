@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.moe.dispatch.send_plan import HeldRows, SendPlan, plan_recv, plan_send
-from laconic.moe.dispatch.topology import Levels
+from laconic.topology import Levels
 
 LEVELS = [Levels(1), Levels(3), Levels(4, (1, 2)), Levels(4, (1, 2, 4)), Levels(8, (1, 2, 4)), Levels(12, (1, 2, 6))]
 

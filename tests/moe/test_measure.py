@@ -12,7 +12,7 @@ import torch.distributed as dist
 from laconic.collectives.codec import Blockwise
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import World
-from laconic.cost.moe import Coding, GridShape, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
+from laconic.cost.moe import Coding, GridLayout, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
 from laconic.moe.parallel.grid import Grid
@@ -46,7 +46,7 @@ def _measures() -> None:
     world = World(2, 2)
     assert rates.price("all_to_all", "ep", world, 1e6, Coding(blocks.name)).seconds > 0
     layout = grid.layout
-    shape = GridShape(layout.num_ranks, layout.mp, layout.ep, layout.esp)
+    shape = GridLayout(layout.num_ranks, layout.mp, layout.ep, layout.esp)
     routes = [*parm_routes(LAYER, shape, rates), fsmoe_route(LAYER, shape, rates)]
     assert fastest(routes).seconds > 0
     with pytest.raises(ConfigError, match=re.escape("num_experts is 5, but it must be a multiple of ep = 2")):

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.moe import MoERates
-from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, RowCounts, best_depth, count_vector, level_costs
+from laconic.cost.moe.hierarchy import LevelCost, RowCounts, best_depth, count_vector, level_costs
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.topology import Levels
 from laconic.moe.placement.swap_search import (
     GAMMA,
     SwapPlan,
@@ -26,6 +25,7 @@ from laconic.moe.placement.swap_search import (
     swap_tables,
     weigh_pairs,
 )
+from laconic.topology import Levels
 
 
 def routing(seed: int, num_tokens: int, num_experts: int, top_k: int, skew: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def test_what_cannot_be_improved_is_left() -> None:
 
 def test_swaps_repeated_shorten_what_the_cost_model_predicts() -> None:
     """Until no pair helps; seconds are those of the model on counts of the exchanged slots."""
-    hierarchy, num_experts, num_ranks = Hierarchy(8, (4,)), 32, 8
+    levels, num_experts, num_ranks = Levels(8, (1, 4)), 32, 8
     routes = [routing(seed, 200, num_experts, 2, skew=1.0) for seed in range(num_ranks)]
     names = ("all_to_all",)
     lines = {
@@ -195,8 +195,8 @@ def test_swaps_repeated_shorten_what_the_cost_model_predicts() -> None:
     rates = MoERates.of_lines(lines, Line(0.0, 0.0))
 
     def counts() -> RowCounts:
-        vectors = [count_vector(t.numpy(), s.numpy(), num_experts, hierarchy) for t, s in routes]
-        return RowCounts.of_vectors(vectors, hierarchy)
+        vectors = [count_vector(t.numpy(), s.numpy(), num_experts, levels) for t, s in routes]
+        return RowCounts.of_vectors(vectors, levels)
 
     start = best_depth(counts(), 1024, rates)
     assert start.depth == 2
@@ -213,13 +213,6 @@ def test_swaps_repeated_shorten_what_the_cost_model_predicts() -> None:
         pytest.fail("swaps go on for ever")
     end = best_depth(counts(), 1024, rates)
     assert end.seconds < 0.97 * start.seconds
-
-
-def test_groups_are_those_that_rows_travel_by() -> None:
-    hierarchy, levels = Hierarchy(16, (2, 8)), Levels(16, (1, 2, 8))
-    for depth in hierarchy.depths:
-        for level, stage in zip(hierarchy.levels(depth), levels.stages(depth), strict=True):
-            assert (level.num_peers, level.stride) == (stage.fanout, stage.stride)
 
 
 def test_impossible_questions_are_refused() -> None:

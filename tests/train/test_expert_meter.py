@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.formats import BlockFormat
-from laconic.moe.dispatch.topology import Levels
 from laconic.moe.experts.modules import GatedExperts
 from laconic.moe.gates import SoftmaxGate
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.routing import RoutedTokens, Routing
+from laconic.topology import Levels
 from laconic.train.distributed.world import World
 from laconic.train.moe.metrics import Capacity, ExpertMeter, moved_rows
 from tests.train.runs import ALONE

@@ -10,8 +10,8 @@ from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cost.comm.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
 from laconic.cost.comm.seconds import World
 from laconic.cost.comm.table import explain_one, explain_sweep, rates_text
-from laconic.cost.moe import GridShape, MoERates
-from laconic.cost.moe.hierarchy import Hierarchy, RowCounts
+from laconic.cost.moe import MoERates
+from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.moe.rates_table import moe_rates_text
@@ -19,6 +19,7 @@ from laconic.cost.moe.search import Pricing
 from laconic.cost.moe.table import candidates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError
+from laconic.topology import GridLayout, Levels
 
 __all__ = ["run"]
 
@@ -59,13 +60,13 @@ def _explain_moe(options: argparse.Namespace) -> int:
     per_node = options.ranks_per_node or max(1, per_node)
     num_ranks = options.world or max(2, nodes * per_node)
     ep = options.ep or max(1, num_ranks // options.esp)
-    grid = GridShape(num_ranks, options.mp, ep, options.esp, min(per_node, num_ranks))
-    grid.check(shape)
+    grid = GridLayout(num_ranks, options.mp, ep, options.esp, min(per_node, num_ranks))
+    shape.check(grid)
     counts = None
     if grid.mp == grid.esp == 1:
         inside = min(per_node, ep)
-        levels = (ep // inside,) if ep % inside == 0 and 1 < inside < ep else ()
-        counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, Hierarchy(ep, levels, inside))
+        levels = Levels.of_nodes(ep, inside) if ep % inside == 0 else Levels(ep, ranks_per_node=1)
+        counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, levels)
     pricing = Pricing(shape, grid, rates, LayerWork.of_rates(shape, grid, rates), counts, dtype=options.dtype)
     codes = ["raw", *rates.wire.codecs.get(options.dtype, {}), *rates.codecs.get(options.dtype, {})]
     title = (

@@ -24,7 +24,7 @@ from laconic.moe.gates import (
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses, moe_layers
-from laconic.moe.parallel.grid import Grid, GridLayout, Level
+from laconic.moe.parallel.grid import Grid, Level
 from laconic.moe.permute import DenseOrder, Order, SortedOrder
 from laconic.moe.pipeline.grad_reduce import DenseGradients, mean_over
 from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_windows
@@ -38,6 +38,7 @@ from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune
 from laconic.moe.tuning.drift import Drift
+from laconic.topology import GridLayout
 
 __all__ = [
     "parallelize",

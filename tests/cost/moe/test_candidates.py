@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 from laconic.cost.comm.rates import CodecRates, Line, LinkRates
-from laconic.cost.moe import GridShape, LayerShape, MoERates, fsmoe_route, parm_routes
-from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector, level_rows, rows_between, slowest_rows
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, parm_routes
+from laconic.cost.moe.hierarchy import RowCounts, count_vector, level_rows, rows_between, slowest_rows
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.search import AROUND, FLAT, LayerPlan, Pricing, best_candidate, best_plan, overhead_size
 from laconic.cost.moe.table import candidates_text
 from laconic.errors import ConfigError
+from laconic.topology import Levels
 
 SHAPE = LayerShape(num_tokens=64, model_dim=32, hidden_dim=48, num_experts=8, top_k=4)
-NODES = Hierarchy(4, (2,), 2)
-ALONE = GridShape(4, ep=4, ranks_per_node=2)
-INSIDE = GridShape(4, mp=2, ep=2, esp=2, ranks_per_node=2)
+NODES = Levels(4, (1, 2), 2)
+ALONE = GridLayout(4, ep=4, ranks_per_node=2)
+INSIDE = GridLayout(4, mp=2, ep=2, esp=2, ranks_per_node=2)
 WORK = LayerWork(Line(1e-4, 1e-6), Line(2e-4, 2e-6), Line(1e-3, 1e-6), Line(2e-3, 3e-6))
 COUNTS = RowCounts.uniform(64, 8, 4, NODES)
 
@@ -165,7 +166,7 @@ def test_rows_between_ranks_are_those_of_every_level() -> None:
     counts = _skewed()
     assert (rows_between(counts, None) == counts.assignments).all()
     for depth in NODES.depths:
-        for level in NODES.levels(depth):
+        for level in NODES.stages(depth):
             between, rows = rows_between(counts, level), level_rows(counts, level)
             assert between.sum() == rows.sum()
             for source, target in itertools.product(range(4), repeat=2):
@@ -178,7 +179,7 @@ def test_rows_between_ranks_are_those_of_every_level() -> None:
 
 
 def test_a_shared_wire_carries_the_sum_of_its_ranks() -> None:
-    (level,) = NODES.levels(1)
+    (level,) = NODES.stages(1)
     even = np.full((4, 4), 10.0)
     for sharing in (0.0, 0.5, 1.0):
         assert slowest_rows(even, NODES, level, sharing) == 30

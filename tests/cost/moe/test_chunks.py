@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laconic.cost.comm.rates import Line
-from laconic.cost.moe import GridShape, LayerShape, MoERates, Route, Step, parm_routes
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, Route, Step, parm_routes
 from laconic.cost.moe.chunks import hidden_in_chunks, in_chunks
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, pipeline_seconds
 
@@ -63,7 +63,7 @@ def test_experts_run_in_the_slices_of_both_directions() -> None:
 
 
 def test_inside_mp_groups_sums_and_gathers_are_cut_too() -> None:
-    layer, grid = LayerShape(256, 64, 128, 8, 2), GridShape(8, 4, 2, 4, ranks_per_node=4)
+    layer, grid = LayerShape(256, 64, 128, 8, 2), GridLayout(8, 4, 2, 4, ranks_per_node=4)
     names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
     lines = {"node": dict.fromkeys(names, Line(1e-5, 1e-9)), "across": dict.fromkeys(names, Line(1e-4, 1e-8))}
     lines["all"] = lines["across"]

@@ -6,11 +6,11 @@ import pytest
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import sent_nbytes
-from laconic.cost.moe import GridShape, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_a_wire
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_a_wire
 from laconic.errors import ConfigError, ScheduleError
 from laconic.schedule.moe import best_degree, closed_form, pipeline_seconds
 
-GRID = GridShape(8, mp=4, ep=2, esp=4, ranks_per_node=4)
+GRID = GridLayout(8, mp=4, ep=2, esp=4, ranks_per_node=4)
 LAYER = LayerShape(4096, 64, 128, num_experts=8, top_k=2, capacity_factor=1.2)
 INSIDE, BETWEEN = Line(1e-5, 1e-10), Line(1e-4, 1e-9)
 
@@ -66,7 +66,7 @@ def test_gradients_lengthen_backward_by_what_no_window_hides() -> None:
 
 
 def test_experts_that_are_not_sharded_have_no_gather() -> None:
-    grid = GridShape(4, ep=4, ranks_per_node=2)
+    grid = GridLayout(4, ep=4, ranks_per_node=2)
     times = layer_times(LAYER, grid, rates())
     assert times.all_gather is None
     assert times.reduce_scatter is None
@@ -76,9 +76,9 @@ def test_experts_that_are_not_sharded_have_no_gather() -> None:
 
 def test_one_wire_hides_less() -> None:
     assert not shares_a_wire(GRID)
-    together = GridShape(8, mp=4, ep=2, esp=4)  # all ranks on one node
+    together = GridLayout(8, mp=4, ep=2, esp=4)  # all ranks on one node
     assert shares_a_wire(together)
-    assert shares_a_wire(GridShape(8, ep=2, esp=4, ranks_per_node=2))
+    assert shares_a_wire(GridLayout(8, ep=2, esp=4, ranks_per_node=2))
     times = layer_times(LAYER, together, rates(Line(0.0, 0.0)))
     route = fsmoe_route(LAYER, together, rates(Line(0.0, 0.0)), degree=4)
     outside = route.steps[-1].seconds
@@ -90,4 +90,4 @@ def test_impossible_questions_are_refused() -> None:
     with pytest.raises(ScheduleError, match="at least one chunk"):
         fsmoe_route(LAYER, GRID, rates(), degree=0)
     with pytest.raises(ConfigError, match="hidden_dim is 128, but it must be a multiple of esp = 3"):
-        layer_times(LAYER, GridShape(6, ep=2, esp=3), rates())
+        layer_times(LAYER, GridLayout(6, ep=2, esp=3), rates())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +15,10 @@ from laconic.cost.comm.rates import CodecRates, Line
 from laconic.cost.comm.seconds import World
 from laconic.cost.moe import Coding
 from laconic.cost.moe.hierarchy import (
-    Hierarchy,
-    Level,
     RowCounts,
     best_depth,
     count_vector,
+    counted_groups,
     depth_seconds,
     duplicate_rate,
     flat_seconds,
@@ -29,8 +27,10 @@ from laconic.cost.moe.hierarchy import (
     level_nbytes,
     level_rows,
     wire_rows,
+    world_of_stage,
 )
 from laconic.errors import ConfigError
+from laconic.topology import Levels, Stage
 
 Routes = list[list[set[int]]]  # by source rank, then token: its experts
 
@@ -42,15 +42,15 @@ def route(rng: np.random.Generator, ranks: int, num_experts: int, top_k: int, sk
     return [[set(rng.choice(num_experts, top_k, replace=False, p=share)) for _ in range(n)] for n in sizes]
 
 
-def counts_of(routes: Routes, num_experts: int, hierarchy: Hierarchy) -> RowCounts:
+def counts_of(routes: Routes, num_experts: int, levels: Levels) -> RowCounts:
     vectors = []
     for tokens in routes:
         pairs = [(token, expert) for token, experts in enumerate(tokens) for expert in experts]
-        vectors.append(count_vector([t for t, _ in pairs], [e for _, e in pairs], num_experts, hierarchy))
-    return RowCounts.of_vectors(vectors, hierarchy)
+        vectors.append(count_vector([t for t, _ in pairs], [e for _, e in pairs], num_experts, levels))
+    return RowCounts.of_vectors(vectors, levels)
 
 
-def moved(routes: Routes, num_experts: int, levels: tuple[Level, ...]) -> list[Counter[tuple[int, int]]]:
+def moved(routes: Routes, num_experts: int, levels: tuple[Stage, ...]) -> list[Counter[tuple[int, int]]]:
     """Rows from rank to rank at each level, by moving every row."""
     held: dict[int, list[set[int]]] = defaultdict(list, {rank: list(tokens) for rank, tokens in enumerate(routes)})
     found = []
@@ -81,16 +81,16 @@ def moved(routes: Routes, num_experts: int, levels: tuple[Level, ...]) -> list[C
 )
 @settings(max_examples=40, deadline=None)
 def test_counts_equal_the_rows_that_are_moved(num_groups: tuple[int, ...], top_k: int, skewed: bool, seed: int) -> None:
-    hierarchy, num_experts = Hierarchy(16, num_groups), 32
+    levels, num_experts = Levels(16, (1, *num_groups)), 32
     routes = route(np.random.default_rng(seed), 16, num_experts, top_k, skewed)
-    counts = counts_of(routes, num_experts, hierarchy)
-    for depth in hierarchy.depths:
-        levels = hierarchy.levels(depth)
-        for level, rows in zip(levels, moved(routes, num_experts, levels), strict=True):
+    counts = counts_of(routes, num_experts, levels)
+    for depth in levels.depths:
+        stages = levels.stages(depth)
+        for level, rows in zip(stages, moved(routes, num_experts, stages), strict=True):
             table = level_rows(counts, level)
             for (sender, receiver), number in rows.items():
                 parent, position = divmod(sender, level.num_positions)
-                peer = receiver // level.stride % level.num_peers
+                peer = receiver // level.stride % level.fanout
                 assert table[parent, position, peer] == number
             assert table.sum() == sum(rows.values())
             out, into = Counter[int](), Counter[int]()
@@ -105,10 +105,10 @@ def test_counts_equal_the_rows_that_are_moved(num_groups: tuple[int, ...], top_k
 
 
 def test_uniform_routing_has_the_expected_counts() -> None:
-    hierarchy, rng = Hierarchy(8, (2, 4)), np.random.default_rng(0)
+    levels, rng = Levels(8, (1, 2, 4)), np.random.default_rng(0)
     routes = [[set(rng.choice(16, 4, replace=False)) for _ in range(400)] for _ in range(8)]
-    counts, expected = counts_of(routes, 16, hierarchy), RowCounts.uniform(400, 16, 4, hierarchy)
-    for g in hierarchy.tables:
+    counts, expected = counts_of(routes, 16, levels), RowCounts.uniform(400, 16, 4, levels)
+    for g in counted_groups(levels):
         assert counts.rows[g].mean() == pytest.approx(expected.rows[g].mean(), rel=0.03)
         assert counts.duplicate_rate(g) == pytest.approx(duplicate_rate(16, 4, g), abs=0.02)
         assert expected.duplicate_rate(g) == pytest.approx(duplicate_rate(16, 4, g))
@@ -135,12 +135,12 @@ def test_duplicate_rates_are_those_of_the_paper(num_groups: int, published: tupl
 
 
 def test_levels_of_the_paper() -> None:
-    assert [level.name for level in CLUSTER.levels(4)] == ["inter1", "inter2", "inter3", "intra3"]
-    peers = {level.name: level.num_peers for depth in CLUSTER.depths for level in CLUSTER.levels(depth)}
+    assert [level.name for level in CLUSTER.stages(4)] == ["inter1", "inter2", "inter3", "intra3"]
+    peers = {level.name: level.fanout for depth in CLUSTER.depths for level in CLUSTER.stages(depth)}
     assert peers == {name: peers for name, (_, _, peers) in FITS.items()}
-    assert CLUSTER.world(CLUSTER.levels(2)[0]) == World(4, 1)
-    assert CLUSTER.world(CLUSTER.levels(2)[1]) == World(8, 8)
-    assert CLUSTER.world(CLUSTER.levels(1)[0]) == World(32, 8)
+    assert world_of_stage(CLUSTER, CLUSTER.stages(2)[0]) == World(4, 1)
+    assert world_of_stage(CLUSTER, CLUSTER.stages(2)[1]) == World(8, 8)
+    assert world_of_stage(CLUSTER, CLUSTER.stages(1)[0]) == World(32, 8)
 
 
 @pytest.mark.parametrize(("top_k", "speedup", "two_levels"), [(6, 1.36, 1.32), (8, 1.60, 1.52), (10, 1.85, 1.72)])
@@ -156,10 +156,10 @@ def test_the_paper_s_constants_choose_depth_three(top_k: int, speedup: float, tw
 def test_depth_seconds_are_the_paper_s_sum() -> None:
     counts = RowCounts.uniform(100, 64, 4, CLUSTER)
     seconds = depth_seconds(counts, 3, 512, paper_rates())
-    groups = (1, *CLUSTER.num_groups)
+    groups = CLUSTER.num_groups
     for name, (alpha, beta, peers) in FITS.items():
         if name in seconds:
-            level = next(level for level in CLUSTER.levels(3) if level.name == name)
+            level = next(level for level in CLUSTER.stages(3) if level.name == name)
             index = int(name[5:])
             before = groups[index - 1] if name.startswith("inter") else groups[index]
             largest = 100 * before * hit_share(64, 4, level.num_groups)  # rows of a rank for a destination
@@ -168,9 +168,9 @@ def test_depth_seconds_are_the_paper_s_sum() -> None:
 
 
 def test_without_levels_or_peers_there_is_one_depth() -> None:
-    counts = RowCounts.uniform(10, 8, 2, Hierarchy(4))
+    counts = RowCounts.uniform(10, 8, 2, Levels(4))
     assert best_depth(counts, 64, paper_rates()).depth == 1
-    alone = RowCounts.uniform(10, 8, 2, Hierarchy(1))
+    alone = RowCounts.uniform(10, 8, 2, Levels(1))
     assert best_depth(alone, 64, paper_rates()).seconds == 0.0
 
 
@@ -180,9 +180,9 @@ def test_copies_within_ranks_make_depth_dearer() -> None:
     for depth in CLUSTER.depths:
         more = sum(depth_seconds(counts, depth, 4096, dear).values())
         more -= sum(depth_seconds(counts, depth, 4096, free).values())
-        rows = [wire_rows(counts, level).handled for level in CLUSTER.levels(depth)]
+        rows = [wire_rows(counts, level).handled for level in CLUSTER.stages(depth)]
         assert more == pytest.approx(1e-9 * 4096 * sum(rows))
-    assert wire_rows(counts, CLUSTER.levels(1)[0]).handled == pytest.approx(32 * 1024 * hit_share(128, 8, 32))
+    assert wire_rows(counts, CLUSTER.stages(1)[0]).handled == pytest.approx(32 * 1024 * hit_share(128, 8, 32))
 
 
 def test_level_costs_are_the_seconds_of_balanced_counts() -> None:
@@ -206,25 +206,9 @@ def test_a_code_makes_slow_levels_cheaper() -> None:
 # --- refusals ---
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8, (3,)), r"num_groups is \(3,\), but each must be a larger multiple"),
-        ((8, (4, 2)), "num_groups is"),
-        ((8, (8,)), "leave out levels of one rank"),
-        ((8, (1,)), "larger multiple"),
-        ((0,), "num_ranks is 0"),
-        ((8, (2,), 3), "ranks_per_node is 3, but it must divide num_ranks 8"),
-    ],
-)
-def test_impossible_hierarchies_are_refused(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Hierarchy(*arguments)
-
-
 def test_impossible_questions_are_refused() -> None:
     with pytest.raises(ConfigError, match="depth is 5, but it must be from 1 to 4"):
-        CLUSTER.levels(5)
+        CLUSTER.stages(5)
     with pytest.raises(ConfigError, match="num_groups is 3, but it must divide num_experts = 8"):
         hit_share(8, 2, 3)
     with pytest.raises(ConfigError, match="top_k is 9, but it must be from 1 to num_experts = 8"):
@@ -234,4 +218,4 @@ def test_impossible_questions_are_refused() -> None:
     with pytest.raises(ConfigError, match="experts go from 0 to 64, but must be from 0 to 63"):
         count_vector([0, 0], [0, 64], 64, CLUSTER)
     with pytest.raises(ConfigError, match=r"counts have shape \(1, 12\), but \(4, 10\) is needed"):
-        RowCounts.of_vectors([[0] * 12], Hierarchy(4, (2,)))
+        RowCounts.of_vectors([[0] * 12], Levels(4, (1, 2)))

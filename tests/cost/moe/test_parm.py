@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import sent_nbytes
-from laconic.cost.moe import GridShape, LayerShape, MoERates, fastest, parm_routes, saa_seconds
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, fastest, parm_routes, saa_seconds
+from laconic.cost.moe.shape import group_world
 from laconic.errors import ConfigError
 
 NAMES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
@@ -30,19 +31,21 @@ def layer(num_tokens: int = 512, capacity_factor: float | None = 1.2, **others: 
     return LayerShape(num_tokens=num_tokens, capacity_factor=capacity_factor, **sizes)
 
 
-GRID = GridShape(8, mp=4, ep=2, esp=4, ranks_per_node=4)
+GRID = GridLayout(8, mp=4, ep=2, esp=4, ranks_per_node=4)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("grid", [GRID, GridShape(8, 2, 2, 2, 4), GridShape(8, 4, 4, 2, 4), GridShape(8, 2, 2, 4, 4)])
-def test_seconds_equal_the_formulas(grid: GridShape, backward: bool) -> None:
+@pytest.mark.parametrize(
+    "grid", [GRID, GridLayout(8, 2, 2, 2, 4), GridLayout(8, 4, 4, 2, 4), GridLayout(8, 2, 2, 4, 4)]
+)
+def test_seconds_equal_the_formulas(grid: GridLayout, backward: bool) -> None:
     """t_base, t_S1, t_S2, with every size spelled out."""
     shape, found = layer(), rates()
     blm = 512 * 64 * 2  # bytes of the layer's input
     etm = blm * 2 * 1.2
 
     def seconds(operation: str, group: str, nbytes: float) -> float:
-        world = grid.world(group)
+        world = group_world(grid, group)
         if world.num_ranks == 1:
             return 0.0
         return found.link(group, world).line(operation).seconds(sent_nbytes(operation, nbytes, world.num_ranks))
@@ -55,7 +58,7 @@ def test_seconds_equal_the_formulas(grid: GridShape, backward: bool) -> None:
     s1 = 2 * joint + seconds("all_gather", "mp", blm / mp)
     gather = seconds("all_gather", "mp", etm / mp)
     steps = grid.ep * grid.esp
-    apart = grid.world("joint").num_nodes > 1
+    apart = group_world(grid, "joint").num_nodes > 1
     overlapped = max(joint, (steps - 1) / steps * gather) + gather / steps if apart else joint + gather
     found_routes = parm_routes(shape, grid, found, backward=backward)
     assert [route.name for route in found_routes] == ["baseline", "s1", "s2"]
@@ -116,7 +119,7 @@ def test_few_rows_per_token_choose_s2_and_many_s1() -> None:
 
 
 def test_a_gain_needs_an_mp_group() -> None:
-    flat = GridShape(8, ep=8, ranks_per_node=8)
+    flat = GridLayout(8, ep=8, ranks_per_node=8)
     baseline, s1, s2 = parm_routes(layer(), flat, rates(gemm=Line(1e-6, 1e-12)))
     assert baseline.seconds == pytest.approx(s1.seconds) == pytest.approx(s2.seconds)
 

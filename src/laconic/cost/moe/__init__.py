@@ -4,7 +4,8 @@ from laconic.cost.moe.fsmoe import FSMOE, fsmoe_route, layer_times, shares_a_wir
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes, saa_seconds
 from laconic.cost.moe.rates import Coding, MoERates, Price, default_moe_path
 from laconic.cost.moe.routes import Route, Step, fastest
-from laconic.cost.moe.shape import GROUPS, GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape
+from laconic.topology import GROUPS, GridLayout
 
 __all__ = [
     "BASELINE",
@@ -13,7 +14,7 @@ __all__ = [
     "S1",
     "S2",
     "Coding",
-    "GridShape",
+    "GridLayout",
     "LayerShape",
     "MoERates",
     "Price",

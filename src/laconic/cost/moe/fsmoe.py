@@ -12,8 +12,9 @@ from __future__ import annotations
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.schedule.moe import LayerTimes, best_degree, pipeline_seconds
+from laconic.topology import GridLayout
 
 __all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]
 
@@ -22,7 +23,7 @@ FSMOE = "fsmoe"
 
 def layer_times(
     shape: LayerShape,
-    grid: GridShape,
+    grid: GridLayout,
     rates: MoERates,
     *,
     backward: bool = False,
@@ -38,14 +39,14 @@ def layer_times(
     return _times(RouteBuilder(shape, grid, rates, coding, load, backward, work))
 
 
-def shares_a_wire(grid: GridShape) -> bool:
+def shares_a_wire(grid: GridLayout) -> bool:
     """Whether all-to-alls and the gathers of shards would use the same links, so that they cannot overlap."""
-    return grid.world("ep").num_nodes == 1 or grid.world("esp").num_nodes > 1
+    return group_world(grid, "ep").num_nodes == 1 or group_world(grid, "esp").num_nodes > 1
 
 
 def fsmoe_route(
     shape: LayerShape,
-    grid: GridShape,
+    grid: GridLayout,
     rates: MoERates,
     *,
     degree: int | None = None,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import comb
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from laconic.cost.comm.seconds import World
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import world_of_group
 from laconic.errors import ConfigError
+from laconic.topology import Levels, Stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,13 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DepthChoice",
-    "Hierarchy",
-    "Level",
     "LevelCost",
     "LevelRows",
     "RowCounts",
     "best_depth",
     "count_vector",
+    "counted_groups",
     "depth_seconds",
     "duplicate_rate",
     "flat_seconds",
@@ -54,87 +53,18 @@ __all__ = [
     "rows_between",
     "slowest_rows",
     "wire_rows",
+    "world_of_stage",
 ]
 
 
-@dataclass(frozen=True)
-class Level:
-    """One all-to-all of a depth."""
-
-    name: str
-    """inter1, inter2, ...; intra0 (between all ranks), intra1, ..."""
-    num_parents: int
-    """Groups inside which it runs."""
-    num_groups: int
-    """Groups that rows go to, of all parents; ranks at an intra level."""
-    num_ranks: int
-    """G."""
-
-    @property
-    def num_peers(self) -> int:
-        """Ranks that talk to each other."""
-        return self.num_groups // self.num_parents
-
-    @property
-    def num_positions(self) -> int:
-        """Ranks of a parent."""
-        return self.num_ranks // self.num_parents
-
-    @property
-    def stride(self) -> int:
-        """Between ranks that talk to each other."""
-        return self.num_positions // self.num_peers
+def counted_groups(levels: Levels) -> tuple[int, ...]:
+    """Numbers of groups that rows are counted for: U[1], ..., U[D-1], G."""
+    return (*levels.num_groups[1:], levels.num_ranks)
 
 
-@dataclass(frozen=True)
-class Hierarchy:
-    """The levels that G ranks lie on.
-
-    Raises ConfigError unless every level divides the next.
-    """
-
-    num_ranks: int
-    """G."""
-    num_groups: tuple[int, ...] = ()
-    """U[1], U[2], ...: nodes, sockets in nodes, ... counted over all ranks."""
-    ranks_per_node: int | None = None
-    """None: G / U[1], or one node without levels."""
-
-    def __post_init__(self) -> None:
-        if type(self.num_ranks) is not int or self.num_ranks < 1:
-            raise ConfigError(f"num_ranks is {self.num_ranks!r}, but it must be a whole number from 1 on")
-        numbers = (1, *self.num_groups, self.num_ranks)
-        for before, after in pairwise(numbers):
-            if self.num_groups and (type(after) is not int or after <= before or after % before):
-                raise ConfigError(
-                    f"num_groups is {self.num_groups}, but each must be a larger multiple of the one before, and"
-                    f" num_ranks = {self.num_ranks} of the last; leave out levels of one rank"
-                )
-        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node):
-            raise ConfigError(f"ranks_per_node is {self.ranks_per_node}, but it must divide num_ranks {self.num_ranks}")
-
-    @property
-    def depths(self) -> range:
-        """1 .. D."""
-        return range(1, len(self.num_groups) + 2)
-
-    @property
-    def tables(self) -> tuple[int, ...]:
-        """Numbers of groups that rows are counted for: U[1], ..., U[D-1], G."""
-        return (*self.num_groups, self.num_ranks)
-
-    def levels(self, depth: int) -> tuple[Level, ...]:
-        """The all-to-alls of a depth, in the order of dispatch. Raises ConfigError for a depth that is none."""
-        if depth not in self.depths:
-            raise ConfigError(f"depth is {depth!r}, but it must be from 1 to {self.depths[-1]}")
-        groups = (1, *self.num_groups)
-        inter = [Level(f"inter{i}", groups[i - 1], groups[i], self.num_ranks) for i in range(1, depth)]
-        return (*inter, Level(f"intra{depth - 1}", groups[depth - 1], self.num_ranks, self.num_ranks))
-
-    def world(self, level: Level) -> World:
-        """The machines of the ranks that talk to each other at a level."""
-        per_node = self.ranks_per_node or self.num_ranks // (self.num_groups[0] if self.num_groups else 1)
-        return world_of_group(self.num_ranks, level.stride, level.num_peers, per_node)
+def world_of_stage(levels: Levels, stage: Stage) -> World:
+    """The machines of the ranks that exchange rows in a stage."""
+    return world_of_group(levels.num_ranks, stage.stride, stage.fanout, levels.node_size)
 
 
 # --- how many rows ---
@@ -161,35 +91,35 @@ def duplicate_rate(num_experts: int, top_k: int, num_groups: int) -> float:
 class RowCounts:
     """What every source rank has to send, counted once per group and once per expert."""
 
-    hierarchy: Hierarchy
+    levels: Levels
     rows: Mapping[int, Table]
-    """By number of groups g of `hierarchy.tables`: [G, g], rows of a source rank that have an expert in a group."""
+    """By number of groups g of `counted_groups`: [G, g], rows of a source rank that have an expert in a group."""
     assignments: Table
     """[G, G]: the same to ranks, duplicates counted: what an all-to-all without de-duplication sends."""
 
     @classmethod
-    def of_vectors(cls, vectors: Iterable[Sequence[float]], hierarchy: Hierarchy) -> RowCounts:
+    def of_vectors(cls, vectors: Iterable[Sequence[float]], levels: Levels) -> RowCounts:
         """From the vector of each rank, see `count_vector`, in order of ranks."""
         import numpy as np
 
         table = np.stack([np.asarray(vector) for vector in vectors])
-        widths = (*hierarchy.tables, hierarchy.num_ranks)
-        if table.shape != (hierarchy.num_ranks, sum(widths)):
-            expected = (hierarchy.num_ranks, sum(widths))
+        widths = (*counted_groups(levels), levels.num_ranks)
+        if table.shape != (levels.num_ranks, sum(widths)):
+            expected = (levels.num_ranks, sum(widths))
             raise ConfigError(f"counts have shape {table.shape}, but {expected} is needed: one vector of each rank")
         *rows, assignments = np.split(table, np.cumsum(widths)[:-1], axis=1)
-        return cls(hierarchy, dict(zip(hierarchy.tables, rows, strict=True)), assignments)
+        return cls(levels, dict(zip(counted_groups(levels), rows, strict=True)), assignments)
 
     @classmethod
-    def uniform(cls, num_tokens: int, num_experts: int, top_k: int, hierarchy: Hierarchy) -> RowCounts:
+    def uniform(cls, num_tokens: int, num_experts: int, top_k: int, levels: Levels) -> RowCounts:
         """Expected for `num_tokens` per rank, each with k of E experts that are all alike."""
         import numpy as np
 
-        ranks = hierarchy.num_ranks
-        hierarchy_rows = {
-            g: np.full((ranks, g), num_tokens * hit_share(num_experts, top_k, g)) for g in hierarchy.tables
+        ranks = levels.num_ranks
+        rows_of = {
+            g: np.full((ranks, g), num_tokens * hit_share(num_experts, top_k, g)) for g in counted_groups(levels)
         }
-        return cls(hierarchy, hierarchy_rows, np.full((ranks, ranks), num_tokens * top_k / ranks))
+        return cls(levels, rows_of, np.full((ranks, ranks), num_tokens * top_k / ranks))
 
     def duplicate_rate(self, num_groups: int) -> float:
         """Share of rows that go to a group which has them already. 0 without rows."""
@@ -198,7 +128,7 @@ class RowCounts:
 
 
 def count_vector(
-    tokens: Sequence[int] | Table, experts: Sequence[int] | Table, num_experts: int, hierarchy: Hierarchy
+    tokens: Sequence[int] | Table, experts: Sequence[int] | Table, num_experts: int, levels: Levels
 ) -> Table:
     """The counts of one rank: for g of U[1], ..., U[D-1], G its rows to each of g groups; then its assignments to each
     rank. int64 [sum of g + G]
@@ -210,26 +140,26 @@ def count_vector(
     import numpy as np
 
     token, expert = np.asarray(tokens, dtype=np.int64), np.asarray(experts, dtype=np.int64)
-    if num_experts % hierarchy.num_ranks:
+    if num_experts % levels.num_ranks:
         raise ConfigError(
-            f"num_experts is {num_experts}, but it must be a multiple of {hierarchy.num_ranks} ranks; change one"
+            f"num_experts is {num_experts}, but it must be a multiple of {levels.num_ranks} ranks; change one"
         )
     if expert.size and not (expert.min() >= 0 and expert.max() < num_experts):
         raise ConfigError(f"experts go from {expert.min()} to {expert.max()}, but must be from 0 to {num_experts - 1}")
     parts = []
-    for g in hierarchy.tables:
+    for g in counted_groups(levels):
         pairs = np.unique(token * g + expert // (num_experts // g))
         parts.append(np.bincount(pairs % g, minlength=g))
-    ranks = hierarchy.num_ranks
+    ranks = levels.num_ranks
     parts.append(np.bincount(expert // (num_experts // ranks), minlength=ranks))
     return np.concatenate(parts).astype(np.int64)
 
 
-def level_rows(counts: RowCounts, level: Level) -> Table:
+def level_rows(counts: RowCounts, stage: Stage) -> Table:
     """[parents, positions, peers]: rows that a rank has for each subgroup of its group, its own included."""
-    table = counts.rows[level.num_groups]
-    at_position = table.reshape(level.num_parents, level.num_positions, level.num_groups).sum(axis=0)
-    return at_position.reshape(level.num_positions, level.num_parents, level.num_peers).transpose(1, 0, 2)
+    table = counts.rows[stage.num_groups]
+    at_position = table.reshape(stage.num_parents, stage.num_positions, stage.num_groups).sum(axis=0)
+    return at_position.reshape(stage.num_positions, stage.num_parents, stage.fanout).transpose(1, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -244,34 +174,34 @@ class LevelRows:
     """Of the rank that has most before the level: it sorts them, those it keeps too."""
 
 
-def wire_rows(counts: RowCounts, level: Level) -> LevelRows:
+def wire_rows(counts: RowCounts, stage: Stage) -> LevelRows:
     """Rows that leave their rank at a level."""
     import numpy as np
 
-    rows = level_rows(counts, level)
+    rows = level_rows(counts, stage)
     # Position p of a group lies in its subgroup p // stride, at position p % stride of it.
-    to = rows.reshape(level.num_parents, level.num_peers, level.stride, level.num_peers)
-    moved = to * (1 - np.eye(level.num_peers))[None, :, None, :]
+    to = rows.reshape(stage.num_parents, stage.fanout, stage.stride, stage.fanout)
+    moved = to * (1 - np.eye(stage.fanout))[None, :, None, :]
     sent, received = moved.sum(axis=3), moved.sum(axis=1)
     return LevelRows(float(sent.sum()), float(max(sent.max(), received.max())), float(rows.sum(axis=2).max()))
 
 
-def rows_between(counts: RowCounts, level: Level | None) -> Table:
+def rows_between(counts: RowCounts, stage: Stage | None) -> Table:
     """[G, G]: rows that go from one rank to another at a level, those that stay on the diagonal; None: one exchange of
     all rows, duplicates too."""
     import numpy as np
 
-    if level is None:
+    if stage is None:
         return counts.assignments
-    rows = level_rows(counts, level)
-    ranks = np.arange(level.num_ranks)
-    parent, position = ranks // level.num_positions, ranks % level.num_positions
-    place, offset = position // level.stride, position % level.stride
+    rows = level_rows(counts, stage)
+    ranks = np.arange(stage.num_ranks)
+    parent, position = ranks // stage.num_positions, ranks % stage.num_positions
+    place, offset = position // stage.stride, position % stage.stride
     peers = (parent[:, None] == parent[None, :]) & (offset[:, None] == offset[None, :])
     return np.where(peers, rows[parent[:, None], position[:, None], place[None, :]], 0)
 
 
-def slowest_rows(between: Table, hierarchy: Hierarchy, level: Level, sharing: float) -> float:
+def slowest_rows(between: Table, levels: Levels, stage: Stage, sharing: float) -> float:
     """Rows as if each process sent so many evenly to its peers, that take as long as `between` [G, G] does.
 
     sharing: as in MoERates. Where a wire of one's own is what counts, those of the process that sends or receives
@@ -279,26 +209,26 @@ def slowest_rows(between: Table, hierarchy: Hierarchy, level: Level, sharing: fl
     """
     import numpy as np
 
-    ranks = np.arange(level.num_ranks)
+    ranks = np.arange(stage.num_ranks)
     moved = np.where(ranks[:, None] != ranks[None, :], between, 0)
     busiest = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
-    world = hierarchy.world(level)
+    world = world_of_stage(levels, stage)
     if not sharing or world.num_nodes == 1:
         return busiest
-    per_node = hierarchy.ranks_per_node or hierarchy.num_ranks // (hierarchy.num_groups or (1,))[0]
+    per_node = levels.node_size
     node = ranks // per_node
     away = np.where(node[:, None] != node[None, :], moved, 0)
     by_node = [away[node == one].sum() for one in range(node[-1] + 1)]
     to_node = [away[:, node == one].sum() for one in range(node[-1] + 1)]
-    peers_away = level.num_peers - world.ranks_per_node
-    evenly = per_node * peers_away / (level.num_peers - 1)
+    peers_away = stage.fanout - world.ranks_per_node
+    evenly = per_node * peers_away / (stage.fanout - 1)
     shared = float(max(*by_node, *to_node)) / evenly
     return (1 - sharing) * busiest + sharing * shared
 
 
 def level_nbytes(counts: RowCounts, depth: int, row_nbytes: float) -> dict[str, float]:
     """Bytes of all ranks on the wire, by level of a depth."""
-    return {level.name: wire_rows(counts, level).total * row_nbytes for level in counts.hierarchy.levels(depth)}
+    return {stage.name: wire_rows(counts, stage).total * row_nbytes for stage in counts.levels.stages(depth)}
 
 
 # --- how many seconds ---
@@ -326,11 +256,11 @@ def depth_seconds(
     row_nbytes: of a row with what travels along, ids and weights.
     """
     seconds = {}
-    for level in counts.hierarchy.levels(depth):
-        rows = wire_rows(counts, level)
+    for stage in counts.levels.stages(depth):
+        rows = wire_rows(counts, stage)
         sorting = rates.copy.seconds(rows.handled * row_nbytes)
-        wire = _seconds(counts.hierarchy, level, rows.busiest * row_nbytes, rates, coding)
-        seconds[level.name] = sorting + wire
+        wire = _seconds(counts.levels, stage, rows.busiest * row_nbytes, rates, coding)
+        seconds[stage.name] = sorting + wire
     return seconds
 
 
@@ -338,11 +268,11 @@ def flat_seconds(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: 
     """Predicted for one all-to-all that sends a row once per expert, in one direction."""
     import numpy as np
 
-    (level,) = counts.hierarchy.levels(1)
-    moved = counts.assignments * (1 - np.eye(counts.hierarchy.num_ranks))
+    (stage,) = counts.levels.stages(1)
+    moved = counts.assignments * (1 - np.eye(counts.levels.num_ranks))
     busiest = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
     sorting = rates.copy.seconds(float(counts.assignments.sum(axis=1).max()) * row_nbytes)
-    return sorting + _seconds(counts.hierarchy, level, busiest * row_nbytes, rates, coding)
+    return sorting + _seconds(counts.levels, stage, busiest * row_nbytes, rates, coding)
 
 
 def best_depth(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> DepthChoice:
@@ -351,7 +281,7 @@ def best_depth(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Co
     All ranks that pass equal counts and rates get equal answers on equal machines; where machines differ, one rank's
     answer should count for all.
     """
-    candidates = {d: depth_seconds(counts, d, row_nbytes, rates, coding) for d in counts.hierarchy.depths}
+    candidates = {d: depth_seconds(counts, d, row_nbytes, rates, coding) for d in counts.levels.depths}
     totals = {depth: sum(levels.values()) for depth, levels in candidates.items()}
     depth = min(totals, key=lambda d: (totals[d], d))
     return DepthChoice(depth, totals[depth], candidates, flat_seconds(counts, row_nbytes, rates, coding))
@@ -370,13 +300,13 @@ def level_costs(
     counts: RowCounts, depth: int, row_nbytes: float, rates: MoERates, coding: Coding | None = None
 ) -> tuple[LevelCost, ...]:
     """`level_lines` of what was counted."""
-    levels = counts.hierarchy.levels(depth)
-    fullest = {level.num_groups: float(counts.rows[level.num_groups].sum(axis=0).max()) for level in levels}
-    return level_lines(counts.hierarchy, depth, fullest, row_nbytes, rates, coding)
+    stages = counts.levels.stages(depth)
+    fullest = {stage.num_groups: float(counts.rows[stage.num_groups].sum(axis=0).max()) for stage in stages}
+    return level_lines(counts.levels, depth, fullest, row_nbytes, rates, coding)
 
 
 def level_lines(
-    hierarchy: Hierarchy,
+    levels: Levels,
     depth: int,
     fullest: Mapping[int, float],
     row_nbytes: float,
@@ -388,20 +318,20 @@ def level_lines(
     Each of a group's ranks receives its share from all peers but itself. With a code the line goes through
     nothing sent and what is sent now.
 
-    fullest: by `Level.num_groups`, rows of all ranks that go to the fullest group now.
+    fullest: by `Stage.num_groups`, rows of all ranks that go to the fullest group now.
     """
     costs = []
-    for level in hierarchy.levels(depth):
-        share = (level.num_peers - 1) / level.num_peers / level.stride
-        rows = fullest[level.num_groups]
-        alpha = _seconds(hierarchy, level, 0.0, rates, coding)
-        more = _seconds(hierarchy, level, share * rows * row_nbytes, rates, coding) - alpha
-        costs.append(LevelCost(level.num_groups, alpha, more / rows if rows else 0.0))
+    for stage in levels.stages(depth):
+        share = (stage.fanout - 1) / stage.fanout / stage.stride
+        rows = fullest[stage.num_groups]
+        alpha = _seconds(levels, stage, 0.0, rates, coding)
+        more = _seconds(levels, stage, share * rows * row_nbytes, rates, coding) - alpha
+        costs.append(LevelCost(stage.num_groups, alpha, more / rows if rows else 0.0))
     return tuple(costs)
 
 
-def _seconds(hierarchy: Hierarchy, level: Level, sent_nbytes: float, rates: MoERates, coding: Coding | None) -> float:
-    if level.num_peers == 1:
+def _seconds(levels: Levels, stage: Stage, sent_nbytes: float, rates: MoERates, coding: Coding | None) -> float:
+    if stage.fanout == 1:
         return 0.0
-    nbytes = sent_nbytes * level.num_peers / (level.num_peers - 1)
-    return rates.price("all_to_all", level.name, hierarchy.world(level), nbytes, coding).seconds
+    nbytes = sent_nbytes * stage.fanout / (stage.fanout - 1)
+    return rates.price("all_to_all", stage.name, world_of_stage(levels, stage), nbytes, coding).seconds

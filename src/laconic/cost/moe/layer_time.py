@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape
+from laconic.topology import GridLayout
 
 __all__ = ["LayerWork"]
 
@@ -23,7 +24,7 @@ class LayerWork:
     experts_backward: Line
 
     @classmethod
-    def of_rates(cls, shape: LayerShape, grid: GridShape, rates: MoERates) -> LayerWork:
+    def of_rates(cls, shape: LayerShape, grid: GridLayout, rates: MoERates) -> LayerWork:
         """From the line of matrix products, where the layer itself was not measured; backward counts them twice."""
         local = 1 if rates.grouped else shape.num_experts // grid.ep
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape, group_world
+from laconic.topology import GridLayout
 
 __all__ = ["BASELINE", "S1", "S2", "parm_routes", "saa_seconds"]
 
@@ -30,7 +31,7 @@ BASELINE, S1, S2 = "baseline", "s1", "s2"
 
 def parm_routes(
     shape: LayerShape,
-    grid: GridShape,
+    grid: GridLayout,
     rates: MoERates,
     *,
     backward: bool = False,
@@ -89,7 +90,7 @@ def _s2(build: RouteBuilder) -> Route:
     gate, order, inverse = build.gate(1.0), build.order("order", 1.0), build.order("inverse order", 1.0)
     dispatch, experts, combine, total = _joint(build)
     gather = build.between("gather rows", "all_gather", "mp", build.shape.rows_nbytes / build.grid.mp)
-    joint, mp = build.grid.world("joint"), build.grid.world("mp")
+    joint, mp = group_world(build.grid, "joint"), group_world(build.grid, "mp")
     apart = joint.num_nodes > 1 and mp.num_nodes == 1  # two wires; on one wire nothing is gained
     last = dispatch if build.backward else combine
     saa = saa_seconds(last.seconds, gather.seconds, joint.num_ranks, build.rates.overlap if apart else 0.0)

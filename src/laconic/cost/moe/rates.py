@@ -34,8 +34,8 @@ from laconic.cost.hardware.rates_file import (
     save_json,
 )
 from laconic.cost.moe.overhead import Overhead
-from laconic.cost.moe.shape import GROUPS
 from laconic.errors import ConfigError
+from laconic.topology import GROUPS
 
 __all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.errors import ConfigError
 from laconic.schedule.moe_pipeline import ChunkTime
+from laconic.topology import GridLayout
 
 __all__ = ["Route", "RouteBuilder", "Step", "fastest"]
 
@@ -81,7 +82,7 @@ class RouteBuilder:
     """
 
     shape: LayerShape
-    grid: GridShape
+    grid: GridLayout
     rates: MoERates
     coding: Coding | None = None
     load: float = 1.0
@@ -89,14 +90,14 @@ class RouteBuilder:
     work: LayerWork | None = None
 
     def __post_init__(self) -> None:
-        self.grid.check(self.shape)
+        self.shape.check(self.grid)
         if not 1 <= self.load < float("inf"):
             raise ConfigError(f"load is {self.load}, but the busiest rank has at least the mean: it must be 1 or more")
 
     def between(self, name: str, operation: str, group: str, nbytes: float) -> Step:
         """An operation of a group; nbytes: of one rank's input. Only all_to_all is coded."""
         coding = self.coding if operation == "all_to_all" else None
-        world = self.grid.world(group)
+        world = group_world(self.grid, group)
         price, start = (self.rates.price(operation, group, world, size, coding) for size in (nbytes, 0.0))
         return Step(name, price.seconds, group, operation, price.sent_nbytes, price.code, start.seconds)
 

@@ -24,13 +24,14 @@ from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import MIN_GAIN, RAW
 from laconic.cost.moe.chunks import hidden_in_chunks, in_chunks
 from laconic.cost.moe.fsmoe import fsmoe_route, shares_a_wire
-from laconic.cost.moe.hierarchy import Hierarchy, Level, RowCounts, rows_between, slowest_rows, wire_rows
+from laconic.cost.moe.hierarchy import RowCounts, rows_between, slowest_rows, wire_rows, world_of_stage
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, Step
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.errors import ConfigError
+from laconic.topology import GridLayout, Levels, Stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -160,7 +161,7 @@ def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
 
 
 def overhead_size(
-    path: str, shape: LayerShape, grid: GridShape, counts: RowCounts | None, load: float = 1.0
+    path: str, shape: LayerShape, grid: GridLayout, counts: RowCounts | None, load: float = 1.0
 ) -> tuple[float, float]:
     """Rows and bytes that an `Overhead` of a path is a line of: assignments at home and at the experts, and the bytes
     of the rows that are sorted, packed and copied."""
@@ -173,9 +174,9 @@ def overhead_size(
     here, there = (float(counts.assignments.sum(axis=axis).max()) for axis in (1, 0))
     if path == FLAT:
         return here + there, (here + there) * shape.row_nbytes
-    levels = counts.hierarchy.levels(int(path.removeprefix("depth ")))
-    handled = sum(wire_rows(counts, level).handled for level in levels)
-    return (here + there) * len(levels), (handled + there) * shape.row_nbytes
+    stages = counts.levels.stages(int(path.removeprefix("depth ")))
+    handled = sum(wire_rows(counts, stage).handled for stage in stages)
+    return (here + there) * len(stages), (handled + there) * shape.row_nbytes
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Pricing:
     """
 
     shape: LayerShape
-    grid: GridShape
+    grid: GridLayout
     rates: MoERates
     work: LayerWork
     counts: RowCounts | None = None
@@ -196,7 +197,7 @@ class Pricing:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        self.grid.check(self.shape)
+        self.shape.check(self.grid)
         if (self.counts is not None) != (self.grid.mp == self.grid.esp == 1):
             raise ConfigError(
                 f"counts are {'given' if self.counts is not None else 'missing'} with mp = {self.grid.mp} and esp ="
@@ -207,7 +208,7 @@ class Pricing:
     def paths(self) -> list[tuple[str, str]]:
         """Forward's and backward's (empty: the same) on this grid."""
         if self.counts is not None:
-            return [(FLAT, ""), *((f"depth {depth}", "") for depth in self.counts.hierarchy.depths)]
+            return [(FLAT, ""), *((f"depth {depth}", "") for depth in self.counts.levels.depths)]
         mixed = [(S1, S2), (S2, S1)] if self.grid.mp > 1 else []
         return [(BASELINE, ""), (S1, ""), (S2, ""), *mixed, (SHARDED, "")]
 
@@ -264,7 +265,7 @@ class Pricing:
         if num_slices > 1:
             hiding = self.rates.hiding_of(path, plan.rows)
             group = "joint" if path in (S1, S2) else "ep"
-            share = rates.link(group, grid.world(group)).overlap if hiding is None else hiding[direction]
+            share = rates.link(group, group_world(grid, group)).overlap if hiding is None else hiding[direction]
             cut = in_chunks(route, degree, num_slices, share, one_wire=self._on_one_wire(path))
             chunk = self.rates.overhead_of(path, plan.rows, per_chunk=True)
             # Starts of lines may say too much, but beside what it hides no chunk comes for less than nothing.
@@ -296,19 +297,19 @@ class Pricing:
         return None if code == RAW else Coding(code, self.dtype)
 
     def _counted(self, path: str, plan: LayerPlan, backward: bool, counts: RowCounts) -> Route:
-        hierarchy, row_nbytes = counts.hierarchy, float(self.shape.row_nbytes)
+        levels, row_nbytes = counts.levels, float(self.shape.row_nbytes)
         coding, inner = self._coding(plan.code), self._coding(plan.inner_code or plan.code)
         there = float(counts.assignments.sum(axis=0).max())
         if path == FLAT:
-            (level,) = hierarchy.levels(1)
-            wires = [self._wire(hierarchy, level, rows_between(counts, None), row_nbytes, coding, "ep")]
+            (stage,) = levels.stages(1)
+            wires = [self._wire(levels, stage, rows_between(counts, None), row_nbytes, coding, "ep")]
         else:
-            entries = float(counts.assignments.sum()) / max(1.0, float(counts.rows[hierarchy.num_ranks].sum()))
+            entries = float(counts.assignments.sum()) / max(1.0, float(counts.rows[levels.num_ranks].sum()))
             row_nbytes += 0 if backward else _ENTRY_NBYTES * entries / 2  # they go there, not back
-            levels = hierarchy.levels(int(path.removeprefix("depth ")))
+            stages = levels.stages(int(path.removeprefix("depth ")))
             wires = [
-                self._wire(hierarchy, level, rows_between(counts, level), row_nbytes, code, level.name)
-                for level, code in zip(levels, (coding, *[inner] * (len(levels) - 1)), strict=True)
+                self._wire(levels, stage, rows_between(counts, stage), row_nbytes, code, stage.name)
+                for stage, code in zip(stages, (coding, *[inner] * (len(stages) - 1)), strict=True)
             ]
         line = self.work.experts_line(backward)
         return Route(
@@ -323,18 +324,18 @@ class Pricing:
 
     def _wire(
         self,
-        hierarchy: Hierarchy,
-        level: Level,
+        levels: Levels,
+        stage: Stage,
         between: Table,
         row_nbytes: float,
         coding: Coding | None,
         group: str,
     ) -> Step:
-        if level.num_peers == 1:
-            return Step(level.name, 0.0)
-        rows = slowest_rows(between, hierarchy, level, self.rates.sharing)
-        nbytes = rows * row_nbytes * level.num_peers / (level.num_peers - 1)
-        world = hierarchy.world(level)
+        if stage.fanout == 1:
+            return Step(stage.name, 0.0)
+        rows = slowest_rows(between, levels, stage, self.rates.sharing)
+        nbytes = rows * row_nbytes * stage.fanout / (stage.fanout - 1)
+        world = world_of_stage(levels, stage)
         price, start = (self.rates.price("all_to_all", group, world, size, coding) for size in (nbytes, 0.0))
-        name = "" if group == "ep" else level.name
+        name = "" if group == "ep" else stage.name
         return Step(name, price.seconds, group, "all_to_all", price.sent_nbytes, price.code, start.seconds)

@@ -1,19 +1,15 @@
-"""A mixture-of-experts layer and the grid of ranks it runs on, as numbers."""
+"""A mixture-of-experts layer as numbers, and the machines of the groups that it runs on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from laconic.cost.comm.seconds import World
 from laconic.errors import ConfigError
+from laconic.topology import GridLayout, groups_of_ranks
 
-__all__ = ["GROUPS", "GridShape", "LayerShape", "world_of_group"]
-
-GROUPS = ("mp", "dp", "esp", "ep", "joint", "edp")
-"""Groups of a grid: tensor and data parallel of the dense part; shards of an expert, experts, both together, and the
-replicas of an expert shard."""
+__all__ = ["LayerShape", "group_world", "world_of_group"]
 
 
 @dataclass(frozen=True)
@@ -73,73 +69,17 @@ class LayerShape:
         """Bytes of all rows that its tokens send to experts, E*T*M = k*f*B*L*M."""
         return self.rows_per_token * self.tokens_nbytes
 
-
-@dataclass(frozen=True)
-class GridShape:
-    """How a world is divided: dense rank = dp * mp + (rank in its MP group), expert rank = (edp * ep + rank among
-    experts) * esp + shard. Ranks are numbered node by node.
-
-    Raises ConfigError unless both ways of dividing come out even.
-    """
-
-    num_ranks: int
-    mp: int = 1
-    """N_MP: ranks of a tensor (and sequence) parallel group."""
-    ep: int = 1
-    """N_EP: ranks over which experts are spread."""
-    esp: int = 1
-    """N_ESP: ranks over which one expert is sharded."""
-    ranks_per_node: int | None = None
-    """None: one node."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_ranks", "mp", "ep", "esp"):
-            _check_whole(self, name, 1)
-        if self.num_ranks % self.mp:
-            raise ConfigError(f"mp is {self.mp}, but it must divide num_ranks = {self.num_ranks}")
-        if self.num_ranks % (self.ep * self.esp):
-            raise ConfigError(
-                f"ep * esp is {self.ep} * {self.esp}, but it must divide num_ranks = {self.num_ranks}; lower one"
-            )
-        if self.ranks_per_node is not None:
-            _check_whole(self, "ranks_per_node", 1)
-            if self.num_ranks % self.ranks_per_node:
-                raise ConfigError(
-                    f"ranks_per_node is {self.ranks_per_node}, but it must divide num_ranks = {self.num_ranks}"
-                )
-
-    def size(self, group: str) -> int:
-        """Ranks of a group of GROUPS. Raises ConfigError for another name."""
-        return self._stride_and_size(group)[1]
-
-    def world(self, group: str) -> World:
-        """The machines of a group; of the one that spans most nodes, where groups differ."""
-        stride, size = self._stride_and_size(group)
-        return world_of_group(self.num_ranks, stride, size, self.ranks_per_node or self.num_ranks)
-
-    def check(self, shape: LayerShape) -> None:
+    def check(self, grid: GridLayout) -> None:
         """Raises ConfigError if the layer cannot be divided over this grid."""
-        rules = (
-            ("num_experts", shape.num_experts, "ep", self.ep),
-            ("hidden_dim", shape.hidden_dim, "esp", self.esp),
-        )
+        rules = (("num_experts", self.num_experts, "ep", grid.ep), ("hidden_dim", self.hidden_dim, "esp", grid.esp))
         for name, value, divisor, number in rules:
             if value % number:
                 raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}; change one")
 
-    def _stride_and_size(self, group: str) -> tuple[int, int]:
-        joint = self.ep * self.esp
-        found = {
-            "mp": (1, self.mp),
-            "dp": (self.mp, self.num_ranks // self.mp),
-            "esp": (1, self.esp),
-            "ep": (self.esp, self.ep),
-            "joint": (1, joint),
-            "edp": (joint, self.num_ranks // joint),
-        }
-        if group not in found:
-            raise ConfigError(f"group is {group!r}, but it must be one of {', '.join(GROUPS)}")
-        return found[group]
+
+def group_world(grid: GridLayout, group: str) -> World:
+    """The machines of a group of GROUPS; of the one that spans most nodes, where groups differ."""
+    return world_of_group(grid.num_ranks, *grid.stride_and_size(group), grid.ranks_per_node or grid.num_ranks)
 
 
 @lru_cache(maxsize=4096)
@@ -149,15 +89,9 @@ def world_of_group(num_ranks: int, stride: int, size: int, ranks_per_node: int) 
     They are those of the group on most nodes. A group that does not lie evenly on its nodes counts as one rank per
     node, the slowest case.
     """
-    most = max(_nodes(num_ranks, stride, size, ranks_per_node))
+    groups = groups_of_ranks(num_ranks, stride, size)
+    most = max(len({rank // ranks_per_node for rank in group}) for group in groups)
     return World(size, size // most if size % most == 0 else 1)
-
-
-def _nodes(num_ranks: int, stride: int, size: int, ranks_per_node: int) -> Iterator[int]:
-    span = stride * size
-    for block in range(0, num_ranks, span):
-        for first in range(block, block + stride):
-            yield len({rank // ranks_per_node for rank in range(first, first + span, stride)})
 
 
 def _check_whole(record: object, name: str, least: int) -> None:

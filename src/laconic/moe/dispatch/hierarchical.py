@@ -22,10 +22,10 @@ from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transpo
 from laconic.moe.dispatch.hierarchical_exchange import StageExchange, carry_up, start_down
 from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
 from laconic.moe.dispatch.token_slices import SlicedStage, SlicedTokens, joined_by_place, slices_of
-from laconic.moe.dispatch.topology import Levels, Stage
 from laconic.moe.dispatch.traffic import LevelTraffic, traffic_of
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
+from laconic.topology import Levels, Stage
 
 __all__ = ["HierarchicalDispatcher", "LevelGroups"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.moe.dispatch.topology import Stage
+from laconic.topology import Stage
 
 __all__ = ["HeldRows", "SendPlan", "plan_recv", "plan_send"]
 

@@ -26,9 +26,9 @@ from laconic.collectives.codec import bytes_of
 from laconic.collectives.runtime import torch_compat
 from laconic.moe.dispatch.hierarchical_exchange import StageExchange
 from laconic.moe.dispatch.send_plan import HeldRows, SendPlan, plan_recv, plan_send
-from laconic.moe.dispatch.topology import Stage
 from laconic.moe.parallel.autograd_collectives import losses_named
 from laconic.moe.routing import Routing
+from laconic.topology import Stage
 
 __all__ = ["SlicedStage", "SlicedTokens", "Table", "joined_by_place", "slices_of"]
 

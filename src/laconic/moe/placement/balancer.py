@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import torch
 
 from laconic.cost.comm.seconds import World
+from laconic.cost.moe.hierarchy import world_of_stage
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, look_seconds, move_seconds
 from laconic.errors import ConfigError
@@ -16,7 +17,7 @@ from laconic.moe.dispatch.base import row_nbytes
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
-from laconic.moe.placement.consensus import agree_on_depth, first_answer, hierarchy_of
+from laconic.moe.placement.consensus import agree_on_depth, first_answer
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.swap_query import Look, look
 from laconic.moe.placement.swap_search import SwapPlan
@@ -191,8 +192,7 @@ class ExpertBalancer:
         return seconds
 
     def _world(self, dispatcher: HierarchicalDispatcher) -> World:
-        hierarchy = hierarchy_of(dispatcher)
-        return hierarchy.world(hierarchy.levels(1)[0])
+        return world_of_stage(dispatcher.levels, dispatcher.levels.stages(1)[0])
 
     def _alike(self, mine: T) -> T:
         """The first replica's answer: those with the same experts move alike."""

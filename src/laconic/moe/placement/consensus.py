@@ -12,35 +12,29 @@ import torch
 import torch.distributed as dist
 
 from laconic.collectives.runtime import torch_compat
-from laconic.cost.moe.hierarchy import DepthChoice, Hierarchy, RowCounts, best_depth, count_vector
+from laconic.cost.moe.hierarchy import DepthChoice, RowCounts, best_depth, count_vector
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.routing import Routing
+from laconic.topology import Levels
 
-__all__ = ["agree_on_depth", "first_answer", "gather_counts", "hierarchy_of"]
+__all__ = ["agree_on_depth", "first_answer", "gather_counts"]
 
 T = TypeVar("T")
 
 
-def hierarchy_of(dispatcher: HierarchicalDispatcher) -> Hierarchy:
-    """The dispatcher's levels for the cost model; a node is a part of level 1."""
-    return Hierarchy(dispatcher.levels.num_ranks, dispatcher.levels.num_groups[1:])
-
-
-def gather_counts(
-    dispatcher: HierarchicalDispatcher, routing: Routing, hierarchy: Hierarchy | None = None
-) -> RowCounts:
+def gather_counts(dispatcher: HierarchicalDispatcher, routing: Routing, levels: Levels | None = None) -> RowCounts:
     """Rows of every rank by group at every level, without duplicates; the same on all ranks.
 
     routing: of this rank's tokens, its experts numbered by slot. All ranks of the group call this together.
-    hierarchy: the dispatcher's levels and who shares a machine; None: see `hierarchy_of`.
+    levels: the dispatcher's, with who shares a machine; None: a node is a part of level 1.
     """
-    hierarchy, group = hierarchy or hierarchy_of(dispatcher), dispatcher.group
+    levels, group = levels or dispatcher.levels, dispatcher.group
     tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
-    vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, hierarchy)).to(routing.experts.device)
+    vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, levels)).to(routing.experts.device)
     told = vector.new_empty(group.size(), len(vector))
     torch_compat.all_gather(told, vector, group).wait()
-    return RowCounts.of_vectors(told.cpu().numpy(), hierarchy)
+    return RowCounts.of_vectors(told.cpu().numpy(), levels)
 
 
 def agree_on_depth(

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.runtime import torch_compat
-from laconic.cost.moe.hierarchy import Hierarchy, LevelCost, level_lines
+from laconic.cost.moe.hierarchy import LevelCost, level_lines
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
-from laconic.moe.placement.consensus import first_answer, hierarchy_of
+from laconic.moe.placement.consensus import first_answer
 from laconic.moe.placement.swap_search import SwapPlan, SwapTables, group_rows, plan_swaps, swap_tables, weigh_pairs
 from laconic.moe.routing import Routing
 
@@ -38,14 +38,10 @@ class Look:
     """Slots whose exchange is to be weighed, the same on all ranks; none: the best pairs are to be found."""
 
     @property
-    def hierarchy(self) -> Hierarchy:
-        """The dispatcher's levels."""
-        return hierarchy_of(self.dispatcher)
-
-    @property
     def num_groups(self) -> tuple[int, ...]:
         """Of the levels at the dispatcher's depth, each number once."""
-        return tuple(dict.fromkeys(level.num_groups for level in self.hierarchy.levels(self.dispatcher.depth)))
+        stages = self.dispatcher.levels.stages(self.dispatcher.depth)
+        return tuple(dict.fromkeys(stage.num_groups for stage in stages))
 
 
 def look(
@@ -134,5 +130,5 @@ class _Counted:
 
     def _costs(self, loads: dict[int, Tensor], rates: MoERates, coding: Coding | None) -> tuple[LevelCost, ...]:
         fullest = {g: float(load.max()) for g, load in loads.items()}
-        asked = self.asked
-        return level_lines(asked.hierarchy, asked.dispatcher.depth, fullest, asked.row_nbytes, rates, coding)
+        asked, dispatcher = self.asked, self.asked.dispatcher
+        return level_lines(dispatcher.levels, dispatcher.depth, fullest, asked.row_nbytes, rates, coding)

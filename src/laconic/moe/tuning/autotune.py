@@ -28,11 +28,11 @@ from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates, default_moe_path
 from laconic.cost.moe.routes import Route
 from laconic.cost.moe.search import Candidate, LayerPlan, Pricing, best_candidate, best_plan
+from laconic.cost.moe.shape import group_world
 from laconic.cost.moe.swap_period import DIRECTIONS, expert_nbytes, move_seconds
 from laconic.cost.moe.table import candidates_text
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
-from laconic.moe.dispatch.topology import Levels
 from laconic.moe.huggingface import ExpertsLayer, Parallelized
 from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.parallel.grid import Grid
@@ -41,8 +41,9 @@ from laconic.moe.placement.consensus import first_answer, gather_counts
 from laconic.moe.placement.swap_query import agree_on_swaps
 from laconic.moe.tuning.drift import Drift, RoutingStatistics, RoutingWatch
 from laconic.moe.tuning.measure_cluster import measure_moe
-from laconic.moe.tuning.measure_dispatch import dispatcher_of, hierarchy_of_grid, shape_of_grid
+from laconic.moe.tuning.measure_dispatch import dispatcher_of, layout_of, levels_of
 from laconic.moe.tuning.measure_layer import measure_layer, race, shape_of
+from laconic.topology import Levels
 
 __all__ = ["Autotuned", "LayerChoice", "SwapAdvice", "autotune"]
 
@@ -204,7 +205,7 @@ class Autotuned:
         if self._rates is None:
             lossy = [codec for codec in self._codecs.values() if not codec.lossless]
             self._rates = measure_moe(self._leveled, shape, dtype=watch.dtype, device=self._ranks.device, codecs=lossy)
-        grid = shape_of_grid(self.grid, self._per_node)
+        grid = layout_of(self._leveled, self._per_node)
         key = (type(layer.gate), type(layer.experts), shape, watch.dtype)
         if key not in self._work:
             self._work[key] = measure_layer(layer, shape, grid, self._ranks, watch.dtype)
@@ -214,7 +215,7 @@ class Autotuned:
         alone = layout.mp == layout.esp == 1
         if alone:
             counter = HierarchicalDispatcher(self._leveled.levels)
-            counts = gather_counts(counter, routing, hierarchy_of_grid(self._leveled, self._per_node))
+            counts = gather_counts(counter, routing, levels_of(grid))
         else:
             by_place = [sum(part) for part in _parts(statistics.shares, layout.ep)]
             load = max(1.0, max(by_place) * layout.ep)
@@ -231,7 +232,7 @@ class Autotuned:
             counter = HierarchicalDispatcher(self._leveled.levels, chosen.depth or 1)
             coding = None if chosen.code == "raw" else Coding(chosen.code, dtype)
             plan = agree_on_swaps(counter, routing, float(shape.row_nbytes), self._rates, coding=coding)
-            cost = move_seconds(expert_nbytes(shape), grid.world("ep"), self._rates)
+            cost = move_seconds(expert_nbytes(shape), group_world(grid, "ep"), self._rates)
             swap = first_answer(SwapAdvice(DIRECTIONS * plan.gain_seconds, cost), self._world)
         return LayerChoice(pricing, found, best, statistics, measured, swap)
 

@@ -25,11 +25,12 @@ from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, 
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.shape import GROUPS, LayerShape
+from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.errors import ConfigError
 from laconic.moe.experts.grouped_mm import grouped_mm
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.tuning.measure_dispatch import measure_routes, measure_sharing, shape_of_grid
+from laconic.moe.tuning.measure_dispatch import layout_of, measure_routes, measure_sharing
+from laconic.topology import GROUPS
 
 __all__ = ["groups_of", "measure_moe"]
 
@@ -72,12 +73,7 @@ def measure_moe(
     Raises ConfigError if the grid does not divide the layer, or the layer has no tokens to measure.
     """
     device, layout = device or torch.device("cpu"), grid.layout
-    for name, value, divisor, number in (
-        ("num_experts", shape.num_experts, "ep", layout.ep),
-        ("hidden_dim", shape.hidden_dim, "esp", layout.esp),
-    ):
-        if value % number:
-            raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}; change one")
+    shape.check(layout)
     if shape.num_tokens == 0:
         raise ConfigError("num_tokens is 0, but a layer is measured with the rows it will have; give a usual number")
     assert dist.group.WORLD is not None
@@ -134,8 +130,8 @@ def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch
     """Links of the grid's groups by kind, and the codecs of one dtype."""
     hosts = ranks.texts(host_name())
     world = world_of(hosts)
-    shape = shape_of_grid(grid, world.ranks_per_node)
-    kinds = {shape.world(name).kind: link for name, link in links.items() if name in GROUPS}
+    machines = layout_of(grid, world.ranks_per_node)
+    kinds = {group_world(machines, name).kind: link for name, link in links.items() if name in GROUPS}
     sizes = _CODEC_NBYTES[:2] if quick else _CODEC_NBYTES
     name = str(dtype).removeprefix("torch.")
     codecs = {name: codec_rates(ranks, dtype, sizes)} if name in ITEM_NBYTES else {}

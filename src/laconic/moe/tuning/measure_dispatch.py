@@ -23,12 +23,12 @@ from laconic.collectives.policy.microbench import Ranks, gaussian
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import RAW
-from laconic.cost.moe.hierarchy import Hierarchy, RowCounts, count_vector
+from laconic.cost.moe.hierarchy import RowCounts, count_vector
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
 from laconic.cost.moe.search import FLAT, Candidate, LayerPlan, Pricing, overhead_size
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -40,8 +40,9 @@ from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import PipelineSchedule
 from laconic.moe.routing import Routing
 from laconic.moe.tuning.measure_layer import Timed, seconds_in_turn
+from laconic.topology import GridLayout, Levels
 
-__all__ = ["dispatcher_of", "hierarchy_of_grid", "measure_routes", "measure_sharing", "shape_of_grid"]
+__all__ = ["dispatcher_of", "layout_of", "levels_of", "measure_routes", "measure_sharing"]
 
 _CHUNKS = 4
 _LONGEST_SECONDS = 2.0
@@ -66,17 +67,15 @@ def dispatcher_of(grid: Grid, plan: LayerPlan, codecs: Mapping[str, Codec]) -> D
     return make_dispatcher(grid, plan.path, backward=plan.back, codec=codec)  # type: ignore[arg-type]  # paths are Parm's
 
 
-def shape_of_grid(grid: Grid, ranks_per_node: int | None) -> GridShape:
-    """The grid for the cost model; None: all ranks on one node."""
-    layout = grid.layout
-    return GridShape(layout.num_ranks, layout.mp, layout.ep, layout.esp, ranks_per_node)
+def layout_of(grid: Grid, ranks_per_node: int | None) -> GridLayout:
+    """The grid's layout with its machines; None: all ranks on one node."""
+    return replace(grid.layout, ranks_per_node=ranks_per_node)
 
 
-def hierarchy_of_grid(grid: Grid, ranks_per_node: int | None) -> Hierarchy:
-    """The levels of the grid's EP groups."""
-    ep = grid.layout.ep
-    per_node = min(ep, ranks_per_node or ep)
-    return Hierarchy(ep, tuple(n for n in grid.layout.levels if 1 < n < ep), per_node if ep % per_node == 0 else 1)
+def levels_of(layout: GridLayout) -> Levels:
+    """The levels of the layout's EP groups."""
+    per_node = min(layout.ep, layout.ranks_per_node or layout.ep)
+    return Levels.of_groups(layout.ep, layout.levels, per_node if layout.ep % per_node == 0 else 1)
 
 
 def measure_routes(
@@ -95,23 +94,24 @@ def measure_routes(
     rates: with the lines of the grid's groups and the codecs. All ranks call it together.
     """
     rates = replace(rates, overheads={}, hiding={})
-    grid_shape, hierarchy = shape_of_grid(grid, ranks_per_node), hierarchy_of_grid(grid, ranks_per_node)
-    shape = _short(shape, grid_shape, rates)
+    layout = layout_of(grid, ranks_per_node)
+    levels = levels_of(layout)
+    shape = _short(shape, layout, rates)
     by_name = {codec.name: codec for codec in (Raw(), *codecs)}
-    paths = _pricing(shape, grid, grid_shape, hierarchy, rates, dtype, None).paths
+    paths = _pricing(shape, grid, layout, levels, rates, dtype, None).paths
     # Mixtures of s1 and s2 are made of two that are measured.
     plans = [LayerPlan(path, code=codec.name) for codec in codecs for path, back in paths if not back]
     plans += [replace(one, inner_code=RAW) for one in plans if (one.depth or 1) > 1 and one.code != RAW]
     found: list[tuple[Pricing, dict[_Way, tuple[float, float]]]] = []
     for case in _cases(shape, grid):
         gate = _FixedGate(case, grid)
-        pricing = _pricing(case, grid, grid_shape, hierarchy, rates, dtype, gate)
+        pricing = _pricing(case, grid, layout, levels, rates, dtype, gate)
         cut: dict[str, nn.Module] = {}  # experts that layers in chunks run with
         timed: dict[_Way, Timed[Any]] = {}
         if case in (shape, _few(shape)) and case.num_tokens >= _CHUNKS:
             cut[""] = _Identity()
         if cut and case == shape:
-            rows, experts = _rows_and_experts(case, grid, grid_shape, rates, dtype, ranks.device)
+            rows, experts = _rows_and_experts(case, grid, layout, rates, dtype, ranks.device)
             cut[_BUSY], timed[plans[0], _ALONE] = experts, _sliced(rows, experts)
         for plan in plans:
             dispatcher = dispatcher_of(grid, plan, by_name)
@@ -128,7 +128,7 @@ def measure_routes(
         pricing = replace(pricing, rates=rates)
         for (plan, experts_are), both in taken.items():
             if not experts_are:
-                size = overhead_size(plan.path, pricing.shape, grid_shape, pricing.counts)
+                size = overhead_size(plan.path, pricing.shape, layout, pricing.counts)
                 _add(samples, pricing.candidate(plan), both, size)
     overheads = {name: {way: fit_overhead(some) for way, some in ways.items()} for name, ways in samples.items()}
     return replace(rates, overheads=overheads)
@@ -173,10 +173,10 @@ def _cases(shape: LayerShape, grid: Grid) -> list[LayerShape]:
     return [*dict.fromkeys((_few(shape), half, shape, narrow))]
 
 
-def _short(shape: LayerShape, grid: GridShape, rates: MoERates) -> LayerShape:
+def _short(shape: LayerShape, grid: GridLayout, rates: MoERates) -> LayerShape:
     """With fewer tokens where one exchange of them would take longer than `_LONGEST_EXCHANGE_SECONDS`: slow networks
     show with less what routes cost besides."""
-    seconds = rates.price("all_to_all", "joint", grid.world("joint"), shape.rows_nbytes).seconds
+    seconds = rates.price("all_to_all", "joint", group_world(grid, "joint"), shape.rows_nbytes).seconds
     share = min(1.0, _LONGEST_EXCHANGE_SECONDS / seconds) if seconds > 0 else 1.0
     return replace(shape, num_tokens=max(min(shape.num_tokens, 8 * _CHUNKS), round(share * shape.num_tokens)))
 
@@ -205,25 +205,25 @@ def _add(
 def _pricing(
     shape: LayerShape,
     grid: Grid,
-    grid_shape: GridShape,
-    hierarchy: Hierarchy,
+    layout: GridLayout,
+    levels: Levels,
     rates: MoERates,
     dtype: torch.dtype,
     gate: _FixedGate | None,
 ) -> Pricing:
     counts = None
-    if grid_shape.mp == grid_shape.esp == 1:
-        counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, hierarchy)
+    if layout.mp == layout.esp == 1:
+        counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, levels)
         if gate is not None:
             routing = gate.routing(shape.num_tokens)
-            vector = count_vector(routing.tokens.numpy(), routing.experts.numpy(), shape.num_experts, hierarchy)
+            vector = count_vector(routing.tokens.numpy(), routing.experts.numpy(), shape.num_experts, levels)
             told = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64)
             device = torch.device("cuda") if grid.dense_mesh.device_type == "cuda" else torch.device("cpu")
             told = told.to(device)
             torch_compat.all_gather(told, torch.from_numpy(vector).to(device), grid.ep).wait()
-            counts = RowCounts.of_vectors(told.cpu().numpy(), hierarchy)
+            counts = RowCounts.of_vectors(told.cpu().numpy(), levels)
     name = str(dtype).removeprefix("torch.")
-    return Pricing(shape, grid_shape, rates, _NOTHING, counts, dtype=name)
+    return Pricing(shape, layout, rates, _NOTHING, counts, dtype=name)
 
 
 def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> Timed[Tensor]:
@@ -239,19 +239,18 @@ def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch
 
 
 def _rows_and_experts(
-    shape: LayerShape, grid: Grid, grid_shape: GridShape, rates: MoERates, dtype: torch.dtype, device: torch.device
+    shape: LayerShape, grid: Grid, layout: GridLayout, rates: MoERates, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, _Repeated]:
     """Those of a rank: rows evenly over its experts. They work for a good part of one exchange of raw rows: of less it
     could not be seen how much is hidden, and processors that are always busy hide nothing."""
-    layout = grid.layout
     num_local = max(1, shape.num_experts // layout.ep)
     each = max(1, round(shape.rows_per_token * shape.num_tokens * layout.esp / layout.mp / num_local))
     rows = gaussian(each * num_local * shape.model_dim, dtype, device).view(-1, shape.model_dim)
     hidden_dim = max(1, shape.hidden_dim // layout.esp)
     with torch.random.fork_rng():
         experts = GatedExperts(num_local, shape.model_dim, hidden_dim)
-    work = LayerWork.of_rates(shape, grid_shape, rates).experts.seconds(len(rows))
-    wire = rates.price("all_to_all", "joint", grid_shape.world("joint"), rows.nbytes).seconds
+    work = LayerWork.of_rates(shape, layout, rates).experts.seconds(len(rows))
+    wire = rates.price("all_to_all", "joint", group_world(layout, "joint"), rows.nbytes).seconds
     times = max(1, min(_MOST_TIMES, round(_BUSY_SHARE * wire / work))) if work > 0 else 1
     return rows, _Repeated(experts.to(device=device, dtype=dtype), times)
 

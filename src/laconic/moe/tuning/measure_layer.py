@@ -22,11 +22,12 @@ from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line
 from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.overhead import Sample, fit_overhead
-from laconic.cost.moe.shape import GridShape, LayerShape
+from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
+from laconic.topology import GridLayout
 
 __all__ = ["Timed", "measure_layer", "medians", "race", "samples_in_turn", "seconds_in_turn", "shape_of"]
 
@@ -63,7 +64,7 @@ def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtyp
     return LayerShape(num_tokens, model_dim, hidden, gate.num_experts, top_k, gemms, dtype.itemsize, factor)
 
 
-def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridShape, ranks: Ranks, dtype: torch.dtype) -> LayerWork:
+def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridLayout, ranks: Ranks, dtype: torch.dtype) -> LayerWork:
     """Lines of its gate by tokens and of its experts by rows, spread evenly over the rank's experts.
 
     All `ranks` call it together and get the same; rows are of `dtype`, as they come to the layer.

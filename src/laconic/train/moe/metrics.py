@@ -16,6 +16,7 @@ from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.pipeline.schedule import PipelineSchedule
 from laconic.moe.routing import RoutedTokens, Routing
+from laconic.topology import Levels
 from laconic.train.distributed.world import World
 
 __all__ = ["Capacity", "ExpertMeter", "ExpertUse", "moved_rows", "schedule_of"]
@@ -75,7 +76,7 @@ class ExpertMeter(Hook):
         """`num_processes`: EP, in groups of `levels` (numbers of groups, without the first and the last)."""
         self._world = world
         self.num_processes = num_processes
-        self._groups = (1, *(size for size in levels if 1 < size < num_processes), num_processes)
+        self._groups = (*Levels.of_groups(num_processes, levels).num_groups, num_processes)
         self._place = world.rank % num_processes
         self._loads: dict[MoELayer, Tensor] = {}
         self._counts = torch.zeros(1 + 3 * self.num_levels, dtype=torch.int64)

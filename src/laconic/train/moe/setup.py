@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from laconic.moe.layer import Schedule
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import PipelineSchedule
 from laconic.moe.tuning.autotune import Autotuned, autotune
+from laconic.topology import Levels, are_nested
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.world import World
@@ -48,12 +48,12 @@ def check_experts(config: TrainConfig, world: World) -> None:
             f"multiple of {size}"
         )
     levels = level_sizes(config)
-    if any(fine <= coarse or fine % coarse for coarse, fine in pairwise((1, *levels))) or size % (levels or (1,))[-1]:
+    if not are_nested(levels, size):
         raise ConfigError(
             f"moe.levels is {list(levels)}, but each number must be a larger multiple of the one before (the first of "
             f"1), and the last must divide moe.expert_parallel ({size})"
         )
-    if moe.depth is not None and moe.depth > (most := num_stages(size, levels)):
+    if moe.depth is not None and moe.depth > (most := Levels.of_groups(size, levels).max_depth):
         raise ConfigError(
             f"moe.depth is {moe.depth}, but it must be at most {most}: moe.levels are {list(levels)} for {size} "
             "processes; name the levels, as [2] for two machines"
@@ -68,11 +68,6 @@ def level_sizes(config: TrainConfig) -> tuple[int, ...]:
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     machines = size // per_machine if size % per_machine == 0 else 1
     return (machines,) if machines > 1 else ()
-
-
-def num_stages(size: int, levels: tuple[int, ...]) -> int:
-    """The largest depth: levels whose groups have more than one process, and the last stage between those."""
-    return 1 + sum(num_groups < size for num_groups in levels)
 
 
 class SpreadExperts:
