@@ -66,6 +66,7 @@ _MODULES = (
     "process_group",
     "zip_training",
     "reduce",
+    "moe_ablation",
     "moe_autotune",
     "moe_dispatch",
     "moe_training",
