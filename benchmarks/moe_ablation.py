@@ -8,7 +8,7 @@ and by always taking the same configuration. Its regret is how much longer it ta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
@@ -34,8 +34,6 @@ from benchmarks.slow_links import join, leave, run_ranks
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.moe.layer_time import LayerWork
-from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.search import LayerPlan, Pricing, best_candidate, best_plan
 from laconic.formats import BlockFormat
 from laconic.moe import GatedExperts, Grid, MoELayer, autotune, expert_shard, make_dispatcher
@@ -161,39 +159,18 @@ def _layers(found: Sequence[dict[str, Any]]) -> Table:
 # --- what each rank does ---
 
 
-def _ablations(pricing: Pricing) -> dict[str, Callable[[], tuple[Pricing, Sequence[int]]]]:
+def _ablations(pricing: Pricing) -> dict[str, Pricing]:
     rates = pricing.rates
-    lines = rates.overheads
-    nothing = Overhead(0.0)
-    free = {name: dict.fromkeys(both, nothing) if "per chunk" in name else both for name, both in lines.items()}
-    whole = {name: both for name, both in lines.items() if "per chunk" not in name}
-    raw = {name: both for name, both in lines.items() if name.removesuffix(" per chunk").endswith(" raw")}
-    shares = {name: dict.fromkeys(both, 0.5) for name, both in rates.hiding.items()}
-    ones = {name: dict.fromkeys(both, 1.0) for name, both in rates.hiding.items()}
+    raw = {name: both for name, both in rates.overheads.items() if name.endswith(" raw")}
     groups = {name: link for name, link in rates.groups.items() if not name.startswith("int")}
-
-    def with_rates(degrees: Sequence[int] = _DEGREES, **changes: Any) -> tuple[Pricing, Sequence[int]]:
-        return replace(pricing, rates=replace(rates, **changes)), degrees
-
-    work = LayerWork.of_rates(pricing.shape, pricing.grid, rates)
-    return {
-        _MODEL: with_rates,
-        "no fixed overhead lines (copies instead)": partial(with_rates, overheads={}),
-        "fixed overhead of raw rows for all codes": partial(
-            with_rates, overheads=raw, hiding={name: one for name, one in rates.hiding.items() if name.endswith(" raw")}
-        ),
-        "further chunks cost nothing": partial(with_rates, overheads=free),
-        "chunks cost nothing and all is overlapped": partial(with_rates, overheads=free, hiding=ones),
-        "half of what the simulator says is overlapped": partial(with_rates, hiding=shares),
-        "no chunks": partial(with_rates, (1,), overheads=whole),
-        "no sharing of a node's wire": partial(with_rates, sharing=0.0),
-        "no links of levels (those of their kind)": partial(with_rates, groups=groups),
-        "gate and experts by matrix products": lambda: (replace(pricing, work=work), _DEGREES),
-        "links and copies alone": lambda: (
-            replace(pricing, work=work, rates=replace(rates, overheads={}, hiding={}, sharing=0.0, groups=groups)),
-            (1,),
-        ),
+    changes: dict[str, dict[str, Any]] = {
+        _MODEL: {},
+        "no fixed overhead lines (copies instead)": {"overheads": {}},
+        "fixed overhead of raw rows for all codes": {"overheads": raw},
+        "no links of levels (those of their kind)": {"groups": groups},
+        "links and copies alone": {"overheads": {}, "groups": groups},
     }
+    return {name: replace(pricing, rates=replace(rates, **change)) for name, change in changes.items()}
 
 
 def _fixed(alone: bool) -> dict[str, LayerPlan]:
@@ -219,7 +196,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     x.requires_grad_()
     codecs: list[Codec] = [Raw(), Lossless("tiered")] + ([_INT8] if alone else [])
     started = time.perf_counter()
-    autotune(layer, grid, x, rates=rates, codecs=codecs, num_raced=0, report=None).detach()
+    autotune(layer, grid, x, rates=rates, codecs=codecs, num_raced=0, report=None)
     took = {_MODEL: time.perf_counter() - started}
     started = time.perf_counter()
     tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, degrees=_DEGREES, report=None)
@@ -227,21 +204,20 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     (choice,) = tuned.choices.values()
     codes = [codec.name for codec in codecs]
     chosen = {_RACED: choice.plan}
-    for name, ablate in _ablations(choice.pricing).items():
-        pricing, degrees = ablate()
-        chosen[name] = best_candidate(pricing.candidates(codes, degrees)).plan
+    for name, pricing in _ablations(choice.pricing).items():
+        chosen[name] = best_candidate(pricing.candidates(codes)).plan
     chosen |= _fixed(alone)
     chosen = first_answer(chosen, ranks.group)
     started = time.perf_counter()
-    uncut = [one.plan.uncut() for one in choice.pricing.candidates(codes, (1,))]
+    uncut = [one.plan for one in choice.pricing.candidates(codes)]
     uncut = first_answer(uncut, ranks.group)
     taken = race(layer, x, [partial(tuned.install, "layer", plan) for plan in uncut], ranks)
     best = best_plan({plan: sum(both) for plan, both in zip(uncut, taken, strict=True)})
-    cut = [replace(best, degrees=(degree, degree)) for degree in _DEGREES]
+    cut = [replace(best, degree=degree) for degree in _DEGREES]
     taken = race(layer, x, [partial(tuned.install, "layer", plan) for plan in cut], ranks)
     chosen[_ALL] = best_plan({plan: sum(both) for plan, both in zip(cut, taken, strict=True)})
     took[_ALL] = time.perf_counter() - started
-    plans = [*dict.fromkeys([*uncut, *chosen.values(), *(replace(best, degrees=(d, d)) for d in (2, 4))])]
+    plans = [*dict.fromkeys([*uncut, *chosen.values(), *(replace(best, degree=d) for d in (2, 4))])]
     grad = torch.randn_like(x)
     wanted = [x, *layer.parameters()]
 
@@ -273,7 +249,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
 
 def _name(plan: LayerPlan) -> str:
     code = "" if plan.rows == "raw" else f", {plan.rows}"
-    return f"{plan}{code}" + (f", {plan.chunks} chunks" if max(plan.degrees) > 1 else "")
+    return f"{plan}{code}" + (f", {plan.degree} chunks" if plan.degree > 1 else "")
 
 
 def main() -> None:

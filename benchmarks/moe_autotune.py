@@ -244,9 +244,8 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     (choice,) = tuned.choices.values()
     anchored = {one.plan: one.seconds for one in choice.candidates}
     # By the model alone; and every path in one piece and, with raw rows, in chunks too, whether it was chosen or not.
-    plans = dict.fromkeys([*anchored, *(plan.uncut() for plan in anchored)])
-    cut = [replace(plan, degrees=(_CHUNKS, _CHUNKS)) for plan in plans if plan.rows == "raw"]
-    plans |= dict.fromkeys(plan for plan in cut if choice.pricing.can_be_cut(plan.path))
+    plans = dict.fromkeys(anchored)
+    plans |= dict.fromkeys(replace(plan, degree=_CHUNKS) for plan in anchored if plan.rows == "raw")
     candidates = [choice.pricing.candidate(plan) for plan in plans]
     grad = torch.randn_like(x)
     wanted = [x, *layer.parameters()]
@@ -259,7 +258,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
         torch.autograd.grad(out, wanted, grad)
 
     timed = [Timed(partial(there, one.plan), back) for one in candidates]
-    alone_chosen = candidates.index(best_candidate(one for one in candidates if one.plan in anchored))
+    alone_chosen = candidates.index(best_candidate(one for one in candidates if one.plan.degree == 1))
     chosen = [one.plan for one in candidates].index(choice.plan)
     taken = [medians(samples) for samples in samples_in_turn(ranks, timed, (rounds + 1) // 2)]
     limit = (1 + _NEAR) * min(map(sum, taken))
@@ -272,7 +271,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     halves = [[sum(medians(samples[start::2])) for samples in again] for start in (0, 1)]
     other_half = median(_lost(one, other) for one, other in (halves, halves[::-1]))
     plain = next(
-        i for i, one in enumerate(candidates) if one.plan == one.plan.uncut() and one.plan.code == "raw"
+        i for i, one in enumerate(candidates) if one.plan.degree == 1 and one.plan.code == "raw"
         and one.plan.path == ("flat" if alone else "baseline")
     )  # fmt: skip
     return {
@@ -290,7 +289,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
             {
                 "path": str(one.plan),
                 "code": one.plan.rows,
-                "cut": "1" if max(one.plan.degrees) == 1 else "more",
+                "cut": "1" if one.plan.degree == 1 else "more",
                 "plan": _name(one),
                 "predicted": one.seconds,
                 "anchored": anchored.get(one.plan) if one.plan not in choice.measured else None,
@@ -311,7 +310,7 @@ def _lost(seconds: Sequence[float], others: Sequence[float]) -> float:
 
 def _name(one: Candidate) -> str:
     code = "" if one.plan.rows == "raw" else f", {one.plan.rows}"
-    return f"{one.plan}{code}" + (f", {one.plan.chunks} chunks" if max(one.plan.degrees) > 1 else "")
+    return f"{one.plan}{code}" + (f", {one.plan.degree} chunks" if one.plan.degree > 1 else "")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.expert_packing import rebalance
 from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.moe import MoERates
@@ -25,7 +26,6 @@ from laconic.cost.moe.hierarchy import (
     duplicate_rate,
     level_costs,
 )
-from laconic.moe.placement.rebalance import rebalance
 from laconic.moe.placement.swap_search import SwapTables, plan_swaps, swap_tables
 from laconic.topology import Levels
 

@@ -85,7 +85,7 @@ def test_every_way_through_a_layer_is_explained(tmp_path: Path, capsys: pytest.C
     assert "choice: depth 2: " in out
     assert main(["explain", "--moe", "--record", str(file), *layer, *world, "--mp", "4", "--esp", "4"]) == 0
     out = capsys.readouterr().out
-    for path in ("baseline", "s1", "s2", "s1, backward s2", "sharded"):
+    for path in ("baseline", "s1", "s2", "sharded"):
         assert f"\n{path}  " in out
     assert main(["explain", "--moe", "--record", str(file), "--rates"]) == 0
     assert "work of a rank" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""Choosing ways on real ranks: alike on all of them, the same outputs, new choices when routing drifts."""
+"""Choosing on real ranks: alike on all of them, the same outputs, new choices for other tokens."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from laconic.moe import (
     expert_shard,
     make_dispatcher,
 )
-from laconic.moe.tuning.drift import Drift
+from laconic.moe.placement.routing_record import record_of
 from laconic.moe.tuning.measure_cluster import measure_moe
 from tests.moe.worlds import run_world
 
@@ -78,17 +79,18 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
     plans = _told([(one.plan, one.seconds) for one in choice.candidates])
     assert all(one == plans[0] for one in plans)
     assert len(said) == (dist.get_rank() == 0)
-    assert 1 <= len(choice.measured) <= 5
+    assert 1 <= len(choice.measured) <= 6
     taken = {plan: sum(both) for plan, both in choice.measured.items()}
-    assert choice.plan == best_plan(taken)
-    assert taken[choice.plan] <= (1 + MIN_GAIN) * min(taken.values())
+    whole = {plan: seconds for plan, seconds in taken.items() if plan.degree == 1}
+    if choice.plan.degree == 1:
+        assert choice.plan == best_plan(whole)
+    else:
+        assert taken[choice.plan] <= (1 - MIN_GAIN / 2) * taken[replace(choice.plan, degree=1)]
     names = {str(one.plan) for one in choice.candidates}
     if grid.layout.mp == 1:
         assert names == {"flat", "depth 1"}
-        assert choice.swap is not None
-        assert choice.swap.gain_seconds >= 0
     else:
-        assert names == {"baseline", "s1", "s2", "s1, backward s2", "s2, backward s1", "sharded"}
+        assert names == {"baseline", "s1", "s2", "sharded"}
     assert {one.plan.code for one in choice.candidates} == {"raw", int8.name}
     assert all(one.seconds > 0 for one in choice.candidates)
     for one in choice.candidates:
@@ -106,8 +108,6 @@ def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
     slow = autotune(layer, grid, x, rates=_rates(0.0, 1e-3), codecs=(Raw(),), num_raced=0, report=None)
     assert slow.choices["layer"].plan.path == "depth 1"  # no duplicates
     assert isinstance(layer.dispatcher, HierarchicalDispatcher)
-    slow.detach()
-    assert layer.hooks == ()
     text = str(slow)
     assert "choice: depth 1: " in text
     assert "less than flat" in text
@@ -116,27 +116,20 @@ def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
     assert ways["flat"] == pytest.approx(ways["depth 1"], rel=0.01)
 
 
-def _drift_is_seen_by_all_and_priced_again() -> None:
+def _a_layer_is_priced_anew_by_its_last_forward() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
-    tuned = autotune(
-        layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), drift=Drift(check_every=2), num_raced=0, report=None
-    )
+    tuned = autotune(layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), num_raced=0, report=None)
     first = tuned.choices["layer"]
-    for _ in range(4):
-        layer(x)
-        assert tuned.step() == {}
-    assert tuned.choices["layer"] is first
+    assert first.pricing.shape.num_tokens == N
+    assert len(layer.hooks) == 1
     layer(x[:4])
-    assert tuned.step() == {}  # not looked
-    assert tuned.step() == {"layer": "tokens of a rank went from 24 to 4"}
+    assert tuned.choices["layer"] is first
+    tuned.tune()
     assert tuned.choices["layer"].pricing.shape.num_tokens == 4
-    favorite = layer.gate.weight.detach()[0].expand(4, M)  # every token likes expert 0 and what is like it
-    for _ in range(30):
-        layer(favorite)
-    (reason,) = {**tuned.step(), **tuned.step()}.values()
-    assert re.fullmatch(r"\d+% of the rows go to other experts", reason)
-    assert _told(tuned.choices["layer"].statistics) == [tuned.choices["layer"].statistics] * 2
+    assert record_of(layer) is layer.hooks[0]  # the one that a balancer reads, too
+    candidates = [(one.plan, one.seconds) for one in tuned.choices["layer"].candidates]
+    assert _told(candidates) == [candidates] * 2
 
 
 def _bad_input_is_refused() -> None:
@@ -155,7 +148,7 @@ def test_choices_on_two_ranks(tmp_path: Path) -> None:
         [
             _measured_choice_is_alike_and_changes_no_output,
             _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds,
-            _drift_is_seen_by_all_and_priced_again,
+            _a_layer_is_priced_anew_by_its_last_forward,
             _bad_input_is_refused,
         ],
         2,

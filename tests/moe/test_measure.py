@@ -34,11 +34,8 @@ def _measures() -> None:
     assert {"ep", "intra0"} <= set(rates.groups)
     assert MoERates.from_dict(json.loads(json.dumps(told[0]))) == rates
     assert 0 <= rates.overlap <= 1
-    names = {name.removesuffix(" per chunk") for name in rates.overheads}
-    assert set(rates.hiding) == names
-    assert {f"{name} per chunk" for name in names} <= set(rates.overheads)
-    assert f"{'s2' if grid.layout.mp > 1 else 'flat'} {blocks.name}" in names
-    assert all(0 <= share <= 1 for both in rates.hiding.values() for share in both.values())
+    paths = ("baseline", "s1", "s2", "sharded") if grid.layout.mp > 1 else ("flat", "depth 1")
+    assert {f"{path} {code}" for path in paths for code in ("raw", blocks.name)} <= set(rates.overheads)
     for line in (rates.gemm, rates.attention, rates.copy, *rates.groups["ep"].operations.values()):
         assert line.seconds(1e6) > 0
     coded = rates.codecs["bfloat16"][blocks.name]

@@ -12,7 +12,6 @@ from laconic.cost.comm.seconds import World
 from laconic.cost.comm.table import explain_one, explain_sweep, rates_text
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import RowCounts
-from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.moe.rates_table import moe_rates_text
 from laconic.cost.moe.search import Pricing
@@ -67,7 +66,7 @@ def _explain_moe(options: argparse.Namespace) -> int:
         inside = min(per_node, ep)
         levels = Levels.of_nodes(ep, inside) if ep % inside == 0 else Levels(ep, ranks_per_node=1)
         counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, levels)
-    pricing = Pricing(shape, grid, rates, LayerWork.of_rates(shape, grid, rates), counts, dtype=options.dtype)
+    pricing = Pricing(shape, grid, rates, counts, dtype=options.dtype)
     codes = ["raw", *rates.wire.codecs.get(options.dtype, {}), *rates.codecs.get(options.dtype, {})]
     title = (
         f"a layer of {shape.num_experts} experts {shape.model_dim} x {shape.hidden_dim}, top-{shape.top_k},"

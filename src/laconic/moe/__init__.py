@@ -37,7 +37,6 @@ from laconic.moe.placement.swap_query import agree_on_swaps
 from laconic.moe.replica_gradients import fully_shard_layers, reduce_gradients
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 from laconic.moe.tuning.autotune import Autotuned, LayerChoice, autotune
-from laconic.moe.tuning.drift import Drift
 from laconic.topology import GridLayout
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "autotune",
     "Autotuned",
     "LayerChoice",
-    "Drift",
     "MoELayer",
     "Schedule",
     "PipelineSchedule",

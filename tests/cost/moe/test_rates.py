@@ -174,19 +174,27 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, change: dict[str, Any
 
 def test_overheads_of_routes_survive_their_file_and_may_be_missing(tmp_path: Path) -> None:
     both = {"forward": Overhead(1e-3, 1e-6, 1e-9, 0.1), "backward": Overhead(2e-3)}
-    known = rates(overheads={"flat raw": both, "flat raw per chunk": both}, sharing=0.75)
+    known = rates(overheads={"flat raw": both})
     known.save(tmp_path / "rates.json")
     assert MoERates.load(tmp_path / "rates.json") == known
     assert known.overhead_of("flat") == known.overhead_of("flat", "tiered") == both
     assert known.overhead_of("depth 1") is None
     data = known.to_dict()
-    older = {name: value for name, value in data.items() if name not in ("overheads", "sharing")}
-    assert MoERates.from_dict(older) == rates()
+    assert MoERates.from_dict({name: value for name, value in data.items() if name != "overheads"}) == rates()
     data["overheads"]["flat raw"]["forward"]["alpha_seconds"] = -1
     assert MoERates.from_dict(data).overheads["flat raw"]["forward"].alpha_seconds == -1
     data["overheads"]["flat raw"]["forward"]["seconds_per_row"] = -1
     with pytest.raises(ConfigError, match=re.escape("overheads.flat raw.forward.seconds_per_row is -1, but it must")):
         MoERates.from_dict(data)
+
+
+def test_what_older_files_have_besides_is_left_out() -> None:
+    both = {"forward": Overhead(1e-3), "backward": Overhead(2e-3)}
+    known = rates(overheads={"flat raw": both})
+    data = known.to_dict()
+    data["overheads"]["flat raw per chunk"] = data["overheads"]["flat raw"]
+    hiding = {"flat raw": {"forward": 0.5, "backward": 0.5}}
+    assert MoERates.from_dict(data | {"hiding": hiding, "sharing": 0.75}) == known
 
 
 def test_the_level_names_of_a_file_are_checked() -> None:

@@ -29,10 +29,8 @@ def _every_block_is_tuned_and_the_model_says_the_same() -> None:
         assert isinstance(layer.dispatcher, HierarchicalDispatcher)
     for choice in tuned.choices.values():
         assert choice.plan.path == "depth 1"
-        assert choice.swap is not None
     assert all(p.grad is None for p in model.parameters())
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    assert tuned.step() == {}
     if dist.get_rank() == 0:
         assert "choice: depth 1" in said[0]
 

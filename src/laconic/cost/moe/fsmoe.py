@@ -9,7 +9,6 @@ c*n/N_MP rows; the gather brings N_ESP times as many to each shard, the reduce-s
 
 from __future__ import annotations
 
-from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import LayerShape, group_world
@@ -29,14 +28,13 @@ def layer_times(
     backward: bool = False,
     coding: Coding | None = None,
     load: float = 1.0,
-    work: LayerWork | None = None,
 ) -> LayerTimes:
     """What the overlapped steps of the layer take, in one direction; backward's experts already count twice.
 
     A line's start-up is paid by every chunk, its bytes and multiply-adds are divided among them.
-    coding, load, work: see `parm_routes`. Raises ConfigError as that does.
+    coding, load: see `parm_routes`. Raises ConfigError as that does.
     """
-    return _times(RouteBuilder(shape, grid, rates, coding, load, backward, work))
+    return _times(RouteBuilder(shape, grid, rates, coding, load, backward))
 
 
 def shares_a_wire(grid: GridLayout) -> bool:
@@ -54,7 +52,6 @@ def fsmoe_route(
     backward: bool = False,
     coding: Coding | None = None,
     load: float = 1.0,
-    work: LayerWork | None = None,
 ) -> Route:
     """The route with its best number of chunks, in one direction.
 
@@ -62,7 +59,7 @@ def fsmoe_route(
     reduced inside (backward), beside the steps in `Route.seconds`.
     Raises ConfigError as `parm_routes` does, and ScheduleError for a degree below 1.
     """
-    build = RouteBuilder(shape, grid, rates, coding, load, backward, work)
+    build = RouteBuilder(shape, grid, rates, coding, load, backward)
     times, one_wire = _times(build), shares_a_wire(grid)
     if degree is None:
         degree = best_degree(times, gradient_seconds, one_wire=one_wire).degree

@@ -40,6 +40,7 @@ __all__ = [
     "LevelRows",
     "RowCounts",
     "best_depth",
+    "busiest_rows",
     "count_vector",
     "counted_groups",
     "depth_seconds",
@@ -51,7 +52,6 @@ __all__ = [
     "level_nbytes",
     "level_rows",
     "rows_between",
-    "slowest_rows",
     "wire_rows",
     "world_of_stage",
 ]
@@ -201,29 +201,12 @@ def rows_between(counts: RowCounts, stage: Stage | None) -> Table:
     return np.where(peers, rows[parent[:, None], position[:, None], place[None, :]], 0)
 
 
-def slowest_rows(between: Table, levels: Levels, stage: Stage, sharing: float) -> float:
-    """Rows as if each process sent so many evenly to its peers, that take as long as `between` [G, G] does.
-
-    sharing: as in MoERates. Where a wire of one's own is what counts, those of the process that sends or receives
-    most. Where processes of a node share its wire, those of the fullest wire, over what even sending puts there.
-    """
+def busiest_rows(between: Table) -> float:
+    """Of rows `between` ranks [G, G], those that the process with most sends or receives."""
     import numpy as np
 
-    ranks = np.arange(stage.num_ranks)
-    moved = np.where(ranks[:, None] != ranks[None, :], between, 0)
-    busiest = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
-    world = world_of_stage(levels, stage)
-    if not sharing or world.num_nodes == 1:
-        return busiest
-    per_node = levels.node_size
-    node = ranks // per_node
-    away = np.where(node[:, None] != node[None, :], moved, 0)
-    by_node = [away[node == one].sum() for one in range(node[-1] + 1)]
-    to_node = [away[:, node == one].sum() for one in range(node[-1] + 1)]
-    peers_away = stage.fanout - world.ranks_per_node
-    evenly = per_node * peers_away / (stage.fanout - 1)
-    shared = float(max(*by_node, *to_node)) / evenly
-    return (1 - sharing) * busiest + sharing * shared
+    moved = between * (1 - np.eye(len(between)))
+    return float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
 
 
 def level_nbytes(counts: RowCounts, depth: int, row_nbytes: float) -> dict[str, float]:
@@ -266,11 +249,8 @@ def depth_seconds(
 
 def flat_seconds(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> float:
     """Predicted for one all-to-all that sends a row once per expert, in one direction."""
-    import numpy as np
-
     (stage,) = counts.levels.stages(1)
-    moved = counts.assignments * (1 - np.eye(counts.levels.num_ranks))
-    busiest = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
+    busiest = busiest_rows(counts.assignments)
     sorting = rates.copy.seconds(float(counts.assignments.sum(axis=1).max()) * row_nbytes)
     return sorting + _seconds(counts.levels, stage, busiest * row_nbytes, rates, coding)
 

@@ -1,4 +1,4 @@
-"""What a route costs around its wires: sorting and packing rows, telling counts, the small rounds before the large one.
+"""Fixed overhead of a route beside its wires: sorting and packing rows, telling counts, small rounds.
 
 It is measured as a whole, since the parts are many and short: a route with experts that do nothing, forward and
 backward, less what the lines of its links say (`laconic.moe.tuning.measure_dispatch`). The model is

@@ -18,7 +18,6 @@ other replicated parameters.
 
 from __future__ import annotations
 
-from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
 from laconic.cost.moe.shape import LayerShape, group_world
@@ -37,15 +36,13 @@ def parm_routes(
     backward: bool = False,
     coding: Coding | None = None,
     load: float = 1.0,
-    work: LayerWork | None = None,
 ) -> tuple[Route, Route, Route]:
     """Baseline, S1 and S2 of a layer, in one direction.
 
-    coding: of the rows in all-to-alls. load: rows of the busiest expert rank over the mean. work: of gate and experts,
-    where the layer was measured.
+    coding: of the rows in all-to-alls. load: rows of the busiest expert rank over the mean.
     Raises ConfigError if the grid does not divide the layer or the code was not measured.
     """
-    build = RouteBuilder(shape, grid, rates, coding, load, backward, work)
+    build = RouteBuilder(shape, grid, rates, coding, load, backward)
     return _baseline(build), _s1(build), _s2(build)
 
 

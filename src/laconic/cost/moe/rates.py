@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from laconic.cost.comm.rates import (
     ITEM_NBYTES,
@@ -42,7 +42,8 @@ __all__ = ["Coding", "MoERates", "Price", "default_moe_path"]
 _FORMAT, _VERSION = "laconic moe rates", 1
 _LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
 _NOTHING = Line(0.0, 0.0)
-T = TypeVar("T")
+_OF_CHUNKS = " per chunk"
+"""Ends routes of files by older versions, which also priced what a further chunk costs."""
 _LONGEST_SECONDS = 3600.0
 
 
@@ -94,13 +95,8 @@ class MoERates:
     source: str = ""
     """Who measured it, when and how."""
     overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
-    """What routes cost around their wires, by name (see `overhead_of`) and by direction, forward and backward. Where a
-    route has none, sorting and summing rows are priced by `copy`."""
-    hiding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Share of what chunks hide in the simulator that they really hide, by route and code as in `overheads`, and by
-    direction. Where it was not measured, that is `LinkRates.overlap`."""
-    sharing: float = 0.0
-    """1: the processes of a node share its wire to other nodes; 0: each has one of its own, or none was measured."""
+    """Fixed overhead of routes beside their wires, by name (see `overhead_of`) and by direction, forward and backward.
+    Where a route has none, sorting and summing rows are priced by `copy`."""
 
     @classmethod
     def of_lines(
@@ -136,16 +132,13 @@ class MoERates:
         gains = pays(coded.seconds, raw.seconds, link.line(operation).alpha_seconds)
         return coded if gains or coding.code != "auto" else raw
 
-    def overhead_of(self, route: str, code: str = RAW, *, per_chunk: bool = False) -> Mapping[str, Overhead] | None:
+    def overhead_of(self, route: str, code: str = RAW) -> Mapping[str, Overhead] | None:
         """By direction, of a route whose rows travel in a code; None if it was not measured.
 
-        per_chunk: what each further chunk of the route costs. A code that was not measured counts as raw.
+        A code that was not measured counts as the one between nodes, else as raw.
         """
-        return _of_route(self.overheads, route, code, " per chunk" if per_chunk else "")
-
-    def hiding_of(self, route: str, code: str = RAW) -> Mapping[str, float] | None:
-        """By direction, the share of `hiding` of a route in a code; None if it was not measured."""
-        return _of_route(self.hiding, route, code)
+        names = (f"{route} {one}" for one in (code, code.split(",")[0], RAW))
+        return next((self.overheads[name] for name in names if name in self.overheads), None)
 
     def products_seconds(self, multiply_adds: float, num_products: int, num_experts: int = 1) -> float:
         """Of `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""
@@ -167,7 +160,10 @@ class MoERates:
 
     @classmethod
     def from_dict(cls, data: Any) -> MoERates:
-        """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
+        """The inverse of `to_dict`; what only older versions measured (`hiding`, `sharing`, chunks) is left out.
+
+        Raises ConfigError naming what is missing or impossible.
+        """
         check_format(data, _FORMAT, _VERSION)
         wire = WireRates.from_dict(data.get("wire"))
         gemm, attention, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention", "copy"))
@@ -187,14 +183,10 @@ class MoERates:
                 for direction in ("forward", "backward")
             }
             for route, found in read_table({"overheads": {}} | data, "overheads", "").items()
+            if not route.endswith(_OF_CHUNKS)
         }
-        hiding = {
-            route: {way: read_number(found, way, f"hiding.{route}", most=1.0) for way in ("forward", "backward")}
-            for route, found in read_table({"hiding": {}} | data, "hiding", "").items()
-        }
-        sharing = read_number({"sharing": 0.0} | data, "sharing", "moe rates", most=1.0)
         source = str(data.get("source", ""))
-        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, source, overheads, hiding, sharing)
+        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, source, overheads)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -204,12 +196,6 @@ class MoERates:
     def load(cls, path: str | Path) -> MoERates:
         """Read what `save` wrote. Raises ConfigError when it cannot be read."""
         return load_json(path, "moe rates", cls.from_dict)
-
-
-def _of_route(table: Mapping[str, T], route: str, rows: str, suffix: str = "") -> T | None:
-    """Of the rows' codes; else of the one between nodes; else of raw rows."""
-    names = (f"{route} {code}{suffix}" for code in (rows, rows.split(",")[0], RAW))
-    return next((table[name] for name in names if name in table), None)
 
 
 def _read_overhead(data: Any, where: str) -> Overhead:

@@ -52,10 +52,9 @@ def moe_rates_text(rates: MoERates) -> str:
     ]
     if rows:
         header = ["route", "direction", "alpha", "1000 rows", "1 MB", "worst fit"]
-        title = "around the wires, beside what lines of groups say; errors are shares of the whole time"
+        title = "fixed overhead, beside what lines of groups say; errors are shares of the whole time"
         parts.append(f"{title}\n\n{columns(header, rows, left=(0, 1))}")
-    shared = f"processes of a node share its wire by {rates.sharing:.0%}; an operation inside nodes hides by"
-    parts.append(f"{shared} {rates.overlap:.0%} behind one between nodes")
+    parts.append(f"an operation inside nodes hides by {rates.overlap:.0%} behind one between nodes")
     return "\n\n".join(parts)
 
 

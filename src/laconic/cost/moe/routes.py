@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from laconic.cost.moe.layer_time import LayerWork
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.errors import ConfigError
@@ -58,11 +57,6 @@ class Route:
         """By one process, before coding."""
         return sum(step.sent_nbytes for step in self.steps)
 
-    def with_experts(self, seconds: float) -> Route:
-        """The same where experts take so long in all, however they are cut."""
-        steps = tuple(Step("experts", seconds) if step.name == "experts" else step for step in self.steps)
-        return replace(self, steps=steps)
-
 
 def fastest(routes: Iterable[Route]) -> Route:
     """The route that takes least; the first of equals. Raises ConfigError for none."""
@@ -78,7 +72,6 @@ class RouteBuilder:
 
     load: rows of the busiest expert rank over the mean of all; 1 is balanced.
     backward: matrix products count twice (dX and dW); transposing an operation between ranks is the caller's part.
-    work: of the gate and experts, where the layer was measured; None: by the line of matrix products.
     """
 
     shape: LayerShape
@@ -87,7 +80,6 @@ class RouteBuilder:
     coding: Coding | None = None
     load: float = 1.0
     backward: bool = False
-    work: LayerWork | None = None
 
     def __post_init__(self) -> None:
         self.shape.check(self.grid)
@@ -104,8 +96,6 @@ class RouteBuilder:
     def gate(self, share: float) -> Step:
         """Scores of all experts for `share` times the rank's tokens."""
         shape = self.shape
-        if self.work is not None:
-            return Step("gate", self.work.gate_seconds(share * shape.num_tokens, self.backward))
         multiply_adds = self._directions * share * shape.num_tokens * shape.model_dim * shape.num_experts
         return Step("gate", self.rates.products_seconds(multiply_adds, self._directions))
 
@@ -115,13 +105,12 @@ class RouteBuilder:
 
     def experts(self, share: float) -> Step:
         """The products of `share` times all rows of the rank's tokens, whole experts counted."""
-        shape = self.shape
-        rows = share * self.load * shape.rows_per_token * shape.num_tokens
-        if self.work is not None:
-            line = self.work.experts_line(self.backward)
-            return Step("experts", line.seconds(rows * self.grid.esp), start_seconds=line.alpha_seconds)
-        products = self._directions * shape.num_gemms
-        multiply_adds = products * rows * shape.model_dim * shape.hidden_dim
+        return self.experts_of(share * self.load * self.shape.rows_per_token * self.shape.num_tokens)
+
+    def experts_of(self, num_rows: float) -> Step:
+        """The products of so many rows, whole experts counted."""
+        shape, products = self.shape, self._directions * self.shape.num_gemms
+        multiply_adds = products * num_rows * shape.model_dim * shape.hidden_dim
         local = shape.num_experts // self.grid.ep
         whole, start = (self.rates.products_seconds(size, products, local) for size in (multiply_adds, 0.0))
         return Step("experts", whole, start_seconds=start)

@@ -7,8 +7,8 @@ seconds per step, it is the best there is: swapping every p steps takes, per ste
 
     cost / p + growth * (p - 1) / 2
 
-whose best p is next to sqrt(2 * cost / growth) (`best_period`; the square root rule of inventory theory), when the
-losses, growth * p^2 / 2, equal the cost.
+whose best p is next to sqrt(2 * cost / growth) (the square root rule of inventory theory), when the losses,
+ growth * p^2 / 2, equal the cost.
 
 The best of many swaps, judged by the tokens it was chosen by, looks better than it is. So what is found counts nothing
 yet: losses are what it would have gained on tokens of later steps.
@@ -22,15 +22,12 @@ from dataclasses import dataclass
 
 from laconic.cost.comm.seconds import World, sent_nbytes
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
 
 __all__ = [
     "DIRECTIONS",
     "LOOK_SHARE",
     "SwapPeriod",
-    "best_period",
-    "expert_nbytes",
     "look_distance",
     "look_seconds",
     "move_seconds",
@@ -48,12 +45,6 @@ _TOUCHED_NBYTES = 16
 """By a look, per token, slot and number of groups: who is selected, who alone, in fp32, each written and read."""
 _TELLING = 2
 """Messages that tell what was found: how long it is, and what."""
-
-
-def expert_nbytes(shape: LayerShape, esp: int = 1, nbytes_per_parameter: float = 16.0) -> float:
-    """Bytes of what moves with an expert's shard. 16 per parameter: weight and gradient master copy of 4 bytes each
-    and two moments of 4; without the gradient and with 8-bit moments, 6."""
-    return shape.num_gemms * shape.model_dim * shape.hidden_dim / esp * nbytes_per_parameter
 
 
 def move_seconds(nbytes: float, world: World, rates: MoERates, group: str = "ep") -> float:
@@ -92,21 +83,6 @@ def look_distance(look_seconds: float, step_seconds: float) -> int:
     step_seconds: of all that a swap could shorten, the layer's all-to-alls in a step.
     """
     return max(1, math.ceil(min(look_seconds / max(LOOK_SHARE * step_seconds, 1e-30), float(MAX_PERIOD))))
-
-
-def best_period(cost_seconds: float, growth_seconds: float, max_period: int = MAX_PERIOD) -> int:
-    """The whole number of steps between swaps for which cost / p + growth * (p - 1) / 2 is least, 1 .. max_period.
-
-    cost_seconds: of looking and swapping. growth_seconds: per step and step. Without growth, max_period.
-    """
-    if growth_seconds <= 0:
-        return max_period
-    lower = max(1, min(max_period, math.isqrt(int(min(2 * cost_seconds / growth_seconds, float(max_period) ** 2)))))
-
-    def seconds(period: int) -> float:
-        return cost_seconds / period + growth_seconds * (period - 1) / 2
-
-    return min((lower, min(lower + 1, max_period)), key=lambda period: (seconds(period), period))
 
 
 @dataclass

@@ -51,11 +51,14 @@ def routes_text(routes: Sequence[Route], title: str = "") -> str:
 
 
 def candidates_text(
-    candidates: Sequence[Candidate], title: str = "", measured: Mapping[LayerPlan, float] | None = None
+    candidates: Sequence[Candidate],
+    title: str = "",
+    measured: Mapping[LayerPlan, float] | None = None,
+    chosen: LayerPlan | None = None,
 ) -> str:
     """A table of candidates, forward and backward together, fastest first, and why which one is the choice.
 
-    measured: seconds of those that were run; the choice is one of them.
+    measured: seconds of those that were run; the choice is one of them. chosen: the choice; None: see `best_plan`.
     Raises ConfigError for no candidates.
     """
     ordered = sorted(candidates, key=lambda one: one.seconds)
@@ -67,7 +70,7 @@ def candidates_text(
             [
                 str(one.plan),
                 one.plan.rows,
-                one.plan.chunks,
+                str(one.plan.degree),
                 *(_signed(of_route[name]) for name in shown),
                 format_seconds(one.forward.seconds),
                 format_seconds(one.backward.seconds),
@@ -79,7 +82,7 @@ def candidates_text(
     header = ["path", "rows", "chunks", *shown, "forward", "backward", "predicted", "over best"]
     header += ["measured"] if measured else []
     seconds = measured or {one.plan: one.seconds for one in ordered}
-    chosen, reason = best_plan(seconds), _reason(routes)
+    chosen, reason = chosen or best_plan(seconds), _reason(routes)
     names = {one.plan: route.name for one, route in zip(ordered, routes, strict=True)}
     fast = min(seconds, key=lambda plan: seconds[plan])
     if chosen != fast:
@@ -103,9 +106,9 @@ def _whole(candidate: Candidate) -> Route:
     """Both directions as one route with a name that says everything."""
     plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
     code = "" if plan.rows == RAW else f", {plan.rows}"
-    cut = "" if max(plan.degrees) == 1 else f", {plan.chunks} chunks"
+    cut = "" if plan.degree == 1 else f", {plan.degree} chunks"
     hidden = forward.hidden_seconds + backward.hidden_seconds
-    return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), hidden, max(plan.degrees))
+    return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), hidden, plan.degree)
 
 
 def _reason(ordered: Sequence[Route]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -13,24 +13,18 @@ from laconic.cost.moe.hierarchy import world_of_stage
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, look_seconds, move_seconds
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.base import row_nbytes
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
-from laconic.moe.hooks import Hook
-from laconic.moe.layer import MoELayer
 from laconic.moe.placement.consensus import agree_on_depth, first_answer
 from laconic.moe.placement.migration import ExpertMover, Moved
+from laconic.moe.placement.routing_record import record_of
 from laconic.moe.placement.swap_query import Look, look
 from laconic.moe.placement.swap_search import SwapPlan
-from laconic.moe.routing import RoutedTokens, Routing
 
 __all__ = ["Balanced", "Policy", "ExpertBalancer"]
 
 T = TypeVar("T")
 
 Policy = Literal["cost_aware", "always"]
-
-_ID_NBYTES = 8
-"""Of an assignment that travels with a row: the expert's number and a weight in fp32."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +37,6 @@ class Balanced:
     swapped: tuple[int, ...]
     """Layers of which experts have moved."""
     moved: Moved
-
-
-class _Watch(Hook):
-    """Remembers what a layer's gate said last."""
-
-    def __init__(self) -> None:
-        self.routing: Routing | None = None
-        self.row_nbytes = 0.0
-
-    def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
-        routing, x = tokens.routing, tokens.x
-        if layer.training and isinstance(routing, Routing):
-            self.routing = replace(routing, weights=routing.weights.detach(), losses={})
-            entries_per_token = len(routing) / max(1, routing.num_tokens)
-            self.row_nbytes = row_nbytes(layer.dispatcher, x) + _ID_NBYTES * entries_per_token
 
 
 class ExpertBalancer:
@@ -92,7 +71,7 @@ class ExpertBalancer:
     ) -> None:
         self.mover, self.rates, self.num_pairs = mover, rates, num_pairs
         self.choose_depth, self.coding, self.policy = choose_depth, coding, policy
-        self._watches = []
+        self._records = [record_of(layer) for layer in mover.layers]
         self.periods: list[SwapPeriod] = []
         """One for each layer."""
         for number, layer in enumerate(mover.layers):
@@ -103,9 +82,6 @@ class ExpertBalancer:
                 )
             across = [(0, mover.placement(number).num_experts - 1)] * num_pairs
             self.periods.append(SwapPeriod(self._move_seconds(number, across), min_period=min_period))
-            watch = _Watch()
-            self._watches.append(watch)
-            layer.hooks = (*layer.hooks, watch)
 
     def step(self, number: int) -> Balanced | None:
         """Look at the layers that are due after step `number` and move experts where that pays.
@@ -152,18 +128,19 @@ class ExpertBalancer:
         return {layer: plan for layer, (plan, *_) in zip(due, told, strict=True)}, tuple(swapped)
 
     def _look(self, number: int) -> Look:
-        dispatcher, watch = self.mover.layers[number].dispatcher, self._watches[number]
+        layer, record = self.mover.layers[number], self._records[number].trained
+        dispatcher = layer.dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
-        if watch.routing is None:
+        if record is None:
             raise ConfigError(
                 f"layer {number} has routed nothing in training yet, so there is nothing to balance; call step after a"
                 " training step of all layers, with a gate that assigns tokens to experts"
             )
-        routing = replace(watch.routing, experts=self.mover.placement(number)(watch.routing.experts))
+        routing = record.by_slot(layer)
         if self.choose_depth:
-            agree_on_depth(dispatcher, routing, watch.row_nbytes, self.rates, self.coding)
+            agree_on_depth(dispatcher, routing, record.row_nbytes, self.rates, self.coding)
         pairs = self.periods[number].pairs if self.policy == "cost_aware" else ()
-        return Look(dispatcher, routing, watch.row_nbytes, pairs)
+        return Look(dispatcher, routing, record.row_nbytes, pairs)
 
     def _distance(self, asked: Look, plan: SwapPlan) -> int:
         """Steps to the next look, at least, for looks to take next to nothing."""

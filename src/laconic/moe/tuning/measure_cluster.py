@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -29,7 +28,7 @@ from laconic.cost.moe.shape import LayerShape, group_world
 from laconic.errors import ConfigError
 from laconic.moe.experts.grouped_mm import grouped_mm
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.tuning.measure_dispatch import layout_of, measure_routes, measure_sharing
+from laconic.moe.tuning.measure_dispatch import layout_of, measure_routes
 from laconic.topology import GROUPS
 
 __all__ = ["groups_of", "measure_moe"]
@@ -67,7 +66,7 @@ def measure_moe(
         wire: links by kind and lossless codecs, as `laconic.collectives.cluster_profile` measures them; None:
             the groups of this grid stand for their kinds, and codecs are measured on `dtype` alone.
         codecs: others whose rows may travel, as laconic.collectives.codec.Blockwise; `Coding` names them by their name.
-        routes: also run every route of this grid, with experts that do nothing, for what it costs around its wires.
+        routes: also run every route of this grid, with experts that do nothing, for its fixed overhead.
         quick: small messages, few repeats; shows that it works.
 
     Raises ConfigError if the grid does not divide the layer, or the layer has no tokens to measure.
@@ -107,7 +106,6 @@ def measure_moe(
     if not routes:
         return rates
     per_node = world_of(ranks.texts(host_name())).ranks_per_node
-    rates = replace(rates, sharing=_sharing(ranks, grid, per_node))
     travelling: list[Codec] = [Raw(), *codecs]
     if "tiered" in wire.codecs.get(str(dtype).removeprefix("torch."), {}):
         travelling.insert(1, Lossless("tiered"))
@@ -137,20 +135,6 @@ def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch
     codecs = {name: codec_rates(ranks, dtype, sizes)} if name in ITEM_NBYTES else {}
     layout = world.num_nodes, world.ranks_per_node
     return WireRates(kinds, codecs, ranks.device.type, layout, tuple(dict.fromkeys(hosts)), "measure_moe")
-
-
-def _sharing(ranks: Ranks, grid: Grid, per_node: int) -> float:
-    """Of the group that joins nodes at this rank's place and the ranks of its node, where the grid has such groups."""
-    nodes = grid.layout.num_ranks // per_node
-    if nodes == 1 or per_node == 1:
-        return 0.0
-    for number, level in enumerate(grid.levels):
-        if number and level.across is not None and level.num_groups * grid.layout.edp == nodes:
-            return measure_sharing(ranks, level.across, level.within)
-    for within in (grid.esp, grid.mp):
-        if within.size() == per_node and grid.ep.size() > 1:
-            return measure_sharing(ranks, grid.ep, within)
-    return 0.0
 
 
 def _line(ranks: Ranks, cases: Sequence[tuple[float, Callable[[], object]]], repeats: int) -> Line:

@@ -1,7 +1,6 @@
-"""How long a layer's own gate and experts take, as they are: their code, their weights, all ranks at once.
+"""How long a layer takes as it is, its code, its weights, all ranks at once: candidates run in turn, in heats.
 
-What they are run on is random, what they say is thrown away, and nothing is left behind: no gradient, no count, no
-random number.
+Nothing is left behind: no gradient, no count, no random number.
 """
 
 from __future__ import annotations
@@ -19,22 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from laconic.collectives.policy.microbench import Ranks
-from laconic.cost.comm.rates import Line
-from laconic.cost.moe.layer_time import LayerWork
-from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.shape import LayerShape
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
-from laconic.topology import GridLayout
 
-__all__ = ["Timed", "measure_layer", "medians", "race", "samples_in_turn", "seconds_in_turn", "shape_of"]
+__all__ = ["Timed", "medians", "race", "samples_in_turn", "seconds_in_turn", "shape_of"]
 
 T = TypeVar("T")
 
-_SHARES = (1 / 4, 1.0, 2.0)
-"""Of the rows and tokens that a rank will have: of skewed routing some ranks have more."""
 _REPEATS = 3
 _HEATS = ((3, 0.25), (4, 0.12), (8, 0.0))
 """Repeats of each heat of a race, and how much longer than the fastest what stays in the race may take after it."""
@@ -62,33 +55,6 @@ def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtyp
     hidden = max(1, round(values / num_local / gemms / model_dim)) * num_shards
     factor = getattr(gate, "capacity_factor", None)
     return LayerShape(num_tokens, model_dim, hidden, gate.num_experts, top_k, gemms, dtype.itemsize, factor)
-
-
-def measure_layer(layer: MoELayer, shape: LayerShape, grid: GridLayout, ranks: Ranks, dtype: torch.dtype) -> LayerWork:
-    """Lines of its gate by tokens and of its experts by rows, spread evenly over the rank's experts.
-
-    All `ranks` call it together and get the same; rows are of `dtype`, as they come to the layer.
-    """
-    num_local = num_experts_of(layer.experts)
-    tokens = [max(1, round(share * shape.num_tokens)) for share in _SHARES]
-    rows = shape.rows_per_token * shape.num_tokens * grid.esp / grid.mp
-    each = sorted({max(1, round(share * rows / num_local)) for share in _SHARES})
-    with _undisturbed(layer):
-        cases = [_gate(layer, number, shape.model_dim, dtype, ranks.device) for number in tokens]
-        cases += [_experts(layer, number, shape.model_dim, dtype, ranks.device) for number in each]
-        found = seconds_in_turn(ranks, cases)
-    gate, experts = found[: len(tokens)], found[len(tokens) :]
-    sizes = [number * num_local for number in each]
-    return LayerWork(
-        *(_line(tokens, [pair[way] for pair in gate]) for way in (0, 1)),
-        *(_line(sizes, [pair[way] for pair in experts]) for way in (0, 1)),
-    )
-
-
-def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
-    samples = [Sample(size, 0.0, taken, taken) for size, taken in zip(sizes, seconds, strict=True)]
-    fit = fit_overhead(samples, signed=False)
-    return Line(fit.alpha_seconds, fit.seconds_per_row, fit.error)
 
 
 def race(
@@ -194,25 +160,6 @@ def _clock(ranks: Ranks, run: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started, out
 
 
-def _gate(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, device: torch.device) -> Timed[Any]:
-    x = _random(num_tokens, model_dim, dtype, device).requires_grad_()
-    wanted = [x, *_trainable(layer.gate)]
-
-    def forward() -> Tensor | None:
-        routing = layer.gate(x)
-        return routing.weights if isinstance(routing, Routing) else None
-
-    return Timed(forward, partial(_gradients, wanted))
-
-
-def _experts(layer: MoELayer, each: int, model_dim: int, dtype: torch.dtype, device: torch.device) -> Timed[Any]:
-    num_local = num_experts_of(layer.experts)
-    rows = _random(each * num_local, model_dim, dtype, device).requires_grad_()
-    counts = torch.full((num_local,), each, dtype=torch.int64, device=device)
-    wanted = [rows, *_trainable(layer.experts)]
-    return Timed(partial(layer.experts, rows, counts), partial(_gradients, wanted))
-
-
 def _gradients(wanted: Iterable[Tensor], out: Tensor | None) -> None:
     if out is not None and out.requires_grad:
         torch.autograd.grad(out, [*wanted], torch.ones_like(out), allow_unused=True)
@@ -220,11 +167,6 @@ def _gradients(wanted: Iterable[Tensor], out: Tensor | None) -> None:
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
-
-
-def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, columns, generator=generator).to(dtype).to(device)
 
 
 @contextmanager

@@ -130,9 +130,6 @@ class SpreadExperts:
         All processes call it together and get the same fields for metrics.jsonl.
         """
         self._last = self._meter.take()
-        if self._tuned is not None:
-            for name, reason in self._tuned.step().items():
-                self._messages.append(f"step {done}: {name} now runs {schedule_of(self.model.layers[name])}: {reason}")
         fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
         if self._last is not None:
             fields |= self._last.to_metrics()
