@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from laconic.errors import CheckpointError, CollectiveError, ConfigError
 from laconic.moe import Grid, HierarchicalDispatcher, MoELayer, parallelize
 from laconic.moe.placement.balancer import ExpertBalancer, Policy
 from laconic.moe.placement.migration import ExpertMover
+from laconic.moe.placement.routing_record import record_of
 from laconic.moe.routing import Routing
 from laconic.train.launch.worker import leave
 from tests.activations.models import make_ids, make_model
@@ -167,16 +169,17 @@ def what_gains_on_one_step_only_does_not_move() -> None:
     """Tokens of the first step like experts that tokens of later steps do not like together."""
     _, layers, _, mover = spread(torch.float64, "adamw")
     balancer = ExpertBalancer(mover, PAYING)
-    hook = layers[0].hooks[-1]
+    record = record_of(layers[0])
 
     def route(*pairs: tuple[int, int]) -> None:
         """Each of 4 tokens of each rank goes to two experts."""
         forward(layers, inputs(0, dist.get_rank(), torch.float64))
-        routing = hook.routing
+        assert record.trained is not None
         experts = torch.tensor(pairs).repeat_interleave(4, 0)
         tokens = torch.arange(len(experts)).repeat_interleave(2)
-        weights = torch.ones(tokens.shape, dtype=routing.weights.dtype)
-        hook.routing = Routing(tokens, experts.flatten(), weights, len(experts), E)
+        weights = torch.ones(tokens.shape, dtype=record.trained.routing.weights.dtype)
+        routing = Routing(tokens, experts.flatten(), weights, len(experts), E)
+        record.trained = replace(record.trained, routing=routing)
 
     route((0, 4), (0, 4), (0, 5))
     found = balancer.step(0)

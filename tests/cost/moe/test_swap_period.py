@@ -14,11 +14,11 @@ from laconic.cost.comm.rates import Line, LinkRates
 from laconic.cost.comm.seconds import World
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.swap_period import (
-    LOOK_SHARE,
+    QUERY_SHARE,
     SwapPeriod,
-    look_distance,
-    look_seconds,
     move_seconds,
+    query_distance,
+    query_seconds,
 )
 from laconic.errors import ConfigError
 
@@ -108,21 +108,21 @@ def test_a_look_takes_what_its_parts_take() -> None:
     world = World(4, 1)
     sent = 2 * 3 / 4 * 8 * (2 + 8 * 2 + 8 * 8 + 4 + 8 * 4 + 8 * 8)
     # Two levels of 2 and 4 groups, 8 experts: the tables, and two messages that tell the plan.
-    found = look_seconds(10, 8, (2, 4), world, MoERates.of_lines(lines, none, world=4))
+    found = query_seconds(10, 8, (2, 4), world, MoERates.of_lines(lines, none, world=4))
     assert found == pytest.approx(1e-3 + 1e-6 * sent + 2e-3)
     multiply_adds = 10 * 8 * (2 + 8) + 10 * 8 * (4 + 8)
-    found = look_seconds(10, 8, (2, 4), world, MoERates.of_lines({"across": {"all_to_all": none}}, Line(0.0, 1.0)))
+    found = query_seconds(10, 8, (2, 4), world, MoERates.of_lines({"across": {"all_to_all": none}}, Line(0.0, 1.0)))
     assert found == multiply_adds
     copying = MoERates.of_lines({"across": {"all_to_all": none}}, none, copy=Line(0.0, 1.0))
-    assert look_seconds(10, 8, (2, 4), world, copying) == 16 * 2 * 10 * 8
+    assert query_seconds(10, 8, (2, 4), world, copying) == 16 * 2 * 10 * 8
 
 
 def test_looks_take_a_small_share() -> None:
-    assert look_distance(0.003, 0.010) == 30
-    assert look_distance(0.0, 0.010) == look_distance(0.0, 0.0) == 1
-    assert look_distance(1.0, 0.0) == 4096
+    assert query_distance(0.003, 0.010) == 30
+    assert query_distance(0.0, 0.010) == query_distance(0.0, 0.0) == 1
+    assert query_distance(1.0, 0.0) == 4096
     for seconds in (1e-4, 3e-3, 0.2):
-        assert seconds / look_distance(seconds, 0.05) <= LOOK_SHARE * 0.05
+        assert seconds / query_distance(seconds, 0.05) <= QUERY_SHARE * 0.05
 
 
 def test_moving_takes_the_line_of_send() -> None:

@@ -1,4 +1,4 @@
-"""How fast a cluster runs the parts of mixture-of-experts layers: links by group, matrix products, attention, copies.
+"""How fast a cluster runs the parts of mixture-of-experts layers: links by group, matrix products, copies.
 
 Everything is a line, seconds = alpha + beta * size (FSMoE 4.1, HierMoE 3.2). The size of an operation between ranks is
 the bytes one process sends, as in laconic.cost.comm, so that groups of different sizes can share a line; that of a
@@ -79,8 +79,6 @@ class MoERates:
     """Links by kind of group, and codecs."""
     gemm: Line
     """A matrix product, by multiply-adds (m*k*n)."""
-    attention: Line = _NOTHING
-    """The attention core, by multiply-adds: heads * B * L^2 * (d_k + d_v)."""
     copy: Line = _NOTHING
     """Moving rows within a rank (sort, gather, sum), by bytes of the rows."""
     groups: Mapping[str, LinkRates] = field(default_factory=dict)
@@ -160,13 +158,13 @@ class MoERates:
 
     @classmethod
     def from_dict(cls, data: Any) -> MoERates:
-        """The inverse of `to_dict`; what only older versions measured (`hiding`, `sharing`, chunks) is left out.
+        """The inverse of `to_dict`; what only older versions measured is left out.
 
         Raises ConfigError naming what is missing or impossible.
         """
         check_format(data, _FORMAT, _VERSION)
         wire = WireRates.from_dict(data.get("wire"))
-        gemm, attention, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "attention", "copy"))
+        gemm, copy = (read_line(read_table(data, name, ""), name) for name in ("gemm", "copy"))
         groups = {name: read_link(link, f"groups.{name}") for name, link in read_table(data, "groups", "").items()}
         for name in groups:
             if name not in GROUPS and not _LEVEL.fullmatch(name):
@@ -186,7 +184,7 @@ class MoERates:
             if not route.endswith(_OF_CHUNKS)
         }
         source = str(data.get("source", ""))
-        return cls(wire, gemm, attention, copy, groups, codecs, overlap, grouped, source, overheads)
+        return cls(wire, gemm, copy, groups, codecs, overlap, grouped, source, overheads)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""

@@ -21,8 +21,7 @@ def moe_rates_text(rates: MoERates) -> str:
     if rows:
         header = ["group", "ranks", "operation", "alpha", "GB/s", "worst fit"]
         parts.append(f"groups\n\n{columns(header, rows, left=(0, 2))}")
-    work = {"products, by multiply-adds": rates.gemm, "attention, by multiply-adds": rates.attention}
-    work["copies, by bytes"] = rates.copy
+    work = {"products, by multiply-adds": rates.gemm, "copies, by bytes": rates.copy}
     rows = [
         [name, format_seconds(line.alpha_seconds), _per_second(line), f"{line.error:.0%}"]
         for name, line in work.items()

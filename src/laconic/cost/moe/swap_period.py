@@ -26,10 +26,10 @@ from laconic.errors import ConfigError
 
 __all__ = [
     "DIRECTIONS",
-    "LOOK_SHARE",
+    "QUERY_SHARE",
     "SwapPeriod",
-    "look_distance",
-    "look_seconds",
+    "query_distance",
+    "query_seconds",
     "move_seconds",
 ]
 
@@ -38,11 +38,11 @@ DIRECTIONS = 4
 
 MAX_PERIOD = 4096
 
-LOOK_SHARE = 0.01
-"""Of the time of a layer's all-to-alls, that looks at its routing may take."""
+QUERY_SHARE = 0.01
+"""Of the time of a layer's all-to-alls, that queries of its routing may take."""
 
 _TOUCHED_NBYTES = 16
-"""By a look, per token, slot and number of groups: who is selected, who alone, in fp32, each written and read."""
+"""By a query, per token, slot and number of groups: who is selected, who alone, in fp32, each written and read."""
 _TELLING = 2
 """Messages that tell what was found: how long it is, and what."""
 
@@ -61,10 +61,10 @@ def move_seconds(nbytes: float, world: World, rates: MoERates, group: str = "ep"
     return max(line.seconds(nbytes), between.seconds(nbytes))
 
 
-def look_seconds(
+def query_seconds(
     num_tokens: int, num_experts: int, num_groups: Sequence[int], world: World, rates: MoERates, group: str = "ep"
 ) -> float:
-    """Of one look for a swap of a layer: counting a rank's tokens, adding up the tables of all ranks, telling the plan.
+    """Of one query of a layer's routing: counting a rank's tokens, adding up all ranks' tables, telling the plan.
 
     num_groups: of the levels, see `LevelCost`. Tables have g + E g + E^2 numbers for g groups, two products each.
     """
@@ -77,21 +77,21 @@ def look_seconds(
     return products + touched + added + _TELLING * line.alpha_seconds
 
 
-def look_distance(look_seconds: float, step_seconds: float) -> int:
-    """The least steps between looks with which they take LOOK_SHARE of `step_seconds`, 1 .. MAX_PERIOD.
+def query_distance(query_seconds: float, step_seconds: float) -> int:
+    """The least steps between queries with which they take QUERY_SHARE of `step_seconds`, 1 .. MAX_PERIOD.
 
     step_seconds: of all that a swap could shorten, the layer's all-to-alls in a step.
     """
-    return max(1, math.ceil(min(look_seconds / max(LOOK_SHARE * step_seconds, 1e-30), float(MAX_PERIOD))))
+    return max(1, math.ceil(min(query_seconds / max(QUERY_SHARE * step_seconds, 1e-30), float(MAX_PERIOD))))
 
 
 @dataclass
 class SwapPeriod:
-    """Decides when to look at a layer's routing and whether to swap. Equal on ranks with equal input.
+    """Decides when to query a layer's routing and whether to swap. Equal on ranks with equal input.
 
-    A look finds a swap (`found`) or, where one has been found, weighs it by the tokens of its own step (`weighed`).
-    Looks come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost, but never so often
-    that they take more than LOOK_SHARE of the all-to-alls' time.
+    A query finds a swap (`found`) or, where one has been found, weighs it by the tokens of its own step (`weighed`).
+    Queries come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost, but never so often
+    that they take more than QUERY_SHARE of the all-to-alls' time.
 
     Raises ConfigError for seconds that are negative or periods that are no range.
     """
@@ -99,20 +99,20 @@ class SwapPeriod:
     cost_seconds: float
     """Of a swap: moving the experts."""
     min_period: int = 1
-    """Steps between looks, at least."""
+    """Steps between queries, at least."""
     max_period: int = MAX_PERIOD
-    """Steps between looks, at most."""
+    """Steps between queries, at most."""
     next_step: int = 0
-    """When to look next."""
+    """When to query next."""
     pairs: tuple[tuple[int, int], ...] = ()
     """What was found: slots whose experts should change places."""
     lost_seconds: float = 0.0
-    """Since it was found, as far as looks tell."""
+    """Since it was found, as far as queries tell."""
     last_swap: int | None = None
-    """Or the first look."""
+    """Or the first query."""
     last_look: int = 0
     last_gain_seconds: float | None = None
-    """Per step, of what was found, by the last look that weighed it."""
+    """Per step, of what was found, by the last query that weighed it."""
 
     def __post_init__(self) -> None:
         if not self.cost_seconds >= 0:
@@ -122,15 +122,15 @@ class SwapPeriod:
         self.pairs = tuple((int(a), int(b)) for a, b in self.pairs)  # JSON has lists
 
     def due(self, step: int) -> bool:
-        """Whether to look in this step."""
+        """Whether to query in this step."""
         return step >= self.next_step
 
     def found(self, step: int, pairs: Sequence[tuple[int, int]], gain_seconds: float, distance: int = 1) -> None:
-        """A look found `pairs`, none if nothing gains; sets the next look.
+        """A query found `pairs`, none if nothing gains; sets the next query.
 
-        gain_seconds: per step, by the tokens that they were chosen by; only says when to look next. Pass DIRECTIONS
+        gain_seconds: per step, by the tokens that they were chosen by; only says when to query next. Pass DIRECTIONS
         times `SwapPlan.gain_seconds`.
-        distance: least steps to the next look, see `look_distance`.
+        distance: least steps to the next query, see `query_distance`.
         """
         if self.last_swap is None:
             self.last_swap = step
@@ -139,7 +139,7 @@ class SwapPeriod:
         self._set_next(step, gain_seconds if self.pairs else 0.0, distance)
 
     def weighed(self, step: int, gain_seconds: float, distance: int = 1) -> bool:
-        """Whether to swap now, `pairs` having turned out to gain `gain_seconds` per step; sets the next look.
+        """Whether to swap now, `pairs` having turned out to gain `gain_seconds` per step; sets the next query.
 
         gain_seconds: by tokens of this step, negative if the swap would lose. What loses in all is given up.
         """

@@ -1,4 +1,4 @@
-"""Keeps experts where the fewest rows cross slow links: looks, plans, and moves when it pays (HierMoE, section 4)."""
+"""Keeps experts where the fewest rows cross slow links: migrates them when that pays (HierMoE, section 4)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from laconic.cost.comm.seconds import World
 from laconic.cost.moe.hierarchy import world_of_stage
 from laconic.cost.moe.rates import Coding, MoERates
-from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, look_distance, look_seconds, move_seconds
+from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, move_seconds, query_distance, query_seconds
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.placement.consensus import agree_on_depth, first_answer
 from laconic.moe.placement.migration import ExpertMover, Moved
 from laconic.moe.placement.routing_record import record_of
-from laconic.moe.placement.swap_query import Look, look
+from laconic.moe.placement.swap_query import RoutingQuery, query_routing
 from laconic.moe.placement.swap_search import SwapPlan
 
 __all__ = ["Balanced", "Policy", "ExpertBalancer"]
@@ -32,7 +32,7 @@ class Balanced:
     """What one call of `ExpertBalancer.step` found and did; the same on all ranks but for bytes."""
 
     plans: dict[int, SwapPlan]
-    """By layer, of those that were looked at: the swap that was found or weighed, with seconds of one all-to-all before
+    """By layer, of those that were queried: the swap that was found or weighed, with seconds of one all-to-all before
     and after, by the tokens of this step."""
     swapped: tuple[int, ...]
     """Layers of which experts have moved."""
@@ -48,7 +48,7 @@ class ExpertBalancer:
         num_pairs: at most so many swaps per layer at a time; one is the paper's.
         choose_depth: also let the depth follow the routing.
         coding: if rows are coded on the wire.
-        min_period: steps between two looks at a layer, at least.
+        min_period: steps between two routing queries of a layer, at least.
         policy: `cost_aware`: a swap is found on the tokens of one step and made when, on tokens of later ones, it would
             have gained what it costs (`SwapPeriod`). `always`: HierMoE's own; every `min_period` steps the best swap
             is made if it shortens the all-to-all of that step's tokens.
@@ -84,7 +84,7 @@ class ExpertBalancer:
             self.periods.append(SwapPeriod(self._move_seconds(number, across), min_period=min_period))
 
     def step(self, number: int) -> Balanced | None:
-        """Look at the layers that are due after step `number` and move experts where that pays.
+        """Query the routing of the layers that are due after step `number` and move experts where that pays.
 
         None if no layer was due.
         """
@@ -102,9 +102,9 @@ class ExpertBalancer:
 
     def _decide(self, number: int, due: Sequence[int]) -> tuple[dict[int, SwapPlan], tuple[int, ...]]:
         """Plans of the layers that are due, and which of those layers swap; replicas do as the first of them."""
-        asked = [self._look(layer) for layer in due]
+        asked = [self._query(layer) for layer in due]
         group = asked[0].dispatcher.group
-        found = look(asked, group, self.rates, num_pairs=self.num_pairs, coding=self.coding)
+        found = query_routing(asked, group, self.rates, num_pairs=self.num_pairs, coding=self.coding)
         # Optimizers make their state in the first step. Numbers of tokens differ between ranks.
         mine = [
             (plan, self._move_seconds(layer, plan.pairs), self._distance(one, plan))
@@ -127,7 +127,7 @@ class ExpertBalancer:
                 swapped.append(layer)
         return {layer: plan for layer, (plan, *_) in zip(due, told, strict=True)}, tuple(swapped)
 
-    def _look(self, number: int) -> Look:
+    def _query(self, number: int) -> RoutingQuery:
         layer, record = self.mover.layers[number], self._records[number].trained
         dispatcher = layer.dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
@@ -140,18 +140,18 @@ class ExpertBalancer:
         if self.choose_depth:
             agree_on_depth(dispatcher, routing, record.row_nbytes, self.rates, self.coding)
         pairs = self.periods[number].pairs if self.policy == "cost_aware" else ()
-        return Look(dispatcher, routing, record.row_nbytes, pairs)
+        return RoutingQuery(dispatcher, routing, record.row_nbytes, pairs)
 
-    def _distance(self, asked: Look, plan: SwapPlan) -> int:
-        """Steps to the next look, at least, for looks to take next to nothing."""
-        seconds = look_seconds(
+    def _distance(self, asked: RoutingQuery, plan: SwapPlan) -> int:
+        """Steps to the next query, at least, for queries to take next to nothing."""
+        seconds = query_seconds(
             asked.routing.num_tokens,
             asked.routing.num_experts,
             asked.num_groups,
             self._world(asked.dispatcher),
             self.rates,
         )
-        return look_distance(seconds, DIRECTIONS * plan.before_seconds)
+        return query_distance(seconds, DIRECTIONS * plan.before_seconds)
 
     def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]]) -> float:
         """Of exchanging the experts in these pairs of slots."""

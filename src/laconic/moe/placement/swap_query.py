@@ -1,4 +1,4 @@
-"""One look at the routing of layers: what swaps of experts would gain, agreed by all ranks of a group.
+"""One query of the routing of layers: what swaps of experts would gain, agreed by all ranks of a group.
 
 Every rank counts its own tokens, one all-reduce adds up the counts of all layers, and the first rank's answer counts
 for all, so that rounding on different machines cannot part them.
@@ -22,11 +22,11 @@ from laconic.moe.placement.consensus import first_answer
 from laconic.moe.placement.swap_search import SwapPlan, SwapTables, group_rows, plan_swaps, swap_tables, weigh_pairs
 from laconic.moe.routing import Routing
 
-__all__ = ["Look", "agree_on_swaps", "look"]
+__all__ = ["RoutingQuery", "agree_on_swaps", "query_routing"]
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class RoutingQuery:
     """What is asked about one layer."""
 
     dispatcher: HierarchicalDispatcher
@@ -44,8 +44,8 @@ class Look:
         return tuple(dict.fromkeys(stage.num_groups for stage in stages))
 
 
-def look(
-    asked: Sequence[Look],
+def query_routing(
+    asked: Sequence[RoutingQuery],
     group: dist.ProcessGroup,
     rates: MoERates,
     *,
@@ -62,7 +62,7 @@ def look(
     coding: if rows are coded on the wire. Raises ConfigError for less than one pair.
     """
     if num_pairs < 1:
-        raise ConfigError(f"num_pairs is {num_pairs}, but a plan looks for at least one pair")
+        raise ConfigError(f"num_pairs is {num_pairs}, but a plan has at least one pair")
     slots = [one.routing.experts for one in asked]
     plans: dict[int, SwapPlan] = {}
     open_, rounds = list(range(len(asked))), 0
@@ -92,23 +92,23 @@ def agree_on_swaps(
 ) -> SwapPlan:
     """The pairs of slots whose exchange shortens the all-to-all of this routing most, at the current depth.
 
-    routing, row_nbytes: see `Look`; the others and errors: see `look`. All ranks of the dispatcher's group call this
-    together.
+    routing, row_nbytes: see `RoutingQuery`; the others and errors: see `query_routing`. All ranks of the dispatcher's
+    group call this together.
     """
-    asked = [Look(dispatcher, routing, row_nbytes)]
-    return look(asked, dispatcher.group, rates, num_pairs=num_pairs, coding=coding)[0]
+    asked = [RoutingQuery(dispatcher, routing, row_nbytes)]
+    return query_routing(asked, dispatcher.group, rates, num_pairs=num_pairs, coding=coding)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class _Counted:
     """What one rank has counted for a layer, to be added up."""
 
-    asked: Look
+    asked: RoutingQuery
     vector: Tensor
     """int64: the tables' `flat`; or for pairs, the rows of groups by number of groups, as it is and then exchanged."""
 
     @classmethod
-    def of(cls, asked: Look, slots: Tensor) -> _Counted:
+    def of(cls, asked: RoutingQuery, slots: Tensor) -> _Counted:
         routing, groups = asked.routing, asked.num_groups
         if not asked.pairs:
             tables = swap_tables(routing.tokens, slots, routing.num_tokens, routing.num_experts, groups)

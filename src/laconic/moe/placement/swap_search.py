@@ -159,35 +159,19 @@ class SwapPlan:
         return SwapPlan(self.pairs + later.pairs, self.before_seconds, later.after_seconds)
 
 
-def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, num_pairs: int = 1, gamma: float = GAMMA) -> SwapPlan:
-    """The pairs that shorten the all-to-all most; none that lengthens it.
+def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, gamma: float = GAMMA) -> SwapPlan:
+    """The pair that shortens the all-to-all most, exactly; none if all lengthen it.
 
-    The first pair is the best there is, exactly. Further ones (slots that are in no pair yet) take their changes from
-    the same tables on top of the loads after those before them, which is right up to tokens that two pairs share: with
-    many experts per token, make new tables after each pair and join the plans with `then`.
+    For several pairs make new tables after each, since pairs share tokens, and join the plans with `then`.
     Ties go to the lowest slots. Roots are libm's: where machines differ, one rank's plan should count for all.
     """
-    if num_pairs < 1:
-        raise ConfigError(f"num_pairs is {num_pairs}, but a plan looks for at least one pair")
-    loads = {g: tables.load(g).double() for g in tables.num_groups}
-    before = now = _before(loads, costs, gamma)
-    free = torch.ones(tables.num_experts, tables.num_experts, dtype=torch.bool, device=tables.flat.device).triu(1)
-    pairs: list[tuple[int, int]] = []
-    for _ in range(num_pairs):
-        after = _after(tables, loads, costs, gamma).masked_fill(~free, torch.inf)
-        best = int(after.argmin())
-        a, b = divmod(best, tables.num_experts)
-        if not float(after[a, b]) < now * (1 - 1e-12):
-            break
-        pairs.append((a, b))
-        now = float(after[a, b])
-        for g in tables.num_groups:
-            change, size = tables.change(g), tables.num_experts // g
-            loads[g][a // size] += change[a, b]
-            loads[g][b // size] += change[b, a]
-        free[[a, b], :] = False
-        free[:, [a, b]] = False
-    return SwapPlan(tuple(pairs), before, now)
+    before, after = pair_seconds(tables, costs, gamma)
+    best = int(after.masked_fill(torch.ones_like(after, dtype=torch.bool).tril(), torch.inf).argmin())
+    a, b = divmod(best, tables.num_experts)
+    seconds = float(after[a, b])
+    if a >= b or not seconds < before * (1 - 1e-12):
+        return SwapPlan((), before, before)
+    return SwapPlan(((a, b),), before, seconds)
 
 
 def weigh_pairs(

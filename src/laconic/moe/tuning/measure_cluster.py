@@ -15,8 +15,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.codec import Codec, Lossless, Raw
@@ -95,7 +93,6 @@ def measure_moe(
     rates = MoERates(
         wire,
         _products(ranks, shape, layout.ep, layout.esp, layout.mp, dtype, repeats),
-        _attention(ranks, dtype, repeats),
         _copies(ranks, shape, dtype, repeats),
         links,
         {str(dtype).removeprefix("torch."): names} if names else {},
@@ -164,19 +161,6 @@ def _copies(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, repeats: int) -
         rows = torch.zeros(number, shape.model_dim, dtype=dtype, device=ranks.device)
         order = torch.randperm(number, generator=torch.Generator().manual_seed(0)).to(ranks.device)
         cases.append((rows.nbytes, partial(torch.index_select, rows, 0, order)))
-    return _line(ranks, cases, repeats)
-
-
-def _attention(ranks: Ranks, dtype: torch.dtype, repeats: int, heads: int = 4, head_dim: int = 64) -> Line:
-    """Causal attention by heads * L^2 * (d_k + d_v) of one sequence."""
-
-    def attend(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    cases = []
-    for length in (64, 128, 256):
-        x = gaussian(heads * length * head_dim, dtype, ranks.device).view(1, heads, length, head_dim)
-        cases.append((heads * length**2 * 2 * head_dim, partial(attend, x)))
     return _line(ranks, cases, repeats)
 
 
