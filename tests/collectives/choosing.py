@@ -19,7 +19,7 @@ import torch.distributed as dist
 from laconic.collectives import all_gather, audit
 from laconic.collectives.policy import selector as choosing
 from laconic.collectives.policy.microbench import Ranks
-from laconic.collectives.policy.selector import choose, learn, note, observe, prepare, use_rates, would_talk
+from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, prepare, use_rates
 from laconic.collectives.runtime.background import run_in_background
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import RAW
@@ -107,9 +107,9 @@ def talking(group: dist.ProcessGroup) -> list[bool]:
     if group.rank() == 0:
         use_rates(made_up_rates())
     arguments = ("all_gather", LARGE, torch.bfloat16, group)
-    found = [would_talk("all_gather", 10, torch.bfloat16, group), would_talk("send", LARGE, torch.bfloat16, group)]
+    found = [needs_sync("all_gather", 10, torch.bfloat16, group), needs_sync("send", LARGE, torch.bfloat16, group)]
     for _ in range(4):
-        found.append(would_talk(*arguments))
+        found.append(needs_sync(*arguments))
         choose(*arguments)
     return found
 

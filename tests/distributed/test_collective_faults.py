@@ -38,13 +38,13 @@ class FlipsBit:
         self.bit = 0
         self._send = transport.Wire.send
 
-    def __call__(self, self_: transport.Wire, place: int, message: torch.Tensor, tag: int) -> dist.Work:
+    def __call__(self, self_: transport.Wire, peer: int, message: torch.Tensor, tag: int) -> dist.Work:
         start = 0 if tag >= 1 << 30 else 256
         if message.numel() > start:
             message = message.clone()
             bit = self.bit % (8 * (message.numel() - start))
             message[start + bit // 8] ^= 1 << bit % 8
-        return self._send(self_, place, message, tag)
+        return self._send(self_, peer, message, tag)
 
 
 def damaged(rank: int, world: int, folder: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic import collectives
 from laconic.collectives import audit
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
-from laconic.collectives.engine import route
+from laconic.collectives.engine import call as engine_call
 from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
@@ -64,11 +64,11 @@ def rank_order_sum(rows: Tensor, factor: float = 1.0) -> Tensor:
 @contextmanager
 def chunks_of(nbytes: int) -> Iterator[None]:
     """Cut messages into chunks of this size."""
-    before, route._CHUNK_NBYTES = route._CHUNK_NBYTES, nbytes
+    before, engine_call._CHUNK_NBYTES = engine_call._CHUNK_NBYTES, nbytes
     try:
         yield
     finally:
-        route._CHUNK_NBYTES = before
+        engine_call._CHUNK_NBYTES = before
 
 
 class Checks:

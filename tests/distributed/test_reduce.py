@@ -39,13 +39,13 @@ def finished(result: Tensor | Work[Tensor]) -> Tensor:
 
 
 @contextmanager
-def pieces_of(numel: int) -> Iterator[None]:
-    """Cut tensors into pieces of `numel` elements."""
-    before, reduce._PIECE_NUMEL = reduce._PIECE_NUMEL, numel
+def chunks_of(numel: int) -> Iterator[None]:
+    """Cut tensors into chunks of `numel` elements."""
+    before, reduce._CHUNK_NUMEL = reduce._CHUNK_NUMEL, numel
     try:
         yield
     finally:
-        reduce._PIECE_NUMEL = before
+        reduce._CHUNK_NUMEL = before
 
 
 class Checks:
@@ -64,8 +64,8 @@ class Checks:
                 mine = x[self.rank].clone()
                 assert all_reduce_q8(mine, self.group, min_nbytes=0) is mine
                 assert same(mine, expected), (length, dtype)
-                # In the background, in three dimensions and pieces, a sum.
-                with pieces_of(256):
+                # In the background, in three dimensions and chunks, a sum.
+                with chunks_of(256):
                     mine = x[self.rank].clone().view(1, -1, 1)
                     work = all_reduce_q8(mine, self.group, op="sum", async_op=True, min_nbytes=0)
                     assert work.wait() is mine
@@ -94,7 +94,7 @@ class Checks:
                     expected = x[0, 0].float()
                 found = reduce_scatter_q8(x[self.rank], self.group, min_nbytes=0)
                 assert same(found, expected), (length, dtype)
-                with pieces_of(256 * self.world):
+                with chunks_of(256 * self.world):
                     work = reduce_scatter_q8(x[self.rank].reshape(-1), self.group, async_op=True, min_nbytes=0)
                     assert same(work.wait(), expected), (length, dtype)
                 if length and self.world > 1:
@@ -108,7 +108,7 @@ class Checks:
             shapes = [(3, 5), (128,), (0,), (130,), (7, 300)]
             x = [inputs(self.world, torch.Size(shape).numel(), seed=i) for i, shape in enumerate(shapes)]
             gradients = [gradient_of(x[i][self.rank].view(shape), bits) for i, shape in enumerate(shapes)]
-            with pieces_of(512):
+            with chunks_of(512):
                 all_reduce_quantized(gradients, self.group).wait()
             for gradient, shards in zip(gradients, x, strict=True):
                 expected = mean_by_reference(shards, bits, 1 / self.world)
@@ -171,8 +171,8 @@ class Checks:
         for async_op in (False, True):
             with WireCounter(self.world) as wire:
                 finished(all_reduce_q8(torch.randn(length), self.group, min_nbytes=0, async_op=async_op))
-            agreement = 192 * (self.world - 1)
-            assert wire.nbytes == 2 * (self.world - 1) * length // self.world * 132 // 128 + agreement
+            handshake = 256 * (self.world - 1)
+            assert wire.nbytes == 2 * (self.world - 1) * length // self.world * 132 // 128 + handshake
 
     def background_reductions_stay_apart_from_the_callers_collectives(self) -> None:
         """One rank starts its reduction before a barrier, the others after it: in one group that would be a mix-up."""
@@ -255,7 +255,7 @@ def two_levels() -> None:
         assert torch.allclose(work.wait().float(), x.sum(0), rtol=0.02, atol=0.1)
     with pytest.raises(ConfigError, match="feedback needs one level"):
         all_reduce_q8(torch.zeros(4), levels, error=torch.zeros(4))
-    with pytest.raises(ConfigError, match="which only all_reduce_q8 takes; pass a process group"):
+    with pytest.raises(ConfigError, match="which all_reduce_quantized does not take; pass a process group"):
         all_reduce_quantized([], levels)  # type: ignore[arg-type]
 
 

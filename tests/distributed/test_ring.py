@@ -46,7 +46,7 @@ def bits(x: Tensor) -> Tensor:
 def around(num_chunks: int) -> None:
     """From here on all calls go around, in so many chunks, however small they are."""
     api.leaves_raw = lambda *arguments: False  # type: ignore[assignment]
-    call.would_talk = lambda *arguments, **more: False  # type: ignore[assignment]
+    call.needs_sync = lambda *arguments, **more: False  # type: ignore[assignment]
     choice = Choice("tiered", num_chunks, 1, 0.0, 0.0, "asked for", True)
     call.choose = lambda *arguments, **more: choice  # type: ignore[assignment]
 
@@ -123,11 +123,11 @@ def damaged(rank: int, world: int) -> None:
     """Rank 0 sends a wrong bit to the next one, which says so; the others get what they should or break off."""
     send = transport.Wire.send
 
-    def flip(self: transport.Wire, place: int, message: Tensor, tag: int) -> dist.Work:
+    def flip(self: transport.Wire, peer: int, message: Tensor, tag: int) -> dist.Work:
         if tag >= 1 << 30 and message.numel() > 1:
             message = message.clone()
             message[message.numel() // 2] ^= 4
-        return send(self, place, message, tag)
+        return send(self, peer, message, tag)
 
     around(1)
     if rank == 0:
@@ -157,16 +157,16 @@ def chosen(rank: int, world: int, folder: str) -> None:
     x = torch.randn(world, 1 << 18, generator=torch.Generator().manual_seed(0)).bfloat16()
     for async_op in (False, True):
         calls: list[bool] = []
-        piece = call.ring_all_reduce_piece
+        chunk = call.ring_all_reduce_chunk
 
-        def counted(*arguments: object, piece: object = piece, calls: list[bool] = calls) -> object:
+        def counted(*arguments: object, chunk: object = chunk, calls: list[bool] = calls) -> object:
             calls.append(True)
-            return piece(*arguments)  # type: ignore[operator]
+            return chunk(*arguments)  # type: ignore[operator]
 
-        call.ring_all_reduce_piece = counted  # type: ignore[assignment]
+        call.ring_all_reduce_chunk = counted  # type: ignore[assignment]
         mine = x[rank].clone()
         collectives.all_reduce(mine, async_op=async_op).wait()
-        call.ring_all_reduce_piece = piece
+        call.ring_all_reduce_chunk = chunk
         assert calls
         everyone = torch.empty(world, mine.nbytes, dtype=torch.uint8)
         dist.all_gather(list(everyone), bits(mine))

@@ -12,11 +12,9 @@ tensor's type, whatever travels. docs/collectives.md has the orders, the message
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,16 +25,16 @@ from laconic.collectives.arguments import (
     check_numel,
     check_tensors,
     find_factor,
+    find_group_rank,
     find_groups,
-    find_place,
     find_splits,
     flat_group,
     flatten,
     numels_of,
 )
-from laconic.collectives.codec import Codec, Raw
+from laconic.collectives.codec import Codec
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.call import Exchange
+from laconic.collectives.engine.call import Call
 from laconic.collectives.engine.two_level import (
     all_gather_on_two_levels,
     all_reduce_on_two_levels,
@@ -46,7 +44,7 @@ from laconic.collectives.engine.two_level import (
 from laconic.collectives.engine.uncoded import BackendWork
 from laconic.collectives.policy.raw_calls import Way, is_plain_strided, known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
-from laconic.collectives.runtime.background import Groups, Job, Work, done, run_here, run_in_background
+from laconic.collectives.runtime.background import Groups, Work
 from laconic.errors import ConfigError, FormatError
 
 __all__ = ["Op", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce_scatter", "scatter"]
@@ -72,20 +70,16 @@ def all_gather(
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    if _leaves_raw("all_gather", input.numel(), input, groups, codec):
-        remember_raw(group, "all_gather", "all_gather", input, groups[0], 0, False)
+    if _leaves_raw("all_gather", input.numel(), input, group, groups, "all_gather", codec):
         return _raw("all_gather", uncoded.all_gather(output, input, groups[0]), output, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
-    call = _Call("all_gather", groups, codec, input)
-
-    def job(groups: Groups) -> Tensor:
-        if len(groups) == 2:
-            all_gather_on_two_levels(*call.on_two_levels(groups), rows, mine)
-        else:
-            call.on(groups[0]).all_gather(rows, mine)
-        return output
-
-    return call.run(job, lambda: rows[0].copy_(mine), output, async_op)
+    return Call("all_gather", groups, codec, input.dtype, input.device).run(
+        lambda exchange: exchange.all_gather(rows, mine),
+        lambda: rows[0].copy_(mine),
+        output,
+        async_op,
+        lambda node, cluster: all_gather_on_two_levels(node, cluster, rows, mine),
+    )
 
 
 def reduce_scatter(
@@ -114,21 +108,17 @@ def reduce_scatter(
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
-    if _leaves_raw("reduce_scatter", input.numel(), input, groups, codec):
-        remember_raw(group, ("reduce_scatter", op), "reduce_scatter", input, groups[0], 0, False)
+    if _leaves_raw("reduce_scatter", input.numel(), input, group, groups, ("reduce_scatter", op), codec):
         work = uncoded.reduce_scatter(output, input, groups[0], op)
         return _raw("reduce_scatter", work, output, groups[0], async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
-    call = _Call("reduce_scatter", groups, codec, input)
-
-    def job(groups: Groups) -> Tensor:
-        if len(groups) == 2:
-            reduce_scatter_on_two_levels(*call.on_two_levels(groups), mine, rows, factor)
-        else:
-            call.on(groups[0]).reduce_scatter(mine, rows, factor)
-        return output
-
-    return call.run(job, lambda: mine.copy_(rows[0]), output, async_op)
+    return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
+        lambda exchange: exchange.reduce_scatter(mine, rows, factor),
+        lambda: mine.copy_(rows[0]),
+        output,
+        async_op,
+        lambda node, cluster: reduce_scatter_on_two_levels(node, cluster, mine, rows, factor),
+    )
 
 
 def all_reduce(
@@ -147,20 +137,16 @@ def all_reduce(
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
-    if _leaves_raw("all_reduce", tensor.numel(), tensor, groups, codec):
-        remember_raw(group, ("all_reduce", op), "all_reduce", tensor, groups[0], 0, False)
+    if _leaves_raw("all_reduce", tensor.numel(), tensor, group, groups, ("all_reduce", op), codec):
         return _raw("all_reduce", uncoded.all_reduce(tensor, groups[0], op), tensor, groups[0], async_op)
     x = flatten(tensor)
-    call = _Call("all_reduce", groups, codec, tensor)
-
-    def job(groups: Groups) -> Tensor:
-        if len(groups) == 2:
-            all_reduce_on_two_levels(*call.on_two_levels(groups), x, factor)
-        else:
-            call.on(groups[0]).all_reduce(x, factor)
-        return tensor
-
-    return call.run(job, lambda: None, tensor, async_op)
+    return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
+        lambda exchange: exchange.all_reduce(x, factor),
+        lambda: None,
+        tensor,
+        async_op,
+        lambda node, cluster: all_reduce_on_two_levels(node, cluster, x, factor),
+    )
 
 
 def all_to_all(
@@ -199,36 +185,38 @@ def all_to_all(
             )
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
-    if even and _leaves_raw("all_to_all", input.numel(), input, groups, codec):
-        remember_raw(group, "all_to_all", "all_to_all", input, groups[0], 0, False)
+    if even and _leaves_raw("all_to_all", input.numel(), input, group, groups, "all_to_all", codec):
         return _raw("all_to_all", uncoded.all_to_all(output, input, groups[0]), output, groups[0], async_op)
     out, into = flatten(output), flatten(input)
-    call = _Call("all_to_all", groups, codec, input)
-    if not even:
-        expected = find_splits("output_split_sizes", output_split_sizes, output, world)
-        offered = find_splits("input_split_sizes", input_split_sizes, input, world)
-        received, sent = list(out.split(numels_of(expected, output))), list(into.split(numels_of(offered, input)))
-        if table is not None:
-            me = groups[0].rank()
-            if list(table[me]) != list(offered) or [row[me] for row in table] != list(expected):
-                raise FormatError(
-                    f"table says that rank {me} of the group sends {list(table[me])} rows and gets"
-                    f" {[row[me] for row in table]}, but split sizes say {list(offered)} and {list(expected)}; they"
-                    " must be the same"
-                )
-            table = [numels_of(row, input) for row in table]
-
-    def job(groups: Groups) -> Tensor:
-        if len(groups) == 2:
-            all_to_all_on_two_levels(*call.on_two_levels(groups), out.view(world, -1), into.view(world, -1))
-        elif even:
-            call.on(groups[0]).all_to_all(out.view(world, -1), into.view(world, -1))
-        else:
-            sizes = numels_of(expected, output), numels_of(offered, input)
-            call.on(groups[0]).all_to_all_uneven(received, sent, *sizes, table)
-        return output
-
-    return call.run(job, lambda: out.copy_(into), output, async_op)
+    call = Call("all_to_all", groups, codec, input.dtype, input.device)
+    if even:
+        rows, own = out.view(world, -1), into.view(world, -1)
+        return call.run(
+            lambda exchange: exchange.all_to_all(rows, own),
+            lambda: out.copy_(into),
+            output,
+            async_op,
+            lambda node, cluster: all_to_all_on_two_levels(node, cluster, rows, own),
+        )
+    expected = find_splits("output_split_sizes", output_split_sizes, output, world)
+    offered = find_splits("input_split_sizes", input_split_sizes, input, world)
+    numels = numels_of(expected, output), numels_of(offered, input)
+    received, sent = (list(x.split(each)) for x, each in zip((out, into), numels, strict=True))
+    if table is not None:
+        me = groups[0].rank()
+        if list(table[me]) != list(offered) or [row[me] for row in table] != list(expected):
+            raise FormatError(
+                f"table says that rank {me} of the group sends {list(table[me])} rows and gets"
+                f" {[row[me] for row in table]}, but split sizes say {list(offered)} and {list(expected)}; they"
+                " must be the same"
+            )
+        table = [numels_of(row, input) for row in table]
+    return call.run(
+        lambda exchange: exchange.all_to_all_uneven(received, sent, *numels, table),
+        lambda: out.copy_(into),
+        output,
+        async_op,
+    )
 
 
 def broadcast(
@@ -242,22 +230,16 @@ def broadcast(
     """`tensor`, of any shape and dtype, of the global rank `src` replaces that of the other ranks of `group`."""
     way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
     if way is not None:
-        return _again(way, "broadcast", uncoded.broadcast(tensor, way.group, way.place), tensor, async_op)
+        return _again(way, "broadcast", uncoded.broadcast(tensor, way.group, way.group_rank), tensor, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
-    place = find_place(groups[0], src, "src")
-    is_end = place == groups[0].rank()
-    if _leaves_raw("broadcast", tensor.numel(), tensor, groups, codec, is_end):
-        remember_raw(group, ("broadcast", src), "broadcast", tensor, groups[0], place, is_end)
-        return _raw("broadcast", uncoded.broadcast(tensor, groups[0], place), tensor, groups[0], async_op)
+    root = find_group_rank(groups[0], src, "src")
+    is_end = root == groups[0].rank()
+    if _leaves_raw("broadcast", tensor.numel(), tensor, group, groups, ("broadcast", src), codec, root, is_end):
+        return _raw("broadcast", uncoded.broadcast(tensor, groups[0], root), tensor, groups[0], async_op)
     x = flatten(tensor)
-    call = _Call("broadcast", groups, codec, tensor)
-
-    def job(groups: Groups) -> Tensor:
-        call.on(groups[0]).broadcast(x, place)
-        return tensor
-
-    return call.run(job, lambda: None, tensor, async_op)
+    call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
+    return call.run(lambda exchange: exchange.broadcast(x, root), lambda: None, tensor, async_op)
 
 
 def gather(
@@ -272,27 +254,24 @@ def gather(
     """The global rank `dst` gets what all ranks have: `output` as in `all_gather` there, None on the others."""
     way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
     if way is not None and (output is None or _fits(output, input, way.world * input.numel())):
-        return _again(way, "gather", uncoded.gather(output, input, way.group, way.place), output, async_op)
+        return _again(way, "gather", uncoded.gather(output, input, way.group, way.group_rank), output, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
-    place = find_place(groups[0], dst, "dst")
-    check_end("output", output, place == groups[0].rank(), "dst")
+    root = find_group_rank(groups[0], dst, "dst")
+    check_end("output", output, root == groups[0].rank(), "dst")
     if output is not None:
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
-    if _leaves_raw("gather", input.numel(), input, groups, codec, output is not None):
-        known = ("gather", dst, output is None)
-        remember_raw(group, known, "gather", input, groups[0], place, output is not None)
-        return _raw("gather", uncoded.gather(output, input, groups[0], place), output, groups[0], async_op)
-    mine, rows = flatten(input), None
-    if output is not None:
-        rows = flatten(output).view(world, -1)
-    call = _Call("gather", groups, codec, input)
-
-    def job(groups: Groups) -> Tensor | None:
-        call.on(groups[0]).gather(rows, mine, place)
-        return output
-
-    return call.run(job, lambda: None if rows is None else rows[0].copy_(mine), output, async_op)
+    known, is_end = ("gather", dst, output is None), output is not None
+    if _leaves_raw("gather", input.numel(), input, group, groups, known, codec, root, is_end):
+        return _raw("gather", uncoded.gather(output, input, groups[0], root), output, groups[0], async_op)
+    mine = flatten(input)
+    rows = None if output is None else flatten(output).view(world, -1)
+    return Call("gather", groups, codec, input.dtype, input.device).run(
+        lambda exchange: exchange.gather(rows, mine, root),
+        lambda: None if rows is None else rows[0].copy_(mine),
+        output,
+        async_op,
+    )
 
 
 def scatter(
@@ -307,39 +286,48 @@ def scatter(
     """Each rank gets its part of `input` of the global rank `src`: [W * n] there, None on the others."""
     way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
     if way is not None and (input is None or _fits(input, output, way.world * output.numel())):
-        return _again(way, "scatter", uncoded.scatter(output, input, way.group, way.place), output, async_op)
+        return _again(way, "scatter", uncoded.scatter(output, input, way.group, way.group_rank), output, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
-    place = find_place(groups[0], src, "src")
-    check_end("input", input, place == groups[0].rank(), "src")
+    root = find_group_rank(groups[0], src, "src")
+    check_end("input", input, root == groups[0].rank(), "src")
     if input is not None:
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
-    if _leaves_raw("scatter", world * output.numel(), output, groups, codec, input is not None):
-        known = ("scatter", src, input is None)
-        remember_raw(group, known, "scatter", output, groups[0], place, input is not None)
-        return _raw("scatter", uncoded.scatter(output, input, groups[0], place), output, groups[0], async_op)
-    mine, rows = flatten(output), None
-    if input is not None:
-        rows = flatten(input).view(world, -1)
-    call = _Call("scatter", groups, codec, output)
-
-    def job(groups: Groups) -> Tensor:
-        call.on(groups[0]).scatter(mine, rows, place)
-        return output
-
-    return call.run(job, lambda: None if rows is None else mine.copy_(rows[0]), output, async_op)
+    known, is_end = ("scatter", src, input is None), input is not None
+    if _leaves_raw("scatter", world * output.numel(), output, group, groups, known, codec, root, is_end):
+        return _raw("scatter", uncoded.scatter(output, input, groups[0], root), output, groups[0], async_op)
+    mine = flatten(output)
+    rows = None if input is None else flatten(input).view(world, -1)
+    return Call("scatter", groups, codec, output.dtype, output.device).run(
+        lambda exchange: exchange.scatter(mine, rows, root),
+        lambda: None if rows is None else mine.copy_(rows[0]),
+        output,
+        async_op,
+    )
 
 
 # --- one call ---
 
 
 def _leaves_raw(
-    operation: str, numel: int, x: Tensor, groups: Groups, codec: Codec | str, is_end: bool = False
+    operation: str,
+    numel: int,
+    x: Tensor,
+    group: Group,
+    groups: Groups,
+    known: Hashable,
+    codec: Codec | str,
+    root: int = 0,
+    is_end: bool = False,
 ) -> bool:
-    """Whether a call needs nothing but the backend's own collective."""
+    """Whether a call needs nothing but the backend's own collective; `known_way` then knows others like it, as `known`
+    on the `group` that the caller gave."""
     if codec != "auto" or len(groups) > 1 or numel == 0 or groups[0].size() == 1:
         return False
-    return leaves_raw(operation, numel, x, groups[0], is_end)
+    if not leaves_raw(operation, numel, x, groups[0], is_end):
+        return False
+    remember_raw(group, known, operation, x, groups[0], root, is_end)
+    return True
 
 
 def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
@@ -359,43 +347,3 @@ def _raw(function: str, work: dist.Work, result: T, group: dist.ProcessGroup, as
     if not async_op:
         found.wait()
     return found
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What the exchanges of one call have in common."""
-
-    function: str
-    groups: Groups
-    """Those of the caller, of which a lane may use copies."""
-    codec: Codec | str
-    tensor: Tensor
-    ranks: tuple[tuple[int, ...], ...] = field(init=False)
-    """Global ranks of each group's places, asked for in the call: the groups may be destroyed while it is under way."""
-
-    def __post_init__(self) -> None:
-        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
-        object.__setattr__(self, "ranks", ranks)
-        if isinstance(self.codec, str) and self.codec != "auto":
-            raise ConfigError(f"codec is {self.codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
-
-    def on(self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None) -> Exchange:
-        """The exchange on `group`, which is the caller's group number `level` or its copy."""
-        return Exchange(
-            group, self.ranks[level], self.function, codec or self.codec, self.tensor.dtype, self.tensor.device
-        )
-
-    def on_two_levels(self, groups: Groups) -> tuple[Exchange, Exchange]:
-        """Those inside the node and between nodes."""
-        node, cluster = groups
-        return self.on(node, 0, Raw()), self.on(cluster, 1)
-
-    def run(self, job: Job[T], alone: Callable[[], object], result: T, async_op: bool) -> Work[T]:
-        """Run a job, or what a rank does that has no others."""
-        if all(group.size() == 1 for group in self.groups):
-            with torch.no_grad():
-                alone()
-            return done(result)
-        if async_op:
-            return run_in_background(job, self.groups, self.tensor.device)
-        return done(run_here(job, self.groups))

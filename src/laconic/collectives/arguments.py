@@ -19,11 +19,11 @@ __all__ = [
     "Op",
     "check_end",
     "check_numel",
-    "check_place",
+    "check_group_rank",
     "check_tensors",
     "find_factor",
     "find_groups",
-    "find_place",
+    "find_group_rank",
     "find_splits",
     "flat_group",
     "flatten",
@@ -66,17 +66,17 @@ def flat_group(function: str, group: Group) -> dist.ProcessGroup | None:
     return group
 
 
-def find_place(group: dist.ProcessGroup, rank: int, name: str) -> int:
+def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
         raise ConfigError(f"{name} is {rank}, but the group has the global ranks {ranks}; pass one of them")
     return ranks.index(rank)
 
 
-def check_place(name: str, place: int, size: int) -> None:
-    """`place` is a rank within a group of `size`; torch looks others up, but passes those of the default group on."""
-    if not 0 <= place < size:
-        raise ConfigError(f"{name} is {place}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
+def check_group_rank(name: str, rank: int, size: int) -> None:
+    """`rank` is a rank within a group of `size`; torch looks others up, but passes those of the default group on."""
+    if not 0 <= rank < size:
+        raise ConfigError(f"{name} is {rank}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
 
 def check_tensors(**tensors: Tensor) -> None:

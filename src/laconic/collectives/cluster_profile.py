@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.collectives import api
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.route import Route
+from laconic.collectives.engine.call import Route
 from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, host_name, pass_around, world_of
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import (

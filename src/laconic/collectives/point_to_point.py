@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.arguments import check_tensors, find_groups, find_place, flat_group, flatten
+from laconic.collectives.arguments import check_tensors, find_group_rank, find_groups, flat_group, flatten
 from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.agreement import Settings
-from laconic.collectives.engine.handshake import Peers
-from laconic.collectives.engine.route import Route, find_route, finish, slices
-from laconic.collectives.engine.transport import WIRE_VERSION, Flight, Incoming, Outgoing, Wire
+from laconic.collectives.engine.call import find_route, finish, slices
+from laconic.collectives.engine.handshake import Peers, Settings
+from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFlightMessages, Outgoing, Wire
 from laconic.collectives.engine.uncoded import BackendWork
 from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
@@ -71,23 +70,23 @@ def _start(
     way = known_way(group, (function, other), tensor) if codec == "auto" else None
     if way is not None:
         next(way.count)
-        work = (uncoded.send if sends else uncoded.recv)(tensor, way.group, way.place)
-        return _raw(work, tensor, way.group, way.place, async_op)
+        work = (uncoded.send if sends else uncoded.recv)(tensor, way.group, way.group_rank)
+        return _raw(work, tensor, way.group, way.group_rank, async_op)
     check_tensors(tensor=tensor)
     name = "dst" if sends else "src"
     _, groups = find_groups(flat_group(function, group))
-    place = find_place(groups[0], other, name)
-    if place == groups[0].rank():
+    peer = find_group_rank(groups[0], other, name)
+    if peer == groups[0].rank():
         raise ConfigError(f"{name} is {other}, which is this rank; copy the tensor instead")
 
     if codec == "auto" and tensor.numel() and leaves_raw("send", tensor.numel(), tensor, groups[0], not sends):
-        remember_raw(group, (function, other), "send", tensor, groups[0], place, not sends)
-        work = (uncoded.send if sends else uncoded.recv)(tensor, groups[0], place)
-        return _raw(work, tensor, groups[0], place, async_op)
+        remember_raw(group, (function, other), "send", tensor, groups[0], peer, not sends)
+        work = (uncoded.send if sends else uncoded.recv)(tensor, groups[0], peer)
+        return _raw(work, tensor, groups[0], peer, async_op)
 
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        flights = _Flights(tensor, group, place, sends, codec)
-        return lambda: flights.finish(tensor)
+        message = _ChunkedMessage(tensor, group, peer, sends, codec)
+        return lambda: message.finish(tensor)
 
     if tensor.device.type == "cpu" and async_op:
         with torch.no_grad():
@@ -98,20 +97,20 @@ def _start(
         return done(begin(groups[0])())
 
 
-def _raw(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, place: int, async_op: bool) -> Work[Tensor]:
+def _raw(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool) -> Work[Tensor]:
     """A message that the backend carries."""
-    found = BackendWork(work, tensor, group, f"send of {tensor.numel()} {tensor.dtype}", place)
+    found = BackendWork(work, tensor, group, f"send of {tensor.numel()} {tensor.dtype}", peer)
     if not async_op:
         found.wait()
     return found
 
 
-class _Flights:
+class _ChunkedMessage:
     """A message in chunks, under way."""
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, place: int, sends: bool, codec: Codec | str) -> None:
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, peer: int, sends: bool, codec: Codec | str) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
-        here, there = ranks[group.rank()], ranks[place]
+        here, there = ranks[group.rank()], ranks[peer]
         src, dst = (here, there) if sends else (there, here)
         settings: Settings = {
             "function": "send",
@@ -122,28 +121,28 @@ class _Flights:
             "codec": setting_of(codec),
             "version": WIRE_VERSION,
         }
-        self._sends, self._place = sends, place
-        self._wire = Wire(group, Peers(ranks, (place,), sends), settings, tensor.dtype, tensor.device)
-        self._route: Route = find_route(self._wire, "send", tensor.numel(), codec)
+        self._sends, self._peer = sends, peer
+        self._wire = Wire(group, Peers(ranks, (peer,), sends), settings, tensor.dtype, tensor.device)
+        self._route = find_route(codec, "send", tensor.numel(), tensor.dtype, group, tensor.device)
         x = flatten(tensor)
         step = self._route.step(x.numel(), x.dtype)
         self._parts = [x[part] for part in slices(x.numel(), step)]
-        self._flights = [self._fly(part) for part in self._parts]
+        self._started = [self._start(part) for part in self._parts]
 
     def finish(self, tensor: Tensor) -> Tensor:
         self._wire.agree()
-        for part, flight in zip(self._parts, self._flights, strict=True):
+        for part, messages in zip(self._parts, self._started, strict=True):
             if not self._sends and part.numel():
-                self._wire.decode_into(self._place, *flight.take(self._place), part)
-            flight.wait_sent()
+                self._wire.decode_into(self._peer, *messages.take(self._peer), part)
+            messages.wait_sent()
         if self._sends:
             finish(self._wire, "send", self._route)
         return tensor
 
-    def _fly(self, part: Tensor) -> Flight:
+    def _start(self, part: Tensor) -> InFlightMessages:
         if self._sends:
-            return self._wire.fly(self._route.codec, [Outgoing((self._place,), part)], [])
-        return self._wire.fly(self._route.codec, [], [Incoming(self._place, part.numel(), part)])
+            return self._wire.start(self._route.codec, [Outgoing((self._peer,), part)], [])
+        return self._wire.start(self._route.codec, [], [Incoming(self._peer, part.numel(), part)])
 
 
 class _LateWork(Work[T]):

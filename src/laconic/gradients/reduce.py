@@ -6,13 +6,14 @@ all-gather of the result (AGoQ, section 4.2; ZeRO++, section 3.3). 4 bytes per e
 the error does not grow with the number of ranks, and all ranks end with the same bits. docs/gradients.md derives the
 bound.
 
-A large tensor goes in pieces that follow each other through the stages quantize, all-to-all, sum, all-gather,
-dequantize, so that the network is busy while the processor computes. The cuts do not change the result.
+Bytes travel over the transport of `laconic.collectives`: its handshake, its chunks, its diagnosis of failures. Ranks
+quantize, sum and dequantize one chunk while another is under way. The size of chunks does not change the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, TypeVar, overload
 
 import torch
@@ -20,16 +21,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.collectives.engine.agreement import Settings, start_agreement
-from laconic.collectives.engine.overlap import overlap
+from laconic.collectives.arguments import Op, find_groups, flat_group
+from laconic.collectives.codec import Blockwise, Raw
+from laconic.collectives.engine.call import Call, Exchange
+from laconic.collectives.engine.chunks import all_gather_chunk, all_to_all_chunk, overlap
+from laconic.collectives.engine.transport import Wire
 from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.runtime import torch_compat
-from laconic.collectives.runtime.background import Groups, Job, Work, run_here, run_in_background
+from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
-from laconic.formats import QuantizedGradient
-from laconic.gradients.message import PART_SIZES, Parts, num_blocks
-from laconic.gradients.pieces import codes_piece, scatter_piece, tensor_piece
-from laconic.ops import DTYPES
+from laconic.formats import BlockFormat, QuantizedGradient
+from laconic.gradients.message import PART_SIZES, Message, Parts, num_blocks
+from laconic.ops import DTYPES, dequantize_blockwise, quantize_blockwise, sum_blockwise, sum_requantize_blockwise
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
 __all__ = [
@@ -44,10 +47,11 @@ __all__ = [
 NATIVE_BELOW_NBYTES = 1 << 18
 """Tensors below this size are reduced by the native collective: there a message costs its latency, not its bytes."""
 
-_PIECE_NUMEL = 1 << 19
-"""Elements per piece: long enough that latency does not count, short enough that filling the pipeline does not."""
+_CHUNK_NUMEL = 1 << 19
+"""Elements per chunk: long enough that latency does not count, short enough that filling the pipeline does not."""
 
-Op = Literal["avg", "sum"]
+_CODEC = Blockwise(BlockFormat("int8", GRADIENT_BLOCK_SIZE, torch.float32))
+"""As ranks compare it. Their messages have no header: what it would say is in the handshake."""
 
 T = TypeVar("T")
 
@@ -96,8 +100,7 @@ def reduce_scatter_q8(
 
     Raises FormatError for an input that does not fit, ConfigError on every rank when ranks disagree about the call.
     """
-    group = _group(group)
-    world = group.size()
+    world, groups = find_groups(flat_group("reduce_scatter_q8", group))
     _check(input, op)
     if input.dim() not in (1, 2) or (input.dim() == 2 and input.shape[0] != world) or input.numel() % world:
         raise FormatError(
@@ -105,27 +108,23 @@ def reduce_scatter_q8(
             " fill it up with zeros to equal chunks"
         )
     rows = input.detach().reshape(world, -1)
-    settings = _settings("reduce_scatter_q8", input, op, min_nbytes)
+    chunk = torch.empty(rows.shape[1], device=input.device)
+    call = Call("reduce_scatter_q8", groups, _CODEC, torch.uint8, input.device)
 
-    def job(groups: Groups) -> Tensor:
-        (group,) = groups
-        chunk = torch.empty(rows.shape[1], device=input.device)
-        if world == 1 or input.numel() == 0:
-            return chunk.copy_(rows[0])
-        agree = start_agreement(settings, group, input.device)
+    def reduce(exchange: Exchange) -> None:
+        if input.numel() == 0:
+            return
+        wire = exchange.wire(**_settings(input, op, min_nbytes))
         if input.nbytes < min_nbytes:
-            agree()
-            torch_compat.reduce_scatter(chunk, rows.float().contiguous(), group).wait()
-            return chunk.mul_(_factor(op, world))
-        starts = range(0, rows.shape[1], -(-_PIECE_NUMEL // world // GRADIENT_BLOCK_SIZE) * GRADIENT_BLOCK_SIZE)
-        pieces = [slice(start, start + starts.step) for start in starts]
-        overlap(
-            scatter_piece(rows[:, piece], chunk[piece], group, _factor(op, world), agree if piece.start == 0 else None)
-            for piece in pieces
-        )
-        return chunk
+            wire.agree()
+            torch_compat.reduce_scatter(chunk, rows.float().contiguous(), exchange.group).wait()
+            chunk.mul_(_factor(op, world))
+            return
+        step = -(-_CHUNK_NUMEL // world // GRADIENT_BLOCK_SIZE) * GRADIENT_BLOCK_SIZE
+        columns = [slice(start, start + step) for start in range(0, rows.shape[1], step)]
+        overlap(_reduce_scatter_chunk(wire, rows[:, part], chunk[part], _factor(op, world)) for part in columns)
 
-    return _run(job, (group,), input.device, async_op)
+    return _result(call.run(reduce, lambda: chunk.copy_(rows[0]), chunk, async_op), async_op)
 
 
 @overload
@@ -183,21 +182,27 @@ def all_reduce_q8(
             raise FormatError(
                 f"error is {error.dtype} {tuple(error.shape)}, but it must be contiguous float32 ({tensor.numel()},)"
             )
-    settings = _settings("all_reduce_q8", tensor, op, min_nbytes) | {"feedback": error is not None}
+    _, groups = find_groups(group)
+    call = Call("all_reduce_q8", groups, _CODEC, torch.uint8, tensor.device)
+    settings = _settings(tensor, op, min_nbytes) | {"feedback": error is not None}
     values = tensor.detach()
 
-    def job(groups: Groups) -> Tensor:
+    @contextmanager
+    def flattened() -> Iterator[Tensor]:
         flat = values.contiguous().view(-1)
-        if len(groups) == 2:
-            _all_reduce_two_level(flat, *groups, op, settings, min_nbytes)
-        else:
-            _all_reduce_flat(flat, groups[0], _factor(op, groups[0].size()), settings, min_nbytes, error)
+        yield flat
         if flat.data_ptr() != values.data_ptr():
             values.copy_(flat.view_as(values))
-        return tensor
 
-    groups = (group.node, group.cluster) if isinstance(group, TwoLevel) else (_group(group),)
-    return _run(job, groups, tensor.device, async_op)
+    def on_one(exchange: Exchange) -> None:
+        with flattened() as flat:
+            _all_reduce_flat(flat, exchange, _factor(op, exchange.world), settings, min_nbytes, error)
+
+    def on_two(node: Exchange, cluster: Exchange) -> None:
+        with flattened() as flat:
+            _all_reduce_two_level(flat, node, cluster, op, settings, min_nbytes)
+
+    return _result(call.run(on_one, lambda: None, tensor, async_op, on_two), async_op)
 
 
 def all_reduce_quantized(
@@ -218,7 +223,7 @@ def all_reduce_quantized(
     Raises FormatError for gradients that do not go together; wait() raises ConfigError, on every rank, when ranks
     disagree about the call.
     """
-    group = _group(group)
+    _, groups = find_groups(flat_group("all_reduce_quantized", group))
     bits = {gradient.bits for gradient in gradients}
     devices = {gradient.codes.device for gradient in gradients}
     if len(bits) > 1 or len(devices) > 1:
@@ -227,78 +232,60 @@ def all_reduce_quantized(
             f"gradients have {what} {', '.join(map(str, sorted(found, key=str)))}, but those of one call must have one;"
             " call once for each"
         )
-    settings: Settings = {
-        "function": "all_reduce_quantized",
-        "bits": next(iter(bits), 8),
-        "num_gradients": len(gradients),
-        "numel": sum(gradient.codes.numel() for gradient in gradients),
-        "average": average,
-    }
-    device = next(iter(devices), torch.device("cpu"))
+    numel = sum(gradient.codes.numel() for gradient in gradients)
+    call = Call("all_reduce_quantized", groups, _CODEC, torch.uint8, next(iter(devices), torch.device("cpu")))
 
-    def job(groups: Groups) -> None:
-        (group,) = groups
-        if group.size() == 1 or settings["numel"] == 0:
+    def reduce(exchange: Exchange) -> None:
+        if numel == 0:
             return
-        agree = start_agreement(settings, group, device)
+        wire = exchange.wire(bits=next(iter(bits)), num_gradients=len(gradients), numel=numel, average=average)
         flat = _concatenated(gradients)
-        factor = _factor("avg" if average else "sum", group.size())
-        overlap(
-            codes_piece(piece, group, factor, agree if number == 0 else None)
-            for number, piece in enumerate(_pieces_of(flat))
-        )
+        factor = _factor("avg" if average else "sum", exchange.world)
+        overlap(_codes_chunk(wire, chunk, factor) for chunk in _chunks_of(flat))
         _split(flat, gradients)
 
-    return run_in_background(job, (group,), device)
+    return call.run(reduce, lambda: None, None, async_op=True)
 
 
 # --- the whole of a tensor ---
 
 
 def _all_reduce_flat(
-    flat: Tensor, group: dist.ProcessGroup, factor: float, settings: Settings, min_nbytes: int, error: Tensor | None
+    flat: Tensor, exchange: Exchange, factor: float, settings: _Settings, min_nbytes: int, error: Tensor | None
 ) -> None:
-    if group.size() == 1 or flat.numel() == 0:
+    if exchange.world == 1 or flat.numel() == 0:
         return
-    agree = start_agreement(settings, group, flat.device)
+    wire = exchange.wire(**settings)
     if flat.nbytes < min_nbytes:
-        agree()
+        wire.agree()
         if error is not None:
             flat.add_(error)
             error.zero_()
-        torch_compat.all_reduce(flat, group).wait()
+        torch_compat.all_reduce(flat, exchange.group).wait()
         flat.mul_(factor)
         return
-    errors = error.split(_PIECE_NUMEL) if error is not None else None
-    overlap(
-        tensor_piece(piece, group, factor, errors[i] if errors else None, agree if i == 0 else None)
-        for i, piece in enumerate(flat.split(_PIECE_NUMEL))
-    )
+    chunks = flat.split(_CHUNK_NUMEL)
+    errors = [None] * len(chunks) if error is None else error.split(_CHUNK_NUMEL)
+    overlap(_values_chunk(wire, x, factor, lost) for x, lost in zip(chunks, errors, strict=True))
 
 
 def _all_reduce_two_level(
-    flat: Tensor,
-    node: dist.ProcessGroup,
-    cluster: dist.ProcessGroup,
-    op: Op,
-    settings: Settings,
-    min_nbytes: int,
+    flat: Tensor, node: Exchange, cluster: Exchange, op: Op, settings: _Settings, min_nbytes: int
 ) -> None:
     """Native reduce-scatter in fp32 inside the node, 8 bits across, native all-gather of the result."""
     if flat.numel() == 0:
         return
-    agree = start_agreement(settings, node, flat.device)
-    chunk_numel = -(-flat.numel() // node.size())
-    rows = F.pad(flat.float(), (0, chunk_numel * node.size() - flat.numel()))
-    agree()
+    node.wire(**settings).agree()
+    chunk_numel = -(-flat.numel() // node.world)
+    rows = F.pad(flat.float(), (0, chunk_numel * node.world - flat.numel()))
     chunk = torch.empty(chunk_numel, device=flat.device)
-    torch_compat.reduce_scatter(chunk, rows.view(node.size(), -1), node).wait()
-    _all_reduce_flat(chunk, cluster, _factor(op, node.size() * cluster.size()), settings, min_nbytes, None)
-    if cluster.size() == 1:
-        chunk.mul_(_factor(op, node.size()))
+    torch_compat.reduce_scatter(chunk, rows.view(node.world, -1), node.group).wait()
+    _all_reduce_flat(chunk, cluster, _factor(op, node.world * cluster.world), settings, min_nbytes, None)
+    if cluster.world == 1:
+        chunk.mul_(_factor(op, node.world))
     chunk = chunk.to(flat.dtype)
-    gathered = chunk.new_empty(node.size(), chunk_numel)
-    torch_compat.all_gather(gathered, chunk, node).wait()
+    gathered = chunk.new_empty(node.world, chunk_numel)
+    torch_compat.all_gather(gathered, chunk, node.group).wait()
     flat.copy_(gathered.view(-1)[: flat.numel()])
 
 
@@ -322,11 +309,71 @@ def _split(flat: Parts, gradients: Sequence[QuantizedGradient]) -> None:
         start += num_blocks(gradient.codes.numel())
 
 
-def _pieces_of(flat: Parts) -> Iterator[Parts]:
+def _chunks_of(flat: Parts) -> Iterator[Parts]:
     """Consecutive blocks of flat parts, as views."""
-    num = _PIECE_NUMEL // GRADIENT_BLOCK_SIZE
+    num = _CHUNK_NUMEL // GRADIENT_BLOCK_SIZE
     for number in range(-(-flat.scales.numel() // num)):
         yield flat.map(lambda x, size: x.split(num * size)[number], PART_SIZES)  # noqa: B023 (used at once)
+
+
+# --- one chunk ---
+
+
+def _reduce_scatter_chunk(wire: Wire, rows: Tensor, out: Tensor, factor: float) -> Iterator[None]:
+    """Columns of what goes to each rank, rows [W, m] -> fp32 [m]."""
+    message = Message(rows.shape[1], bits=8)
+    sent = message.zeros(len(rows), rows.device)
+    codes, scales = _quantize(rows)
+    views = message.parts(sent)
+    views.codes.copy_(codes)
+    views.scales.copy_(scales)
+    received = torch.empty_like(sent)
+    yield from all_to_all_chunk(wire, Raw(), received, sent)
+    out.copy_(sum_blockwise(*message.parts(received), factor=factor))
+
+
+def _values_chunk(wire: Wire, x: Tensor, factor: float, error: Tensor | None) -> Iterator[None]:
+    """Flat values x [m], replaced by their reduction."""
+    exact = x if error is None else x.float() + error
+    parts = Parts(*_quantize(exact))
+    if error is not None:
+        error.copy_((exact - _dequantize(parts, torch.float32)).nan_to_num_(0.0, 0.0, 0.0))
+    reduced = yield from _sum_everywhere(wire, parts, factor)
+    x.copy_(_dequantize(reduced, x.dtype))
+
+
+def _codes_chunk(wire: Wire, parts: Parts, factor: float) -> Iterator[None]:
+    """Flat codes and scales, replaced by those of their reduction."""
+    reduced = yield from _sum_everywhere(wire, parts, factor)
+    for old, new in zip(parts, reduced, strict=True):
+        if old is not None and new is not None:
+            old.copy_(new)
+
+
+def _sum_everywhere(wire: Wire, parts: Parts, factor: float) -> Generator[None, None, Parts]:
+    """Flat parts of m elements on each rank -> the parts of their sum times `factor`, on every rank."""
+    world, length, device = wire.group.size(), parts.codes.numel(), parts.codes.device
+    # Equal chunks of whole blocks; those of the last ranks may hold nothing.
+    message = Message(-(-num_blocks(length) // world) * GRADIENT_BLOCK_SIZE, 8 if parts.residual_codes is None else 12)
+    sent = message.zeros(world, device)
+    message.write(parts, sent)
+    received = torch.empty_like(sent)
+    yield from all_to_all_chunk(wire, Raw(), received, sent)
+    mine = message.zeros(1, device)
+    message.write(Parts(*sum_requantize_blockwise(*message.parts(received), factor=factor)), mine)
+    yield from all_gather_chunk(wire, Raw(), mine[0], received)
+    return message.read(received, length)
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_blockwise(x, code="int8", block_size=GRADIENT_BLOCK_SIZE, scale_dtype=torch.float32)
+
+
+def _dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
+    length = parts.codes.numel()
+    return dequantize_blockwise(
+        parts.codes, parts.scales, length=length, code="int8", block_size=GRADIENT_BLOCK_SIZE, dtype=dtype
+    )
 
 
 # --- small things ---
@@ -336,9 +383,12 @@ def _factor(op: Op, world: int) -> float:
     return 1.0 / world if op == "avg" else 1.0
 
 
-def _settings(function: str, tensor: Tensor, op: Op, min_nbytes: int) -> Settings:
+_Settings = dict[str, str | int]
+
+
+def _settings(tensor: Tensor, op: Op, min_nbytes: int) -> _Settings:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"function": function, "numel": tensor.numel(), "dtype": dtype, "op": op, "min_nbytes": min_nbytes}
+    return {"dtype": dtype, "numel": tensor.numel(), "op": op, "min_nbytes": min_nbytes}
 
 
 def _check(tensor: Tensor, op: str) -> None:
@@ -354,16 +404,5 @@ def _check(tensor: Tensor, op: str) -> None:
         raise FormatError(f"op is {op!r}, but it must be 'avg' or 'sum'")
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if isinstance(group, TwoLevel):
-        raise ConfigError("group is a TwoLevel, which only all_reduce_q8 takes; pass a process group")
-    if group is None and not dist.is_initialized():
-        raise ConfigError("group is None and no process group exists; call torch.distributed.init_process_group first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
-        raise ConfigError("group does not contain this process; call on members of the group only")
-    return found
-
-
-def _run(job: Job[T], groups: Groups, device: torch.device, async_op: bool) -> T | Work[T]:
-    return run_in_background(job, groups, device) if async_op else run_here(job, groups)
+def _result(work: Work[T], async_op: bool) -> T | Work[T]:
+    return work if async_op else work.wait()

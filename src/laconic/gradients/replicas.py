@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.collectives.engine.agreement import first_difference
+from laconic.collectives.engine.handshake import first_difference
 from laconic.errors import ConfigError
 from laconic.formats.shards import local_part
 

@@ -1,41 +1,45 @@
-"""Collectives of flat tensors on one group: agreement, chunks, pieces, audit. Arguments are taken to be right.
+"""One collective call: its groups, its route (which codec, in how many chunks, why), its chunks, its line in the audit.
 
-`laconic.collectives.api` has the public functions.
+Tensors are flat and arguments are taken to be right; `laconic.collectives.api` has the public functions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.codec import Codec, Raw, bytes_of, setting_of
+from laconic.collectives.codec import Codec, Lossless, Raw, bytes_of, setting_of
 from laconic.collectives.engine import uncoded
-from laconic.collectives.engine.agreement import Settings
 from laconic.collectives.engine.chunks import (
-    all_reduce_piece,
-    broadcast_piece,
-    gather_everywhere,
-    move_piece,
-    reduce_scatter_piece,
+    all_gather_chunk,
+    all_reduce_chunk,
+    all_to_all_chunk,
+    broadcast_chunk,
+    move_chunk,
+    overlap,
+    reduce_scatter_chunk,
+    ring_all_reduce_chunk,
+    ring_reduce_scatter_chunk,
 )
-from laconic.collectives.engine.handshake import Peers
-from laconic.collectives.engine.overlap import overlap
-from laconic.collectives.engine.ring import ring_all_reduce_piece, ring_reduce_scatter_piece
-from laconic.collectives.engine.route import Route, agree, find_route, finish, route_of, slices
+from laconic.collectives.engine.handshake import Peers, Settings
 from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire
-from laconic.collectives.policy.selector import choose, note, observe, sent_by_one, would_talk
+from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
 from laconic.cost.comm.seconds import RAW, Choice
 from laconic.errors import CollectiveError, ConfigError
 
-__all__ = ["REDUCIBLE", "Exchange"]
+__all__ = ["REDUCIBLE", "Call", "Exchange", "Route", "find_route", "finish", "slices"]
+
+T = TypeVar("T")
 
 REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """What is summed in fp32 in the order of ranks; integers and float64 are left to the backend."""
@@ -46,15 +50,69 @@ _ONE_ROUND_NBYTES = 1 << 16
 _SPREAD_NBYTES = 1 << 18
 """A broadcast of more than this leaves its source once; below, the source sends to everybody."""
 
+_CHUNK_NBYTES = 1 << 20
+_MAX_CHUNKS = 32
+_CUT_NUMEL = 4096
+"""Chunks are whole blocks of the lossless format, so that cutting costs no more than headers."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the caller asked for; it may be carried out in the background, on copies of the groups."""
+
+    function: str
+    groups: Groups
+    """Those of the caller."""
+    codec: Codec | str
+    """"auto": by what the cost model predicts."""
+    dtype: torch.dtype
+    device: torch.device
+    ranks: tuple[tuple[int, ...], ...] = field(init=False)
+    """Global ranks of each group, asked for in the call: the groups may be destroyed while it is under way."""
+
+    def __post_init__(self) -> None:
+        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
+        object.__setattr__(self, "ranks", ranks)
+        if isinstance(self.codec, str) and self.codec != "auto":
+            raise ConfigError(f"codec is {self.codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
+
+    def on(self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None) -> Exchange:
+        """The exchange on `group`, which is the caller's group number `level` or its copy."""
+        return Exchange(group, self.ranks[level], self.function, codec or self.codec, self.dtype, self.device)
+
+    def run(
+        self,
+        on_one: Callable[[Exchange], object],
+        alone: Callable[[], object],
+        result: T,
+        async_op: bool,
+        on_two: Callable[[Exchange, Exchange], object] | None = None,
+    ) -> Work[T]:
+        """Carry the call out: `on_one` on its group, or `on_two` inside the node, where nothing is coded, and between
+        nodes; `alone` is what a rank does that has no others."""
+        if all(group.size() == 1 for group in self.groups):
+            with torch.no_grad():
+                alone()
+            return done(result)
+
+        def job(groups: Groups) -> T:
+            if on_two is not None and len(groups) == 2:
+                on_two(self.on(groups[0], 0, Raw()), self.on(groups[1], 1))
+            else:
+                on_one(self.on(groups[0]))
+            return result
+
+        return run_in_background(job, self.groups, self.device) if async_op else done(run_here(job, self.groups))
+
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective call: what all its ranks have in common."""
+    """A call on one group: what all its ranks have in common."""
 
     group: dist.ProcessGroup
-    """Whom it talks to; perhaps a lane's copy of the caller's group."""
+    """Whom it talks to; perhaps the background executor's copy of the caller's group."""
     ranks: tuple[int, ...]
-    """Global ranks of the group's places."""
+    """Global ranks of the group."""
     function: str
     """The operation's name."""
     codec: Codec | str
@@ -63,8 +121,8 @@ class Exchange:
     device: torch.device
 
     @property
-    def place(self) -> int:
-        """This rank's place in the group."""
+    def group_rank(self) -> int:
+        """This rank in the group."""
         return self.group.rank()
 
     @property
@@ -72,26 +130,34 @@ class Exchange:
         """Ranks in the group."""
         return self.group.size()
 
+    def wire(self, **settings: int | str) -> Wire:
+        """The messages of the call. All ranks must have the same settings."""
+        others = tuple(rank for rank in range(self.world) if rank != self.group_rank)
+        common: Settings = {
+            "function": self.function,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **settings,
+            "codec": setting_of(self.codec),
+            "version": WIRE_VERSION,
+        }
+        said = note(self.group, self.device) if isinstance(self.codec, str) and self.device.type == "cpu" else b""
+        return Wire(self.group, Peers(self.ranks, others), common, self.dtype, self.device, said)
+
     # --- movements ---
 
     def all_gather(self, rows: Tensor, mine: Tensor) -> None:
         """rows[r] of rows [W, n] becomes rank r's `mine` [n]."""
-        begun = self._begin(mine.numel(), lambda: uncoded.all_gather(rows, mine, self.group), numel=mine.numel())
-        if begun is None:
-            return
-        wire, route = begun
 
-        def piece(part: slice) -> Iterator[None]:
-            return gather_everywhere(wire, route.codec, mine[part], [row[part] for row in rows])
+        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+            return all_gather_chunk(wire, route.codec, mine[part], [row[part] for row in rows])
 
-        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
+        raw = partial(uncoded.all_gather, rows, mine, self.group)
+        self._run(chunk, mine.numel(), raw, numel=mine.numel())
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """received[r] of received [W, n] becomes what rank r has in its sent[place]."""
-        numel = sent.shape[1]
-        begun = self._begin(sent.numel(), lambda: uncoded.all_to_all(received, sent, self.group), numel=numel)
-        if begun is not None:
-            self._all_to_all(*begun, received, sent, numel)
+        """received[r] of received [W, n] becomes what rank r has in its sent[group_rank]."""
+        raw = partial(uncoded.all_to_all, received, sent, self.group)
+        self._run(_all_to_all_of(received, sent), sent.shape[1], raw, asked=sent.numel(), numel=sent.shape[1])
 
     def all_to_all_uneven(
         self,
@@ -106,61 +172,39 @@ class Exchange:
         table: elements from each rank to each, [from][to], where all know them; None: they tell each other first.
         Raises ConfigError, on every rank, if what one sends is not what another expects.
         """
-        if table is not None and isinstance(self.codec, Raw):
-            self._all_to_all_unannounced(received, sent)
-            return
-        if table is not None:
-            longest, most = max(map(max, table)), max(map(sum, table))
-            nbytes = sum(x.nbytes for place, x in enumerate(sent) if place != self.place)
-            begun = self._begin(most, lambda: self._uneven_by_backend(received, sent), nbytes=nbytes, splits=longest)
-            if begun is not None:
-                self._all_to_all(*begun, received, sent, longest)
-            return
-        wire = self._wire(splits="uneven")
-        wire.agree()
-        table = self._splits_of_all(out, into)
-        route = self._route(wire, max(map(sum, table)))
-        self._all_to_all(wire, route, received, sent, max(map(max, table)))
-
-    def _uneven_by_backend(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> torch_compat.Started:
-        return torch_compat.all_to_all_uneven([bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group)
-
-    def _all_to_all(
-        self,
-        wire: Wire,
-        route: Route,
-        received: Sequence[Tensor] | Tensor,
-        sent: Sequence[Tensor] | Tensor,
-        longest: int,
-    ) -> None:
-        me = self.place
-        others = [(me - distance) % self.world for distance in range(1, self.world)]
-
-        def piece(part: slice) -> Iterator[None]:
-            sends = [Outgoing((place,), sent[place][part]) for place in others[::-1]]
-            return move_piece(wire, route.codec, sends, [(place, received[place][part]) for place in others])
-
-        self._run(wire, route, map(piece, self._slices(route, longest)))
-        received[me].copy_(sent[me])
-
-    def _all_to_all_unannounced(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Bytes as they are, and nothing else: every two ranks know what travels between them."""
-        try:
-            self._uneven_by_backend(received, sent).wait()
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"one of ranks {list(self.ranks)} ended or stopped during {self.function}; see what it says, and start"
-                " again from a checkpoint"
-            ) from error
-        nbytes = sum(x.nbytes for place, x in enumerate(sent) if place != self.place)
-        audit.record(self.function, self.dtype, nbytes, nbytes, Raw().name, "asked for", 0.0)
+        chunk = _all_to_all_of(received, sent)
+        nbytes = sum(x.nbytes for peer, x in enumerate(sent) if peer != self.group_rank)
+        raw = partial(
+            torch_compat.all_to_all_uneven, [bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group
+        )
+        if table is None:
+            wire = self.wire(splits="uneven")
+            wire.agree()
+            table = self._splits_of_all(out, into)
+            most, longest = max(map(sum, table)), max(map(max, table))
+            if self._needs_sync(most):
+                sync(wire)
+            self._run_chunks(chunk, longest, wire, self._find_route(most))
+        elif isinstance(self.codec, Raw):
+            # Bytes as they are, and nothing else: every two ranks know what travels between them.
+            try:
+                raw().wait()
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"one of ranks {list(self.ranks)} ended or stopped during {self.function}; see what it says, and"
+                    " start again from a checkpoint"
+                ) from error
+            audit.record(self.function, self.dtype, nbytes, nbytes, RAW, "asked for", 0.0)
+        else:
+            most, longest = max(map(sum, table)), max(map(max, table))
+            self._run(chunk, longest, raw, asked=most, nbytes=nbytes, splits=longest)
 
     def _splits_of_all(self, out: Sequence[int], into: Sequence[int]) -> list[list[int]]:
         """Elements that each rank sends to each, [from][to]."""
         mine = torch.tensor([*into, *out], dtype=torch.int64, device=self.device)
-        told = torch.empty(self.world, mine.numel(), dtype=torch.int64, device=self.device)
-        torch_compat.all_gather(told.view(torch.uint8), mine.view(torch.uint8), self.group).wait()
-        table = told.tolist()
+        announced = torch.empty(self.world, mine.numel(), dtype=torch.int64, device=self.device)
+        torch_compat.all_gather(announced.view(torch.uint8), mine.view(torch.uint8), self.group).wait()
+        table = announced.tolist()
         for source, row in enumerate(table):
             for target, other in enumerate(table):
                 sent, expected = row[target], other[self.world + source]
@@ -173,167 +217,87 @@ class Exchange:
         return [row[: self.world] for row in table]
 
     def broadcast(self, x: Tensor, src: int) -> None:
-        """`x` [n] of the rank at place `src` replaces that of the others."""
-        settings = {"numel": x.numel(), "src": self.ranks[src]}
-        begun = self._begin(x.numel(), lambda: uncoded.broadcast(x, self.group, src), self.place == src, **settings)
-        if begun is None:
-            return
-        wire, route = begun
+        """`x` [n] of group rank `src` replaces that of the others."""
         spread = self.world > 2 and x.nbytes > _SPREAD_NBYTES
 
-        def piece(part: slice) -> Iterator[None]:
-            return broadcast_piece(wire, route.codec, x[part], src, spread)
+        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+            return broadcast_chunk(wire, route.codec, x[part], src, spread)
 
-        self._run(wire, route, map(piece, self._slices(route, x.numel())))
+        raw = partial(uncoded.broadcast, x, self.group, src)
+        is_end = self.group_rank == src
+        self._run(chunk, x.numel(), raw, is_end=is_end, numel=x.numel(), src=self.ranks[src])
 
     def gather(self, rows: Tensor | None, mine: Tensor, dst: int) -> None:
-        """rows[r] of rows [W, n] at place `dst` becomes rank r's `mine` [n]."""
-        settings = {"numel": mine.numel(), "dst": self.ranks[dst]}
+        """rows[r] of rows [W, n] on group rank `dst` becomes rank r's `mine` [n]."""
+
+        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+            if rows is None:
+                return move_chunk(wire, route.codec, [Outgoing((dst,), mine[part])], [])
+            return move_chunk(
+                wire, route.codec, [], [(peer, row[part]) for peer, row in enumerate(rows) if peer != dst]
+            )
+
         raw = partial(uncoded.gather, rows, mine, self.group, dst)
-        begun = self._begin(mine.numel(), raw, rows is not None, **settings)
-        if begun is None:
-            return
-        wire, route = begun
-
-        def piece(part: slice) -> Iterator[None]:
-            sends = [] if rows is not None else [Outgoing((dst,), mine[part])]
-            froms = [] if rows is None else [(p, row[part]) for p, row in enumerate(rows) if p != dst]
-            return move_piece(wire, route.codec, sends, froms)
-
-        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
-        if rows is not None:
+        is_end = rows is not None
+        if (
+            self._run(chunk, mine.numel(), raw, is_end=is_end, numel=mine.numel(), dst=self.ranks[dst])
+            and rows is not None
+        ):
             rows[dst].copy_(mine)
 
     def scatter(self, mine: Tensor, rows: Tensor | None, src: int) -> None:
-        """`mine` [n] becomes rows[place] of rows [W, n] of the rank at place `src`."""
-        settings = {"numel": mine.numel(), "src": self.ranks[src]}
+        """`mine` [n] becomes rows[group_rank] of rows [W, n] of group rank `src`."""
+
+        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+            if rows is None:
+                return move_chunk(wire, route.codec, [], [(src, mine[part])])
+            sends = [Outgoing((peer,), row[part]) for peer, row in enumerate(rows) if peer != src]
+            return move_chunk(wire, route.codec, sends, [])
+
         raw = partial(uncoded.scatter, mine, rows, self.group, src)
-        begun = self._begin(self.world * mine.numel(), raw, rows is not None, **settings)
-        if begun is None:
-            return
-        wire, route = begun
-
-        def piece(part: slice) -> Iterator[None]:
-            sends = [] if rows is None else [Outgoing((p,), row[part]) for p, row in enumerate(rows) if p != src]
-            return move_piece(wire, route.codec, sends, [] if rows is not None else [(src, mine[part])])
-
-        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
-        if rows is not None:
+        asked, is_end = self.world * mine.numel(), rows is not None
+        settings = {"numel": mine.numel(), "src": self.ranks[src]}
+        if self._run(chunk, mine.numel(), raw, asked=asked, is_end=is_end, **settings) and rows is not None:
             mine.copy_(rows[src])
 
     # --- reductions ---
 
     def reduce_scatter(self, mine: Tensor, rows: Tensor, factor: float) -> None:
-        """`mine` [n] becomes the sum over ranks of rows[place], rows [W, n], times `factor`."""
+        """`mine` [n] becomes the sum over ranks of rows[group_rank], rows [W, n], times `factor`."""
         if self.dtype not in REDUCIBLE:
             nbytes = rows.nbytes * (self.world - 1) // self.world
             start = partial(torch_compat.reduce_scatter, mine, rows, self.group)
-            self._natively(start, mine, factor, nbytes, rows.numel())
+            self._run_natively(start, mine, factor, nbytes, rows.numel())
             return
-        op = "sum" if factor == 1 else "avg"
-        raw = partial(uncoded.reduce_scatter, mine, rows.view(-1), self.group, op)
-        begun = self._begin(rows.numel(), raw, numel=rows.numel(), factor=repr(factor))
-        if begun is None:
-            return
-        wire, route = begun
 
-        def piece(part: slice) -> Iterator[None]:
-            function = ring_reduce_scatter_piece if route.ring else reduce_scatter_piece
+        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+            function = ring_reduce_scatter_chunk if route.ring else reduce_scatter_chunk
             return function(wire, route.codec, [row[part] for row in rows], mine[part], factor)
 
-        self._run(wire, route, map(piece, self._slices(route, mine.numel())))
+        raw = partial(uncoded.reduce_scatter, mine, rows.view(-1), self.group, "sum" if factor == 1 else "avg")
+        self._run(chunk, mine.numel(), raw, asked=rows.numel(), numel=rows.numel(), factor=repr(factor))
 
     def all_reduce(self, x: Tensor, factor: float) -> None:
         """`x` [n] becomes the sum over ranks, times `factor`."""
         if self.dtype not in REDUCIBLE:
             nbytes = 2 * x.nbytes * (self.world - 1) // self.world
-            self._natively(lambda: torch_compat.all_reduce(x, self.group), x, factor, nbytes, x.numel())
+            self._run_natively(partial(torch_compat.all_reduce, x, self.group), x, factor, nbytes, x.numel())
             return
-        raw = partial(uncoded.all_reduce, x, self.group, "sum" if factor == 1 else "avg")
-        begun = self._begin(x.numel(), raw, numel=x.numel(), factor=repr(factor))
-        if begun is None:
-            return
-        wire, route = begun
-        one_round = route.codec.lossless and x.nbytes * (self.world - 1) <= _ONE_ROUND_NBYTES
+        is_short = x.nbytes * (self.world - 1) <= _ONE_ROUND_NBYTES
 
-        def piece(part: slice) -> Iterator[None]:
+        def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
             if route.ring:
-                return ring_all_reduce_piece(wire, route.codec, x[part], factor)
-            return all_reduce_piece(wire, route.codec, x[part], factor, one_round)
+                return ring_all_reduce_chunk(wire, route.codec, x[part], factor)
+            return all_reduce_chunk(wire, route.codec, x[part], factor, is_short and route.codec.lossless)
 
+        raw = partial(uncoded.all_reduce, x, self.group, "sum" if factor == 1 else "avg")
         # A chunk of the call is a message for each rank.
-        step = route.step(-(-x.numel() // self.world), self.dtype) * self.world
-        self._run(wire, route, map(piece, slices(x.numel(), step)))
+        self._run(chunk, x.numel(), raw, num_parts=self.world, numel=x.numel(), factor=repr(factor))
 
-    # --- one call ---
-
-    def _begin(
-        self,
-        length: int,
-        raw: Callable[[], torch_compat.Started],
-        is_end: bool = False,
-        nbytes: int | None = None,
-        **settings: int | str,
-    ) -> tuple[Wire, Route] | None:
-        """The messages of a call of `length` elements, and their route; None if it was left raw and is done: `raw`
-        started it.
-
-        Only what is coded is announced to the other ranks, and what has to be measured first.
-        """
-        wire = None
-        if isinstance(self.codec, str):
-            if would_talk(self.function, length, self.dtype, self.group, device=self.device):
-                wire = self._wire(**settings)
-                agree(wire)
-            choice = choose(self.function, length, self.dtype, self.group, device=self.device)
-            if choice.codec == RAW:
-                if nbytes is None:
-                    nbytes = sent_by_one(self.function, length * self.dtype.itemsize, self.world, is_end)
-                self._leave_raw(raw, length, nbytes, choice)
-                return None
-            route = route_of(choice, length)
-        else:
-            route = Route(self.codec, None, "asked for")
-        return wire or self._wire(**settings), route
-
-    def _leave_raw(self, raw: Callable[[], torch_compat.Started], length: int, nbytes: int, choice: Choice) -> None:
-        began = time.perf_counter()
-        started = raw()
-        try:
-            started.wait()
-        except RuntimeError as error:
-            raise uncoded.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
-        seconds = time.perf_counter() - began
-        observe(self.function, length, self.dtype, self.group, choice, 0, 0, seconds, device=self.device)
-        torch_compat.count_sent(nbytes)
-        audit.record(self.function, self.dtype, nbytes, nbytes, RAW, choice.reason, 0.0)
-
-    def _wire(self, **more: int | str) -> Wire:
-        others = tuple(place for place in range(self.world) if place != self.place)
-        settings: Settings = {
-            "function": self.function,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            **more,
-            "codec": setting_of(self.codec),
-            "version": WIRE_VERSION,
-        }
-        said = note(self.group, self.device) if isinstance(self.codec, str) and self.device.type == "cpu" else b""
-        return Wire(self.group, Peers(self.ranks, others), settings, self.dtype, self.device, said)
-
-    def _route(self, wire: Wire, numel: int) -> Route:
-        return find_route(wire, self.function, numel, self.codec)
-
-    def _slices(self, route: Route, numel: int) -> Iterator[slice]:
-        return slices(numel, route.step(numel, self.dtype))
-
-    def _run(self, wire: Wire, route: Route, pieces: Iterable[Iterator[None]]) -> None:
-        overlap(pieces)
-        finish(wire, self.function, route)
-
-    def _natively(
+    def _run_natively(
         self, start: Callable[[], torch_compat.Started], result: Tensor, factor: float, nbytes: int, numel: int
     ) -> None:
-        wire = self._wire(numel=numel, factor=repr(factor))
+        wire = self.wire(numel=numel, factor=repr(factor))
         wire.agree()
         start().wait()
         if factor != 1:
@@ -341,3 +305,157 @@ class Exchange:
         wire.raw_nbytes += nbytes
         wire.sent_nbytes += nbytes
         finish(wire, self.function, Route(Raw(), 1, "left to the backend"))
+
+    # --- one call ---
+
+    def _run(
+        self,
+        chunk: _Chunk,
+        longest: int,
+        raw: Callable[[], torch_compat.Started],
+        *,
+        asked: int | None = None,
+        num_parts: int = 1,
+        is_end: bool = False,
+        nbytes: int | None = None,
+        **settings: int | str,
+    ) -> bool:
+        """Carry a call out in chunks, or raw if that is predicted to be faster; whether it was in chunks.
+
+        Only what is coded is announced to the other ranks, and what has to be measured first.
+
+        Arguments:
+            chunk: the generator of one slice of `longest` elements, which fall into `num_parts` messages.
+            raw: starts the backend's own collective.
+            asked: elements for which the cost model is asked; None: `longest`.
+            is_end, nbytes: for `sent_by_one`, or what it would say.
+        """
+        asked, wire = longest if asked is None else asked, None
+        if self._needs_sync(asked):
+            wire = self.wire(**settings)
+            sync(wire)
+        route = self._find_route(asked)
+        if route.choice is not None and route.choice.codec == RAW:
+            if nbytes is None:
+                nbytes = sent_by_one(self.function, asked * self.dtype.itemsize, self.world, is_end)
+            self._run_raw(raw, asked, nbytes, route.choice)
+            return False
+        self._run_chunks(chunk, longest, wire or self.wire(**settings), route, num_parts)
+        return True
+
+    def _needs_sync(self, numel: int) -> bool:
+        is_auto = isinstance(self.codec, str)
+        return is_auto and needs_sync(self.function, numel, self.dtype, self.group, device=self.device)
+
+    def _find_route(self, numel: int) -> Route:
+        return find_route(self.codec, self.function, numel, self.dtype, self.group, self.device)
+
+    def _run_chunks(self, chunk: _Chunk, longest: int, wire: Wire, route: Route, num_parts: int = 1) -> None:
+        step = route.step(-(-longest // num_parts), self.dtype) * num_parts
+        overlap(chunk(wire, route, part) for part in slices(longest, step))
+        finish(wire, self.function, route)
+
+    def _run_raw(self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: Choice) -> None:
+        began = time.perf_counter()
+        started = raw()
+        try:
+            started.wait()
+        except RuntimeError as error:
+            raise uncoded.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
+        seconds = time.perf_counter() - began
+        observe(self.function, numel, self.dtype, self.group, choice, 0, 0, seconds, device=self.device)
+        torch_compat.count_sent(nbytes)
+        audit.record(self.function, self.dtype, nbytes, nbytes, RAW, choice.reason, 0.0)
+
+
+def _all_to_all_of(received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor) -> _Chunk:
+    def chunk(wire: Wire, route: Route, part: slice) -> Iterator[None]:
+        return all_to_all_chunk(wire, route.codec, [x[part] for x in received], [x[part] for x in sent])
+
+    return chunk
+
+
+# --- routes ---
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the values of one call travel."""
+
+    codec: Codec
+    num_chunks: int | None
+    """None: by size."""
+    reason: str
+    saved_seconds: float = 0.0
+    """What the cost model expects to be saved against raw."""
+    choice: Choice | None = None
+    """What the cost model said, if it was asked."""
+    numel: int = 0
+    """Of what it was asked."""
+    ring: bool = False
+    """Whether messages go around, from rank to rank."""
+
+    def step(self, numel: int, dtype: torch.dtype) -> int:
+        """Elements per chunk of a message of `numel` elements, at least 1."""
+        num_chunks = self.num_chunks or min(_MAX_CHUNKS, numel * dtype.itemsize // _CHUNK_NBYTES)
+        step = -(-numel // max(1, num_chunks))
+        return max(1, min(numel, -(-step // _CUT_NUMEL) * _CUT_NUMEL))
+
+
+_Chunk = Callable[[Wire, Route, slice], Iterator[None]]
+
+
+def slices(numel: int, step: int) -> Iterator[slice]:
+    """0 ... numel in steps; one empty slice if there is nothing."""
+    return (slice(start, min(start + step, numel)) for start in range(0, max(1, numel), step))
+
+
+def find_route(
+    codec: Codec | str,
+    operation: str,
+    numel: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Route:
+    """The route of a call; the same on all its ranks.
+
+    Arguments:
+        codec: a codec, or "auto" for the one that is predicted to be fastest.
+        operation: "all_gather", ...
+        numel: elements of one rank's input, a number that all ranks share.
+    """
+    if not isinstance(codec, str):
+        return Route(codec, None, "asked for")
+    choice = choose(operation, numel, dtype, group, device=device)
+    if choice.codec == RAW:
+        return Route(Raw(), None, choice.reason, 0.0, choice, numel)
+    found = Lossless(choice.codec)
+    return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice, numel, choice.ring)
+
+
+def sync(wire: Wire) -> None:
+    """Wait until all ranks are known to do the same, and learn what they have observed."""
+    wire.agree()
+    notes = wire.take_notes()
+    if notes:
+        learn(wire.group, notes, wire.device)
+
+
+def finish(wire: Wire, operation: str, route: Route) -> None:
+    """Write a call down in the audit, and what became of it for later choices."""
+    # Of sends the two ranks would observe at different times, and could then choose differently.
+    if route.choice is not None and wire.peers.sends is None:
+        sync(wire)
+        seconds, nbytes = time.perf_counter() - wire.started, (wire.raw_nbytes, wire.message_nbytes)
+        observe(operation, route.numel, wire.dtype, wire.group, route.choice, *nbytes, seconds, device=wire.device)
+    audit.record(
+        operation,
+        wire.dtype,
+        wire.raw_nbytes,
+        wire.sent_nbytes,
+        route.codec.name,
+        route.reason,
+        wire.coding_seconds,
+        saved_seconds=route.saved_seconds,
+    )

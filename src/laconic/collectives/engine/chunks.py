@@ -1,44 +1,82 @@
-"""One chunk of a collective, from values to values: generators that yield where they wait for the network.
+"""One chunk of a collective, from values to values, and many of them at once.
 
-`laconic.collectives.engine.overlap` runs many of them at once: while one chunk is on the wire the next is encoded and
-the one before is decoded.
+A chunk is a generator that yields where it waits for the network. `overlap` runs chunks one wait apart: while one is on
+the wire the next is encoded and the one before is decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
-from laconic.collectives.engine.transport import Incoming, Outgoing, Wire
+from laconic.collectives.engine.transport import Incoming, InFlightMessages, Outgoing, Wire
 
-__all__ = ["all_reduce_piece", "broadcast_piece", "gather_everywhere", "move_piece", "reduce_scatter_piece"]
+__all__ = [
+    "all_gather_chunk",
+    "all_reduce_chunk",
+    "all_to_all_chunk",
+    "broadcast_chunk",
+    "move_chunk",
+    "overlap",
+    "reduce_scatter_chunk",
+    "ring_all_reduce_chunk",
+    "ring_reduce_scatter_chunk",
+]
 
 
-def move_piece(
+def overlap(chunks: Iterable[Iterator[None]]) -> None:
+    """Run chunks so that each is one wait behind the one before it: the same order of messages on every rank."""
+    waiting: deque[Iterator[None]] = deque()
+
+    def step() -> None:
+        # The youngest first, so that its message is on the way before an older one is computed with.
+        for chunk in [*waiting][::-1]:
+            if next(chunk, waiting) is waiting:
+                waiting.remove(chunk)
+
+    for chunk in chunks:
+        waiting.append(chunk)
+        step()
+    while waiting:
+        step()
+
+
+# --- movements ---
+
+
+def move_chunk(
     wire: Wire, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[tuple[int, Tensor]]
 ) -> Iterator[None]:
-    """Values to and from other ranks: `incoming` names places and where their values go."""
-    flight = wire.fly(codec, outgoing, [Incoming(place, out.numel(), out) for place, out in incoming])
+    """Values to and from other ranks: `incoming` names group ranks and where their values go."""
+    messages = wire.start(codec, outgoing, [Incoming(peer, out.numel(), out) for peer, out in incoming])
     yield
     wire.agree()
-    for place, out in incoming:
+    for peer, out in incoming:
         if out.numel():
-            wire.decode_into(place, *flight.take(place), out)
-    flight.wait_sent()
+            wire.decode_into(peer, *messages.take(peer), out)
+    messages.wait_sent()
 
 
-def gather_everywhere(wire: Wire, codec: Codec, mine: Tensor, outs: Sequence[Tensor]) -> Iterator[None]:
-    """`mine` to all ranks, and what they have into `outs`, by place; a lossy codec changes one's own too."""
+def all_to_all_chunk(
+    wire: Wire, codec: Codec, received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor
+) -> Iterator[None]:
+    """sent[r] goes to rank r, received[r] comes from it; one's own is copied."""
     me, others = _others(wire)
-    if mine.numel() == 0:
-        message = None
-    else:
-        message = wire.encode(codec, mine)
+    outgoing = [Outgoing((peer,), sent[peer]) for peer in others[::-1]]
+    yield from move_chunk(wire, codec, outgoing, [(peer, received[peer]) for peer in others])
+    received[me].copy_(sent[me])
+
+
+def all_gather_chunk(wire: Wire, codec: Codec, mine: Tensor, outs: Sequence[Tensor] | Tensor) -> Iterator[None]:
+    """`mine` to all ranks, and what they have into `outs`, by group rank; a lossy codec changes one's own too."""
+    me, others = _others(wire)
+    message = wire.encode(codec, mine) if mine.numel() else None
     outgoing = [Outgoing(others[::-1], mine, message)]
-    yield from move_piece(wire, codec, outgoing, [(place, outs[place]) for place in others])
+    yield from move_chunk(wire, codec, outgoing, [(peer, outs[peer]) for peer in others])
     if codec.lossless or message is None:
         if outs[me].data_ptr() != mine.data_ptr():
             outs[me].copy_(mine)
@@ -46,14 +84,55 @@ def gather_everywhere(wire: Wire, codec: Codec, mine: Tensor, outs: Sequence[Ten
         wire.decode_into(me, codec, message, outs[me])
 
 
-def reduce_scatter_piece(
+def broadcast_chunk(wire: Wire, codec: Codec, x: Tensor, src: int, spread: bool) -> Iterator[None]:
+    """Flat `x` [m] of group rank `src` replaces that of the others.
+
+    Spread, it leaves `src` once: each other rank gets a part and passes its message on.
+    """
+    me, others = _others(wire)
+    receivers = [peer for peer in range(wire.group.size()) if peer != src]
+    if not spread:
+        parts = [x]
+        sends = [receivers]
+    else:
+        parts = _parts(x, len(receivers))
+        sends = [[peer] for peer in receivers]
+    if me == src:
+        outgoing = [
+            Outgoing(peers, part, wire.encode(codec, part))
+            for peers, part in zip(sends, parts, strict=True)
+            if part.numel()
+        ]
+        yield from move_chunk(wire, codec, outgoing, [])
+        if spread:
+            yield from move_chunk(wire, codec, [], [])  # as many rounds as on the other ranks
+        if not codec.lossless:
+            for entry in outgoing:
+                assert entry.message is not None
+                wire.decode_into(me, codec, entry.message, entry.values)
+        return
+    part = parts[receivers.index(me)] if spread else x
+    messages = wire.start(codec, [], [Incoming(src, part.numel(), part)])
+    yield
+    wire.agree()
+    message = _decode_and_keep(wire, codec, messages, src, part)
+    if spread:
+        rest = [peer for peer in others if peer != src]
+        incoming = [(peer, parts[receivers.index(peer)]) for peer in rest]
+        yield from move_chunk(wire, codec, [Outgoing(rest[::-1], part, message)], incoming)
+
+
+# --- sums: every rank exchanges with every other ---
+
+
+def reduce_scatter_chunk(
     wire: Wire, codec: Codec, rows: Sequence[Tensor], out: Tensor, factor: float
 ) -> Iterator[None]:
     """Row r of every rank is summed on rank r, into `out`."""
     out.copy_((yield from _sum_of_rows(wire, codec, rows, factor)))
 
 
-def all_reduce_piece(wire: Wire, codec: Codec, x: Tensor, factor: float, one_round: bool) -> Iterator[None]:
+def all_reduce_chunk(wire: Wire, codec: Codec, x: Tensor, factor: float, one_round: bool) -> Iterator[None]:
     """Flat `x` [m] is replaced by its sum over ranks.
 
     In one round every rank sends all it has and sums all by itself; in two each sums a part, and the parts are
@@ -63,55 +142,9 @@ def all_reduce_piece(wire: Wire, codec: Codec, x: Tensor, factor: float, one_rou
     if one_round:
         x.copy_((yield from _sum_of_rows(wire, codec, [x] * world, factor, together=True)))
         return
-    step = -(-x.numel() // world)
-    parts = [x[min(start, x.numel()) : start + step] for start in range(0, step * world, max(1, step))]
+    parts = _parts(x, world)
     total = yield from _sum_of_rows(wire, codec, parts, factor)
-    mine = total.to(x.dtype)
-    yield from gather_everywhere(wire, codec, mine, parts)
-
-
-def broadcast_piece(wire: Wire, codec: Codec, x: Tensor, src: int, spread: bool) -> Iterator[None]:
-    """Flat `x` [m] of the rank at `src` replaces that of the others.
-
-    Spread, it leaves `src` once: each other rank gets a part and passes its message on.
-    """
-    me, others = _others(wire)
-    receivers = [place for place in range(wire.group.size()) if place != src]
-    if not spread:
-        parts = [x]
-        sends = [receivers]
-    else:
-        step = max(1, -(-x.numel() // len(receivers)))
-        parts = [x[min(i * step, x.numel()) : (i + 1) * step] for i in range(len(receivers))]
-        sends = [[place] for place in receivers]
-    if me == src:
-        outgoing = [
-            Outgoing(places, part, wire.encode(codec, part))
-            for places, part in zip(sends, parts, strict=True)
-            if part.numel()
-        ]
-        yield from move_piece(wire, codec, outgoing, [])
-        if spread:
-            yield from move_piece(wire, codec, [], [])  # as many flights as on the other ranks
-        if not codec.lossless:
-            for entry in outgoing:
-                assert entry.message is not None
-                wire.decode_into(me, codec, entry.message, entry.values)
-        return
-    part = parts[receivers.index(me)] if spread else x
-    flight = wire.fly(codec, [], [Incoming(src, part.numel(), part)])
-    yield
-    wire.agree()
-    message = None
-    if part.numel():
-        used, message = flight.take(src)
-        wire.decode_into(src, used, message, part)
-        # The fallback's is made again from the values, as `src` made it.
-        message = message if used == codec else None
-    if spread:
-        rest = [place for place in others if place != src]
-        incoming = [(place, parts[receivers.index(place)]) for place in rest]
-        yield from move_piece(wire, codec, [Outgoing(rest[::-1], part, message)], incoming)
+    yield from all_gather_chunk(wire, codec, total.to(x.dtype), parts)
 
 
 def _sum_of_rows(
@@ -124,20 +157,102 @@ def _sum_of_rows(
     me, others = _others(wire)
     mine = rows[me]
     outgoing = [Outgoing(others[::-1], mine)] if together else [Outgoing((p,), rows[p]) for p in others[::-1]]
-    flight = wire.fly(codec, outgoing, [Incoming(place, mine.numel()) for place in others])
+    messages = wire.start(codec, outgoing, [Incoming(peer, mine.numel()) for peer in others])
     yield
     wire.agree()
     total = torch.full((mine.numel(),), -0.0, device=mine.device)  # x + -0.0 is x, for 0.0 and -0.0 too
-    for place in range(wire.group.size() if mine.numel() else 0):
-        if place == me:
+    for rank in range(wire.group.size() if mine.numel() else 0):
+        if rank == me:
             total.add_(mine)
         else:
-            wire.decode_add(place, *flight.take(place), total)
-    flight.wait_sent()
+            wire.decode_add(rank, *messages.take(rank), total)
+    messages.wait_sent()
     return total.mul_(factor) if factor != 1 else total
 
 
+# --- sums around a ring ---
+#
+# Each rank decodes what comes from the rank before, adds its own, encodes, and passes it on. As many bytes leave each
+# rank as in an exchange between every two, but in one stream to one neighbour, which fills a link better than streams
+# from all other ranks at once do. The part of rank r is summed in the order r + 1, r + 2, ... r, and rounded to the
+# tensor's type at every hop. All ranks get the same bits. Codecs have to be lossless.
+
+
+def ring_reduce_scatter_chunk(
+    wire: Wire, codec: Codec, rows: Sequence[Tensor], out: Tensor, factor: float
+) -> Iterator[None]:
+    """Row r of every rank is summed on rank r, into `out`, times `factor`."""
+    started: list[InFlightMessages] = []
+    out.copy_((yield from _sum_around(wire, codec, rows, factor, started)))
+    for messages in started:
+        messages.wait_sent()
+
+
+def ring_all_reduce_chunk(wire: Wire, codec: Codec, x: Tensor, factor: float) -> Iterator[None]:
+    """Flat `x` [m] is replaced by its sum over ranks, times `factor`."""
+    me, world = wire.group.rank(), wire.group.size()
+    before = (me - 1) % world
+    parts = _parts(x, world)
+    started: list[InFlightMessages] = []
+    parts[me].copy_((yield from _sum_around(wire, codec, parts, factor, started)))
+    # What a rank has summed is encoded once, and passed on as it came.
+    values = parts[me]
+    message = wire.encode(codec, values) if values.numel() else None
+    for hop in range(world - 1):
+        coming = parts[(me - hop - 1) % world]
+        messages = _pass_on(wire, codec, values, message, coming.numel(), started)
+        yield
+        values, message = coming, _decode_and_keep(wire, codec, messages, before, coming)
+    for messages in started:
+        messages.wait_sent()
+
+
+def _sum_around(
+    wire: Wire, codec: Codec, rows: Sequence[Tensor], factor: float, started: list[InFlightMessages]
+) -> Generator[None, None, Tensor]:
+    """fp32 sum over ranks of the row that is this rank's, times `factor`."""
+    me, world = wire.group.rank(), wire.group.size()
+    before = (me - 1) % world
+    partial = rows[before]
+    for hop in range(world - 1):
+        mine = rows[(me - hop - 2) % world]
+        messages = _pass_on(wire, codec, partial, None, mine.numel(), started)
+        yield
+        wire.agree()
+        total = torch.empty(mine.numel(), dtype=torch.float32, device=mine.device).copy_(mine)
+        if mine.numel():
+            wire.decode_add(before, *messages.take(before), total)
+        partial = total if hop == world - 2 else total.to(mine.dtype)
+    return partial.mul_(factor) if factor != 1 else partial
+
+
+def _pass_on(
+    wire: Wire, codec: Codec, values: Tensor, message: Tensor | None, numel: int, started: list[InFlightMessages]
+) -> InFlightMessages:
+    """Values to the next rank, and `numel` from the one before."""
+    me, world = wire.group.rank(), wire.group.size()
+    outgoing, incoming = [Outgoing(((me + 1) % world,), values, message)], [Incoming((me - 1) % world, numel)]
+    started.append(wire.start(codec, outgoing, incoming))
+    return started[-1]
+
+
+def _decode_and_keep(wire: Wire, codec: Codec, messages: InFlightMessages, peer: int, out: Tensor) -> Tensor | None:
+    """Decode a message and return it, to be passed on; None if it is to be made again from the values, as it is where
+    there are none and where the sender fell back to another codec."""
+    if not out.numel():
+        return None
+    used, message = messages.take(peer)
+    wire.decode_into(peer, used, message, out)
+    return message if used == codec else None
+
+
+def _parts(x: Tensor, num: int) -> list[Tensor]:
+    """Flat `x` as `num` consecutive parts, equal but for the last ones, which may be empty."""
+    step = -(-x.numel() // num)
+    return [x[min(i * step, x.numel()) : (i + 1) * step] for i in range(num)]
+
+
 def _others(wire: Wire) -> tuple[int, list[int]]:
-    """This rank's place, and the others', the next one first: no rank is sent to by all others at once."""
+    """This rank's group rank, and the others', the next one first: no rank is sent to by all others at once."""
     me, world = wire.group.rank(), wire.group.size()
     return me, [(me - distance) % world for distance in range(1, world)]

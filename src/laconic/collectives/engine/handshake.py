@@ -1,41 +1,60 @@
-"""What ranks tell each other before a call: 256 bytes of settings, and with them the first message if it is short.
+"""Settings handshake of a collective: every two ranks compare what they are about to do; short messages ride along.
 
-A notice is received into a buffer of fixed size, whatever the sender means by it, so that notices arrive even where two
-ranks mean different calls: those are compared and refused. A short message inside makes one exchange of two.
+Collectives of different sizes hang, abort or mix up bytes. So before values are used each rank announces its settings
+to the others, and all of them refuse together when two differ.
+
+On the CPU an announcement has 256 bytes of settings, and behind them the first message if that is short. It is received
+into a buffer of fixed size, whatever the sender means by it, so that announcements arrive even where two ranks mean
+different calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.engine.agreement import Settings
+from laconic.collectives.runtime.torch_compat import all_gather
+from laconic.errors import ConfigError
 
-__all__ = ["MAX_INSIDE_NBYTES", "Notices", "Peers", "line_of"]
+__all__ = [
+    "MAX_INSIDE_NBYTES",
+    "Handshake",
+    "Peers",
+    "Settings",
+    "compare_once",
+    "disagreement",
+    "first_difference",
+    "line_of",
+]
 
 MAX_INSIDE_NBYTES = 1 << 14
-"""Of a message that travels inside of a notice."""
+"""Of a message that travels inside of an announcement."""
 
 _LINE_NBYTES = 256
 
 _TAG = 1 << 25
-"""And the two after it. native.py and programs stay below."""
+"""And the two after it. torch_compat.py and programs stay below."""
+
+Settings = dict[str, str | int]
+"""What must be the same on all ranks, by name; the function's name first."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """With whom this rank exchanges notices."""
+    """The ranks that this one shakes hands with."""
 
     ranks: tuple[int, ...]
-    """Global ranks of the group's places, for errors."""
-    places: tuple[int, ...]
-    """Places of the other ranks that take part."""
+    """Global ranks of the whole group, for errors."""
+    group_ranks: tuple[int, ...]
+    """Group ranks of the others that take part."""
     sends: bool | None = None
     """Whether this rank sends to or receives from its only peer; None in a collective of the whole group."""
 
@@ -47,11 +66,11 @@ def line_of(settings: Settings) -> bytes:
     return line
 
 
-class Notices:
-    """Those of one call, from and to each peer, through gloo.
+class Handshake:
+    """The announcements of one call, to and from each peer, through gloo.
 
     `note` follows the settings, as long on all ranks whose settings are the same, and need not be equal. `send` starts
-    sending a tensor to a place with a tag; `blame` is put around what may fail because of a place.
+    sending a tensor to a group rank with a tag; `attribute` names that rank in errors raised inside of it.
     """
 
     def __init__(
@@ -61,51 +80,89 @@ class Notices:
         line: bytes,
         note: bytes,
         send: Callable[[int, Tensor, int], dist.Work],
-        blame: Callable[[int], AbstractContextManager[None]],
+        attribute: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self._front, self._send, self._blame = line + note, send, blame
-        # A sender's notices stay apart from a receiver's, because two ranks may send to each other at the same time.
+        self._front, self._send, self._attribute = line + note, send, attribute
+        # A sender's announcements stay apart from a receiver's, because two ranks may send to each other at once.
         self._tag_out, tag_in = {None: (0, 0), True: (1, 2), False: (2, 1)}[peers.sends]
-        self._untold = list(peers.places)
+        self._unannounced = list(peers.group_ranks)
         self._sent: list[tuple[int, dist.Work]] = []
         self._received: dict[int, tuple[Tensor, dist.Work]] = {}
-        for place in peers.places:
+        for peer in peers.group_ranks:
             buffer = torch.empty(len(self._front) + MAX_INSIDE_NBYTES, dtype=torch.uint8)
-            with blame(place):
-                work = group.recv([buffer], place, _TAG + tag_in)
+            with attribute(peer):
+                work = group.recv([buffer], peer, _TAG + tag_in)
             assert work is not None
-            self._received[place] = buffer, work
+            self._received[peer] = buffer, work
 
-    def tell(self, place: int, message: Tensor | None = None) -> None:
-        """Send the notice to the rank at `place`, with a message inside."""
-        self._untold.remove(place)
+    def announce(self, peer: int, message: Tensor | None = None) -> None:
+        """Send the settings to a peer, with a message inside."""
+        self._unannounced.remove(peer)
         front = torch.frombuffer(bytearray(self._front), dtype=torch.uint8)
-        notice = front if message is None else torch.cat((front, message))
-        self._sent.append((place, self._send(place, notice, _TAG + self._tag_out)))
+        buffer = front if message is None else torch.cat((front, message))
+        self._sent.append((peer, self._send(peer, buffer, _TAG + self._tag_out)))
 
-    def tell_all_but(self, places: set[int]) -> None:
-        """Send the notice to all other ranks that have none yet."""
-        for place in [place for place in self._untold if place not in places]:
-            self.tell(place)
+    def announce_to_all_but(self, group_ranks: set[int]) -> None:
+        """Send the settings to all other peers that do not have them yet."""
+        for peer in [peer for peer in self._unannounced if peer not in group_ranks]:
+            self.announce(peer)
 
     def read(self) -> dict[int, bytes]:
-        """Wait for what the others say, by place."""
-        self.tell_all_but(set())
-        for place, (_, work) in self._received.items():
-            with self._blame(place):
+        """Wait for the settings of the others, by group rank."""
+        self.announce_to_all_but(set())
+        for peer, work in [*((peer, work) for peer, (_, work) in self._received.items()), *self._sent]:
+            with self._attribute(peer):
                 work.wait()
-        for place, work in self._sent:
-            with self._blame(place):
-                work.wait()
-        return {place: buffer[:_LINE_NBYTES].numpy().tobytes() for place, (buffer, _) in self._received.items()}
+        return {peer: buffer[:_LINE_NBYTES].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
 
     def notes(self) -> dict[int, bytes]:
-        """The others' notes, by place; call `read` before."""
-        return {
-            place: buffer[_LINE_NBYTES : len(self._front)].numpy().tobytes()
-            for place, (buffer, _) in self._received.items()
-        }
+        """The others' notes, by group rank; call `read` before."""
+        inside = slice(_LINE_NBYTES, len(self._front))
+        return {peer: buffer[inside].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
 
-    def inside(self, place: int, nbytes: int) -> Tensor:
-        """The first `nbytes` of what came inside of the notice from `place`; call `read` before."""
-        return self._received[place][0][len(self._front) : len(self._front) + nbytes]
+    def inside(self, peer: int, nbytes: int) -> Tensor:
+        """The first `nbytes` of what came behind the settings of a peer; call `read` before."""
+        return self._received[peer][0][len(self._front) : len(self._front) + nbytes]
+
+
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[bytes]] = WeakKeyDictionary()
+
+
+def compare_once(line: bytes, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+    """The handshake on a GPU: the first call with these settings is compared, in one all-gather.
+
+    Reading what others announce makes the host wait for the GPU, which must not happen at every call.
+    """
+    compared = _compared.setdefault(group, set())
+    if line in compared:
+        return
+    gathered = torch.empty(len(ranks), len(line), dtype=torch.uint8, device=device)
+    all_gather(gathered, torch.frombuffer(bytearray(line), dtype=torch.uint8).to(device), group).wait()
+    lines = [row.numpy().tobytes() for row in gathered.cpu()]
+    if any(other != line for other in lines):
+        raise disagreement(dict(zip(ranks, map(json.loads, lines), strict=True)))
+    compared.add(line)
+
+
+def first_difference(settings: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """The first setting in which some rank differs from the first one, and that rank's index; None if all agree."""
+    first = settings[0]
+    for index, other in enumerate(settings):
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                return name, index
+    return None
+
+
+def disagreement(settings: Mapping[int, Mapping[str, Any]]) -> ConfigError:
+    """The error of a call for which the ranks, in the group's order, have settings that are not all the same."""
+    ranks = list(settings)
+    found = first_difference(list(settings.values()))
+    assert found is not None
+    name, index = found
+    first, other = settings[ranks[0]], settings[ranks[index]]
+    return ConfigError(
+        f"{name} is {first.get(name)!r} on rank {ranks[0]} and {other.get(name)!r} on rank {ranks[index]} in"
+        f" {first['function']}, but all ranks of a group must make the same calls in the same order with"
+        " the same settings; no result was written"
+    )

@@ -1,4 +1,4 @@
-"""Collectives as the backend has them, for messages that are left raw: one call, no notices, no chunks, no threads.
+"""Collectives as the backend has them, for messages that are left raw: one call, no handshake, no chunks, no threads.
 
 What is summed is summed by the backend, in its order and in the tensor's type. Ranks that mean different calls are not
 told so; the backend hangs or fails as it always does.
@@ -60,19 +60,19 @@ _KNOWN = frozenset(
 class BackendWork(Work[T]):
     """A call that the backend carries out, with its result and what to call it in an error."""
 
-    __slots__ = ("_done", "_group", "_name", "_place", "_result", "_work")
+    __slots__ = ("_done", "_group", "_name", "_peer", "_result", "_work")
 
     def __init__(
-        self, work: dist.Work, result: T, group: dist.ProcessGroup, name: str, place: int | None = None
+        self, work: dist.Work, result: T, group: dist.ProcessGroup, name: str, peer: int | None = None
     ) -> None:
-        self._work, self._result, self._group, self._name, self._place = work, result, group, name, place
+        self._work, self._result, self._group, self._name, self._peer = work, result, group, name, peer
         self._done = False
 
     def wait(self) -> T:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise broken_off(self._name, self._group, error, self._place) from error
+            raise broken_off(self._name, self._group, error, self._peer) from error
         self._done = True
         return self._result
 
@@ -92,7 +92,7 @@ class BackendWork(Work[T]):
             try:
                 done.value()
             except RuntimeError as error:
-                raise broken_off(self._name, self._group, error, self._place) from error
+                raise broken_off(self._name, self._group, error, self._peer) from error
             return change(self._result)
 
         found = self._work.get_future().then(value)
@@ -132,10 +132,10 @@ class _ChangedWork(Work[S]):
             return self._found[0]
 
 
-def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, place: int | None = None) -> CollectiveError:
-    """The error of a rank on which the backend gave up: on `place`, or finds out on whom as far as that is known."""
+def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: int | None = None) -> CollectiveError:
+    """The error of a rank on which the backend gave up: on `peer`, or finds out on whom as far as that is known."""
     ranks = dist.get_process_group_ranks(group)
-    missing = [f"rank {ranks[other]}" for other in (absent(group) if place is None else [place])]
+    missing = [f"rank {ranks[other]}" for other in (absent(group) if peer is None else [peer])]
     reason = str(error).partition("\n")[0].partition(". This is typically")[0]
     return CollectiveError(
         f"{name} broke off on rank {ranks[group.rank()]}: {reason};"
@@ -185,14 +185,14 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, src: int) -> dist.Work:
-    """`tensor` of the rank at place `src` replaces that of the others."""
+    """`tensor` of group rank `src` replaces that of the others."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
     return group.broadcast([_movable(tensor)], options)
 
 
 def gather(output: Tensor | None, input: Tensor, group: dist.ProcessGroup, dst: int) -> dist.Work:
-    """`output` [W * n] at place `dst` becomes what ranks have in `input` [n]."""
+    """`output` [W * n] on group rank `dst` becomes what ranks have in `input` [n]."""
     options = GatherOptions()
     options.rootRank = dst
     outputs = [] if output is None else [list(_movable(output).view(group.size(), -1))]
@@ -200,7 +200,7 @@ def gather(output: Tensor | None, input: Tensor, group: dist.ProcessGroup, dst: 
 
 
 def scatter(output: Tensor, input: Tensor | None, group: dist.ProcessGroup, src: int) -> dist.Work:
-    """`output` [n] becomes this rank's part of `input` [W * n] at place `src`."""
+    """`output` [n] becomes this rank's part of `input` [W * n] of group rank `src`."""
     options = ScatterOptions()
     options.rootRank = src
     inputs = [] if input is None else [list(_movable(input).view(group.size(), -1))]
@@ -208,19 +208,19 @@ def scatter(output: Tensor, input: Tensor | None, group: dist.ProcessGroup, src:
 
 
 _TAG = 1 << 26
-"""And above: programs, native.py and notices stay below, wire.py above."""
+"""And above: programs, torch_compat.py and announcements stay below, transport.py above."""
 
 _DTYPES = {dtype: number for number, dtype in enumerate(sorted(_KNOWN, key=str))}
 
 
-def send(tensor: Tensor, group: dist.ProcessGroup, place: int) -> dist.Work:
-    """Send to the rank at `place`, which calls `recv` with as many elements of that dtype."""
-    return group.send([_movable(tensor)], place, _tag(tensor))
+def send(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
+    """Send to group rank `peer`, which calls `recv` with as many elements of that dtype."""
+    return group.send([_movable(tensor)], peer, _tag(tensor))
 
 
-def recv(tensor: Tensor, group: dist.ProcessGroup, place: int) -> dist.Work:
-    """Receive what the rank at `place` sends."""
-    return group.recv([_movable(tensor)], place, _tag(tensor))
+def recv(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
+    """Receive what group rank `peer` sends."""
+    return group.recv([_movable(tensor)], peer, _tag(tensor))
 
 
 def _tag(x: Tensor) -> int:

@@ -69,13 +69,13 @@ class RawCalls:
 class Way:
     """How a call of a function goes that is known to be left raw."""
 
-    __slots__ = ("count", "group", "place", "world")
+    __slots__ = ("count", "group", "group_rank", "world")
 
-    def __init__(self, count: Iterator[int], group: dist.ProcessGroup, place: int) -> None:
-        """`count`: of such calls; `group` carries it; `place` of the root or peer in it, if there is one."""
+    def __init__(self, count: Iterator[int], group: dist.ProcessGroup, group_rank: int) -> None:
+        """`count`: of such calls; `group` carries it; `group_rank` of the root or peer, if there is one."""
         self.count = count
         self.group = group
-        self.place = place
+        self.group_rank = group_rank
         self.world = group.size()
 
 

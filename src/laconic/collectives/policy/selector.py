@@ -59,7 +59,7 @@ __all__ = [
     "remember_raw",
     "sent_by_one",
     "use_rates",
-    "would_talk",
+    "needs_sync",
 ]
 
 _UNTAUGHT = "untaught"
@@ -115,7 +115,7 @@ def foresee(
     return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 
-def would_talk(
+def needs_sync(
     operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, device: torch.device = _CPU
 ) -> bool:
     """Whether `choose` with these arguments would communicate now, as at first use."""
@@ -148,7 +148,7 @@ def leaves_raw(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessG
 
 
 def remember_raw(
-    given: Any, call: Hashable, operation: str, x: torch.Tensor, group: dist.ProcessGroup, place: int, is_end: bool
+    given: Any, call: Hashable, operation: str, x: torch.Tensor, group: dist.ProcessGroup, group_rank: int, is_end: bool
 ) -> None:
     """Let `known_way` know of a call that `leaves_raw` has left raw.
 
@@ -156,12 +156,12 @@ def remember_raw(
         given: the group as the caller gave it; `group` carries the call.
         call: the function and its arguments that are no tensors.
         operation, x, is_end: as `leaves_raw` was given.
-        place: of the root or peer.
+        group_rank: of the root or peer.
     """
     known = _raw.get(group)
     counter = None if known is None else known.counter((operation, is_end), x)
     if counter is not None:
-        remember_way(given, call, x, Way(counter, group, place))
+        remember_way(given, call, x, Way(counter, group, group_rank))
 
 
 def sent_by_one(operation: str, nbytes: int, world: int, is_end: bool) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import DebugLevel, _create_process_group_wrapper, _world, get_debug_level
 
-from laconic.collectives.engine.agreement import Settings, first_difference
+from laconic.collectives.engine.handshake import Settings, first_difference
 from laconic.errors import ConfigError
 
 __all__ = ["Backends", "compare", "connect", "forget", "tell"]

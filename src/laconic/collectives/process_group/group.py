@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from laconic.autoload import register
 from laconic.collectives import api, audit
-from laconic.collectives.arguments import check_place
+from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
@@ -287,7 +287,7 @@ class ProcessGroupLaconic(_Base):
     @_call(updates=("tensors",))
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
-            check_place("src", opts.rootRank, self.size())
+            check_group_rank("src", opts.rootRank, self.size())
             src = dist.get_global_rank(self._inner, opts.rootRank)
             work = api.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
             return LaneWork(work, [tensors[0]])

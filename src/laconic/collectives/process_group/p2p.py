@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.arguments import check_place
+from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.p2p_batch import Batches
@@ -102,7 +102,7 @@ class Points:
 
     def send_raw(self, x: Tensor, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """Hand `tensors` on, the message of `x`."""
-        check_place("dst", dst, len(self._ranks))  # gloo reads past its list of peers
+        check_group_rank("dst", dst, len(self._ranks))  # gloo reads past its list of peers
         explain = partial(self._explain, "send", x.numel(), x.dtype, dst)
         try:
             return PeerWork(self._group.send(tensors, dst, tag), tensors, explain)
@@ -112,7 +112,7 @@ class Points:
     def receive_raw(self, x: Tensor, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
         """Receive the message of `x` into `tensors`."""
         if src is not None:
-            check_place("src", src, len(self._ranks))
+            check_group_rank("src", src, len(self._ranks))
         explain = partial(self._explain, "recv", x.numel(), x.dtype, src)
         try:
             if src is None:

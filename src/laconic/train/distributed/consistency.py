@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 import laconic
-from laconic.collectives.engine.agreement import first_difference
+from laconic.collectives.engine.handshake import first_difference
 from laconic.errors import ConfigError
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.plan import load_plan
