@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from laconic.collectives.process_group.p2p_batch import Batches
+from laconic.collectives.process_group.p2p import Batches
 
 
 class Done:

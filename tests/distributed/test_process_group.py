@@ -124,7 +124,7 @@ def failures(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     join("laconic", rank, 2, folder, "failures", pg_options=CODED)
     x = over_backend.values()
-    inner = dist.group.WORLD._inner
+    inner = dist.group.WORLD._backend_group
 
     odd_tensors()
 

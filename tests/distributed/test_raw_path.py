@@ -108,7 +108,7 @@ def without_notices() -> None:
         raise AssertionError("a call that is left raw was announced")
 
     transport.Wire.__init__ = refuse  # type: ignore[assignment,method-assign]
-    background._ThreadLane.__init__ = refuse  # type: ignore[assignment,method-assign]
+    background._ThreadExecutor.__init__ = refuse  # type: ignore[assignment,method-assign]
 
 
 def through_the_functions(rank: int, world: int, folder: str) -> None:

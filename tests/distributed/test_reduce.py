@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.codec import Codec
+from laconic.collectives.engine import transport
 from laconic.errors import ConfigError, FormatError
 from laconic.gradients import TwoLevel, Work, all_reduce_q8, all_reduce_quantized, reduce, reduce_scatter_q8
 from laconic.ops import sum_blockwise
@@ -165,6 +167,26 @@ class Checks:
         broken[3] = float("nan")
         all_reduce_q8(broken, self.group, min_nbytes=0, error=error)
         assert error.isfinite().all()
+
+    def batches_give_the_same_bits(self) -> None:
+        """On GPUs sends and receives start together, and are waited for where the values are used."""
+
+        def start(
+            wire: transport.Wire,
+            codec: Codec,
+            outgoing: Sequence[transport.Outgoing],
+            incoming: Sequence[transport.Incoming],
+        ) -> transport.InFlightMessages:
+            return transport._BatchedMessages(wire, codec, outgoing, incoming)
+
+        before, transport.Wire.start = transport.Wire.start, start  # type: ignore[method-assign]
+        try:
+            self.all_reduce_of_what_is_not_contiguous()
+            with chunks_of(256):
+                self.all_reduce_of_what_is_not_contiguous()
+            self.stored_gradients()
+        finally:
+            transport.Wire.start = before  # type: ignore[method-assign]
 
     def bytes_on_the_wire(self) -> None:
         length = 128 * 64 * self.world

@@ -1,4 +1,4 @@
-"""Collectives over a codec, torch's own under one set of names, background lanes, and choosing what pays."""
+"""Collectives over a codec, torch's own under one set of names, a background executor, and choosing what pays."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def all_gather(
     Arguments:
         output: W times the elements of `input`, same dtype; rank r's values are its r-th part.
         input: any shape and dtype; it may be this rank's part of `output`.
-        group: a process group of W ranks, or TwoLevel, whose rank r is place r % L of node r // L.
+        group: a process group of W ranks, or TwoLevel, whose rank r has local rank r % L on node r // L.
 
     Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
     """

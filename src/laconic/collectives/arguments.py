@@ -50,14 +50,13 @@ def find_groups(group: Group) -> tuple[int, Groups]:
 
 
 def _carrier(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that carries bytes: that inside of a laconic process group, with which it then shares rates and lane.
-    What it would do with a message is decided here already."""
-    inner = getattr(group, "_inner", None)
-    if not isinstance(inner, dist.ProcessGroup):
+    """The group that carries bytes: the backend group of a laconic one, whose rates and executor it shares then."""
+    found = getattr(group, "_backend_group", None)
+    if not isinstance(found, dist.ProcessGroup):
         return group
-    points: Any = getattr(group, "_points", None)
-    points.start()  # what was put off
-    return inner
+    p2p: Any = getattr(group, "_p2p", None)
+    p2p.start()  # what was put off
+    return found
 
 
 def flat_group(function: str, group: Group) -> dist.ProcessGroup | None:

@@ -89,7 +89,7 @@ def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
     size, per_node = world.num_ranks, world.ranks_per_node
     members = {
         "node": [list(range(first, first + per_node)) for first in range(0, size, per_node)],
-        "across": [list(range(place, size, per_node)) for place in range(per_node)],
+        "across": [list(range(local_rank, size, per_node)) for local_rank in range(per_node)],
     }
     groups = {"all": dist.group.WORLD}
     for kind, lists in members.items():
@@ -199,12 +199,12 @@ def _case(
 
 
 def _send_to_neighbour(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Even places send to the next one; the last one of an odd number rests."""
-    place = group.rank()
-    if place % 2:
-        work = group.recv([torch.empty_like(x)], place - 1, 0)
-    elif place + 1 < group.size():
-        work = group.send([x], place + 1, 0)
+    """Even ranks send to the next one; the last one of an odd number rests."""
+    rank = group.rank()
+    if rank % 2:
+        work = group.recv([torch.empty_like(x)], rank - 1, 0)
+    elif rank + 1 < group.size():
+        work = group.send([x], rank + 1, 0)
     else:
         return
     assert work is not None
@@ -228,12 +228,12 @@ def _overlap(ranks: Ranks, group: dist.ProcessGroup) -> float:
     world = group.size()
     rows = torch.zeros(world, _OVERLAP_NBYTES // world, dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(rows)
-    piece = gaussian(1 << 16, _DTYPE, ranks.device)
+    chunk = gaussian(1 << 16, _DTYPE, ranks.device)
     codec = Lossless("tiered")
 
     def encode(number: int) -> None:
         for _ in range(number):
-            codec.encode(piece)
+            codec.encode(chunk)
 
     def both(number: int) -> None:
         work = torch_compat.all_to_all(received, rows, group)

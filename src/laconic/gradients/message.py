@@ -67,7 +67,7 @@ class Message:
     @property
     def nbytes(self) -> int:
         """Bytes of a row."""
-        return self._starts()[-1]
+        return sum(self._sizes())
 
     def zeros(self, num_rows: int, device: torch.device) -> Tensor:
         """A buffer uint8 [num_rows, nbytes]."""
@@ -75,14 +75,9 @@ class Message:
 
     def parts(self, buffer: Tensor) -> Parts:
         """Views of the codes and scales in a buffer [rows, nbytes]: codes [rows, length] and so on."""
-        scales, residual_scales, codes, residual_codes, _ = self._starts()
-        has_residual = self.bits == 12
-        return Parts(
-            buffer[:, codes : codes + self.length],
-            buffer[:, scales:residual_scales].view(torch.float32),
-            buffer[:, residual_codes : residual_codes + (self.length + 1) // 2] if has_residual else None,
-            buffer[:, residual_scales:codes].view(torch.float32) if has_residual else None,
-        )
+        scales, residual_scales, codes, residual_codes, _ = buffer.split(self._sizes(), dim=1)
+        residual = (residual_codes, residual_scales.view(torch.float32)) if self.bits == 12 else (None, None)
+        return Parts(codes, scales.view(torch.float32), *residual)
 
     def write(self, parts: Parts, buffer: Tensor) -> None:
         """Cut flat `parts` into chunks of whole blocks, one per row of `buffer`; the last rows may stay empty."""
@@ -100,12 +95,8 @@ class Message:
         sizes = (length, num_blocks(length), (length + 1) // 2, num_blocks(length))
         return self.parts(buffer).map(lambda rows, n: rows.reshape(-1)[:n], sizes)
 
-    def _starts(self) -> tuple[int, int, int, int, int]:
-        """Where scales, residual scales, codes and residual codes begin, and where the row ends."""
-        scales_nbytes = 4 * num_blocks(self.length)
-        has_residual = self.bits == 12
-        residual_scales = scales_nbytes
-        codes = residual_scales + scales_nbytes * has_residual
-        residual_codes = codes + self.length
-        end = residual_codes + (self.length + 1) // 2 * has_residual
-        return 0, residual_scales, codes, residual_codes, -(-end // 4) * 4
+    def _sizes(self) -> list[int]:
+        """Bytes of scales, residual scales, codes, residual codes and zeros."""
+        scales, has_residual = 4 * num_blocks(self.length), self.bits == 12
+        sizes = [scales, scales * has_residual, self.length, (self.length + 1) // 2 * has_residual]
+        return [*sizes, -sum(sizes) % 4]

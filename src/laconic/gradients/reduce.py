@@ -211,7 +211,7 @@ def all_reduce_quantized(
     """Reduce gradients that are stored in 8 or 12 bits, in place, in the background; the same bits on every rank.
 
     The stored codes are what is sent: nothing is quantized before the wire. They are summed in fp32 in rank order, and
-    the sum is quantized once, into the same gradients. All of them make one message each way, or a few pieces.
+    the sum is quantized once, into the same gradients. All of them make one message each way, or a few chunks.
 
     Arguments:
         gradients: of one number of bits, all on one device, in the same order on every rank.

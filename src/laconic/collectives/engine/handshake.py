@@ -30,6 +30,7 @@ __all__ = [
     "Peers",
     "Settings",
     "compare_once",
+    "difference",
     "disagreement",
     "first_difference",
     "line_of",
@@ -154,15 +155,20 @@ def first_difference(settings: Sequence[Mapping[str, Any]]) -> tuple[str, int] |
     return None
 
 
-def disagreement(settings: Mapping[int, Mapping[str, Any]]) -> ConfigError:
-    """The error of a call for which the ranks, in the group's order, have settings that are not all the same."""
-    ranks = list(settings)
+def difference(settings: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """What differs first between the settings of ranks, in the group's order, and in whose; None if all agree."""
     found = first_difference(list(settings.values()))
-    assert found is not None
-    name, index = found
-    first, other = settings[ranks[0]], settings[ranks[index]]
+    if found is None:
+        return None
+    (name, index), ranks = found, list(settings)
+    first, other = settings[ranks[0]].get(name), settings[ranks[index]].get(name)
+    return f"{name} is {first!r} on rank {ranks[0]} and {other!r} on rank {ranks[index]}"
+
+
+def disagreement(settings: Mapping[int, Mapping[str, Any]]) -> ConfigError:
+    """The error of a call for which the ranks have settings that are not all the same."""
+    function = next(iter(settings.values()))["function"]
     return ConfigError(
-        f"{name} is {first.get(name)!r} on rank {ranks[0]} and {other.get(name)!r} on rank {ranks[index]} in"
-        f" {first['function']}, but all ranks of a group must make the same calls in the same order with"
-        " the same settings; no result was written"
+        f"{difference(settings)} in {function}, but all ranks of a group must make the same calls in the same order"
+        " with the same settings; no result was written"
     )

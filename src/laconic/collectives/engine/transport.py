@@ -40,7 +40,7 @@ from laconic.collectives.engine.handshake import (
     line_of,
 )
 from laconic.collectives.runtime import torch_compat
-from laconic.collectives.runtime.failure_diagnosis import follow, reason_of
+from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.errors import CollectiveError, FormatError
 
 __all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "Wire"]
@@ -210,15 +210,9 @@ class Wire:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            reason = reason_of(error)
             # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
             wake = self.peers.sends is None and self.device.type == "cpu"
-            waits = [f"rank {self.peers.ranks[other]}" for other in follow(self.group, peer, wake)]
-            raise CollectiveError(
-                f"{self._what()} broke off on rank {self.peers.ranks[self.group.rank()]}, which waited for"
-                f" {', which waited for '.join(waits)}: {reason}; {waits[-1]} ended, stopped, raised an error or took"
-                " longer than the group's timeout, see its own output"
-            ) from error
+            raise broke_off(self._what(), self.group, self.peers.ranks, peer, error, wake=wake) from error
 
     def _what(self) -> str:
         names = ("function", "numel", "dtype")

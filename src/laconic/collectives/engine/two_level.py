@@ -1,7 +1,7 @@
 """Machines that are fast inside and slow between: two process groups instead of one.
 
-Rank r of N nodes with L ranks each is place r % L of node r // L. Inside of a node values travel raw, between nodes
-each rank exchanges with those at its place, over the codec, so that each value crosses the slow links once.
+Rank r of N nodes with L ranks each has local rank r % L on node r // L. Inside of a node values travel raw, between
+nodes each rank exchanges with those of its local rank, over the codec, so that each value crosses the slow links once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TwoLevel:
     node: dist.ProcessGroup
     """The L processes of this machine, in the same order on every machine."""
     cluster: dist.ProcessGroup
-    """The processes that have this one's place on their machines."""
+    """The processes that have this one's local rank on their machines."""
 
 
 def all_gather_on_two_levels(node: Exchange, cluster: Exchange, rows: Tensor, mine: Tensor) -> None:
@@ -52,27 +52,27 @@ def all_gather_on_two_levels(node: Exchange, cluster: Exchange, rows: Tensor, mi
 def all_to_all_on_two_levels(node: Exchange, cluster: Exchange, received: Tensor, sent: Tensor) -> None:
     """received[r] becomes what rank r has for this one in its sent [W, n]; exactly what one level gives.
 
-    Inside the node first: each rank collects what its node has for the ranks at its own place of all nodes.
+    Inside the node first: each rank collects what its node has for the ranks of its own local rank on all nodes.
     """
     shape = (cluster.world, node.world, sent.shape[1])
-    by_place = sent.view(shape).transpose(0, 1).contiguous()  # [place, node, n]
-    collected = torch.empty_like(by_place)  # [source's place, node, n]
-    node.all_to_all(collected.view(node.world, -1), by_place.view(node.world, -1))
-    by_node = collected.transpose(0, 1).contiguous()  # [node, source's place, n]
+    by_local_rank = sent.view(shape).transpose(0, 1).contiguous()  # [local rank, node, n]
+    collected = torch.empty_like(by_local_rank)  # [source's local rank, node, n]
+    node.all_to_all(collected.view(node.world, -1), by_local_rank.view(node.world, -1))
+    by_node = collected.transpose(0, 1).contiguous()  # [node, source's local rank, n]
     cluster.all_to_all(received.view(cluster.world, -1), by_node.view(cluster.world, -1))
 
 
 def reduce_scatter_on_two_levels(node: Exchange, cluster: Exchange, mine: Tensor, rows: Tensor, factor: float) -> None:
     """`mine` [n] becomes the sum of rows[rank] of rows [W, n]: of each node in fp32, rounded, then of these in fp32."""
-    by_place = rows.view(cluster.world, node.world, -1).transpose(0, 1).contiguous().view(node.world, -1)
-    sums = mine.new_empty(by_place.shape[1])
+    by_local_rank = rows.view(cluster.world, node.world, -1).transpose(0, 1).contiguous().view(node.world, -1)
+    sums = mine.new_empty(by_local_rank.shape[1])
     node_factor, cluster_factor = (factor, 1.0) if cluster.world == 1 else (1.0, factor)
-    node.reduce_scatter(sums, by_place, node_factor)
+    node.reduce_scatter(sums, by_local_rank, node_factor)
     cluster.reduce_scatter(mine, sums.view(cluster.world, -1), cluster_factor)
 
 
 def all_reduce_on_two_levels(node: Exchange, cluster: Exchange, x: Tensor, factor: float) -> None:
-    """`x` [n] becomes its sum: of each node in fp32, rounded, then of these in fp32, rounded; a part per place."""
+    """`x` [n] becomes its sum: of each node in fp32, rounded, then of these in fp32, rounded; a part per local rank."""
     step = -(-x.numel() // node.world)
     rows = x.new_zeros(node.world * step)
     rows[: x.numel()].copy_(x)

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 from laconic.collectives.runtime.background import Work
 from laconic.collectives.runtime.callbacks import follow, queue_of
 from laconic.collectives.runtime.failure_diagnosis import absent
+from laconic.collectives.runtime.torch_compat import method_of
 from laconic.errors import CollectiveError
 
 __all__ = [
@@ -144,12 +145,7 @@ def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: i
     )
 
 
-# Each returns torch's handle. torch 2.13 renamed three methods.
-
-
-def _method(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dist.Work]:
-    found: Callable[..., dist.Work] = getattr(group, new, None) or getattr(group, old)
-    return found
+# Each returns torch's handle.
 
 
 def _movable(x: Tensor) -> Tensor:
@@ -169,18 +165,18 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: 
     options = ReduceScatterOptions()
     if op == "avg":
         options.reduceOp = _AVG
-    return _method(group, "reduce_scatter_single", "_reduce_scatter_base")(output.view(-1), input.view(-1), options)
+    return method_of(group, "reduce_scatter_single", "_reduce_scatter_base")(output.view(-1), input.view(-1), options)
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """`output` [W * n] becomes what ranks have in `input` [n]."""
-    method = _method(group, "all_gather_single", "_allgather_base")
+    method = method_of(group, "all_gather_single", "_allgather_base")
     return method(_movable(output.view(-1)), _movable(input.view(-1)), AllgatherOptions())
 
 
 def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Part r of `output` [W * n] becomes what rank r has in this one's part of its `input`."""
-    method = _method(group, "all_to_all_single", "alltoall_base")
+    method = method_of(group, "all_to_all_single", "alltoall_base")
     return method(_movable(output.view(-1)), _movable(input.view(-1)), [], [], AllToAllOptions())
 
 

@@ -6,7 +6,6 @@ The interfaces are in private modules of torch, so they are imported here only; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
-from laconic.collectives.runtime.background import Work
+from laconic.collectives.runtime.background import BackgroundWork
 from laconic.errors import ConfigError
 
 try:
@@ -44,7 +43,7 @@ __all__ = [
 class ZipAllGather(AllGather):
     """`api.all_gather` for `FSDPModule.set_custom_all_gather`; the gathered parameters have the same bits.
 
-    Nothing waits here. On CPU tensors the message travels in the group's lane, and FSDP2 waits when it needs the
+    Nothing waits here. On CPU tensors the message travels in the background, and FSDP2 waits when it needs the
     parameters, so a unit that was prefetched is on its way while the layer before it computes; torch's own all-gather
     on CPUs is waited for where it starts. On CUDA tensors everything is started on the stream that FSDP2 has for it.
     """
@@ -64,7 +63,9 @@ class ZipAllGather(AllGather):
         if input_tensor.device.type == "cuda" and not async_op:
             api.all_gather(output_tensor, input_tensor, group, codec=self.codec)
             return None
-        return _Waitable(api.all_gather(output_tensor, input_tensor, group, codec=self.codec, async_op=True))
+        return BackgroundWork(
+            api.all_gather(output_tensor, input_tensor, group, codec=self.codec, async_op=True), [output_tensor]
+        )
 
 
 class ZipReduceScatter(ReduceScatter):
@@ -98,27 +99,9 @@ class ZipReduceScatter(ReduceScatter):
         name: api.Op = "avg" if op == dist.ReduceOp.AVG else "sum"
         if async_op:
             started = api.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec, async_op=True)
-            return _Waitable(started)
+            return BackgroundWork(started, [output_tensor])
         api.reduce_scatter(output_tensor, input_tensor, group, op=name, codec=self.codec)
         return None
-
-
-class _Waitable(dist.Work):
-    """A lane's work as torch's, which FSDP2 looks for by its class."""
-
-    def __init__(self, work: Work[Any]) -> None:
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self._work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
 
 
 def param_groups(module: Any) -> Iterator[Any]:

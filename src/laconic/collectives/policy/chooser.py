@@ -1,7 +1,7 @@
-"""What the ranks of one group know together, and how they choose by it.
+"""What the ranks of one group know together, and how they choose by it: how far data shrinks, what calls really take.
 
-What a rank observes of a call, it tells the others with the notice of the group's next coded call, and all learn it
-when they have read the notices of that call. So nobody asks anybody for it, and all know the same at the same call.
+What a rank observes of a call travels with the handshake of the group's next coded call, and all learn it there. So
+nobody asks anybody for it, and all know the same at the same call.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from laconic.collectives.policy.estimates import CODED, FINENESS, SLOWER, TRY, Pace, Shrinkage
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
     LOW_RATIO,
     MEASURED_SLOWER,
+    MIN_GAIN,
     PROBE,
     PROBE_CODED,
     PROBE_RAW,
@@ -82,10 +82,10 @@ class Chooser:
         self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
         self._paces: dict[tuple[str, str, str, int], Pace] = {}
         self._kept: dict[tuple[str, int, str, tuple[int, ...], int], Choice] = {}
-        # Observed and not told yet, and told and not learnt yet.
+        # Observed and not announced yet, and announced and not learnt yet.
         self._coded: tuple[Call, bool, int, int, int] | None = None
         self._raw: tuple[Call, int, int] | None = None
-        self._told: tuple[tuple[Call, bool] | None, Call | None] = (None, None)
+        self._announced: tuple[tuple[Call, bool] | None, Call | None] = (None, None)
 
     def choose(self, call: Call) -> Choice:
         """The choice for the next call of the group."""
@@ -127,9 +127,9 @@ class Chooser:
             self._raw = call, total + nanoseconds, num_calls + 1
 
     def note(self) -> bytes:
-        """What this rank tells the others with its next notice."""
+        """What this rank adds to its next announcement."""
         coded, raw, self._coded, self._raw = self._coded, self._raw, None, None
-        self._told = coded and coded[:2], raw and raw[0]
+        self._announced = coded and coded[:2], raw and raw[0]
         values = (*(coded[2:] if coded else (0, 0, 0)), raw[1] // raw[2] if raw else 0)
         return _NOTE.pack(*values, _checksum(values))
 
@@ -147,7 +147,7 @@ class Chooser:
                 raise FormatError("what a rank has observed arrived damaged; start again from a checkpoint")
             rows.append(values)
         messages, expected, coded_ns, raw_ns = zip(*rows, strict=True)
-        (coded, raw), self._told = self._told, (None, None)
+        (coded, raw), self._announced = self._announced, (None, None)
         if coded is not None:
             call, tried = coded
             self._shrinkages.setdefault(call.kind, Shrinkage()).update(sum(messages), sum(expected))
@@ -173,3 +173,119 @@ class Chooser:
 
 def _checksum(values: Sequence[int]) -> int:
     return zlib.crc32(struct.pack("<QQQQ", *values))
+
+
+# --- estimates ---
+#
+# Everything is updated with numbers that are the same on all ranks, at the same call of each.
+
+FINENESS = 64
+"""Shrinkage is rounded to this fraction when a choice is made, so that choices can be kept."""
+
+_WEIGHT = 0.25
+"""Of a new observation in a running estimate."""
+
+_FIRST_PROBE, _LAST_PROBE = 64, 4096
+"""Calls left raw because of the ratio, after which one is coded to see whether that still holds; doubled each time."""
+
+
+@dataclass
+class Shrinkage:
+    """How far one kind of data shrinks, as bytes observed over bytes expected of Gaussian data."""
+
+    factor: float | None = None
+    num_refused: int = 0
+    probe_after: int = _FIRST_PROBE
+    probing: bool = False
+
+    @property
+    def steps(self) -> int | None:
+        """The factor in 1 / FINENESS; None if nothing was observed."""
+        return None if self.factor is None else max(1, round(self.factor * FINENESS))
+
+    def update(self, message_nbytes: int, expected_nbytes: int) -> None:
+        """Take what the messages of all ranks came to."""
+        if expected_nbytes == 0:
+            return
+        found = message_nbytes / expected_nbytes
+        if self.factor is None or self.probing:
+            if self.factor is not None and found < 0.98 * self.factor:
+                self.probe_after = _FIRST_PROBE  # the data has changed
+            self.factor, self.probing = found, False
+        else:
+            self.factor += _WEIGHT * (found - self.factor)
+
+    def wants_probe(self) -> bool:
+        """Whether this call, which would be left raw because of the ratio, should be coded nevertheless."""
+        self.num_refused += 1
+        if self.num_refused < self.probe_after:
+            return False
+        self.num_refused, self.probe_after = 0, min(2 * self.probe_after, _LAST_PROBE)
+        self.probing = True
+        return True
+
+
+_FIRST_RAW, _LAST_RAW = 4, 256
+"""Coded calls after which one is left raw to see what that takes; doubled each time."""
+
+_NUM_RAW = 3
+"""Newest observations of raw calls, of which the fastest counts: one that was held up would stand for long."""
+
+_FIRST_CODED, _LAST_CODED = 8, 512
+"""Calls left raw because coding was slower, after which two are coded to see whether it still is; doubled each time."""
+
+_NUM_CODED = 2
+"""Coded calls of a probe: what one took is told with the next."""
+
+CODED, SLOWER, TRY = "coded", "slower", "try"
+
+
+@dataclass
+class Pace:
+    """What raw and coded calls of one kind and size take, in nanoseconds per element; decides between them.
+
+    A call takes what it takes on the rank that comes to it last: on the others waiting counts in.
+    """
+
+    coded: float | None = None
+    raw: float | None = None
+    num_told: int = 0
+    num_coded: int = 0
+    raw_after: int = _FIRST_RAW
+    num_refused: int = 0
+    coded_after: int = _FIRST_CODED
+    num_probes: int = 0
+    raw_kept: list[float] = field(default_factory=list)
+
+    def next(self) -> str:
+        """How the next call should go for which coding is predicted to pay: CODED, or RAW to see what that takes, or
+        raw since coding has been SLOWER, or coded as a TRY whether it still is."""
+        if self.num_probes:
+            self.num_probes -= 1
+            return TRY
+        if self.raw is not None and self.coded is not None and self.coded > (1 - MIN_GAIN) * self.raw:
+            self.num_refused += 1
+            if self.num_refused < self.coded_after:
+                return SLOWER
+            self.num_refused, self.coded_after = 0, min(2 * self.coded_after, _LAST_CODED)
+            self.num_probes = _NUM_CODED - 1
+            return TRY
+        self.num_refused = 0
+        self.num_coded += 1
+        if self.num_coded <= self.raw_after:
+            return CODED
+        self.num_coded, self.raw_after, self.coded_after = 0, min(2 * self.raw_after, _LAST_RAW), _FIRST_CODED
+        return RAW
+
+    def update_coded(self, nanoseconds: float, tried: bool = False) -> None:
+        """Take what a coded call took per element on the rank that was fastest; `tried` after a while without one. The
+        very first does not count: buffers and connections are new."""
+        self.num_told += 1
+        if self.num_told > 1:
+            known = nanoseconds if self.coded is None or tried else self.coded
+            self.coded = known + _WEIGHT * (nanoseconds - known)
+
+    def update_raw(self, nanoseconds: float) -> None:
+        """The same of raw calls."""
+        self.raw_kept = [*self.raw_kept[1 - _NUM_RAW :], nanoseconds]
+        self.raw = min(self.raw_kept)

@@ -121,7 +121,7 @@ def needs_sync(
     """Whether `choose` with these arguments would communicate now, as at first use."""
     if operation == SEND or _obvious(numel, dtype, group) is not None:
         return False
-    chooser = _known.get(group, {}).get((device.type, False))
+    chooser = _made(group, device)
     return chooser is None or chooser.must_measure(_name(dtype))
 
 
@@ -215,21 +215,21 @@ def observe(
 ) -> None:
     """Tell what became of the message that was chosen for last: on this rank `raw_nbytes` of it took `message_nbytes`
     and the call `seconds`. The first arguments are those of `choose`. The other ranks hear of it by `note`."""
-    chooser = _known.get(group, {}).get((device.type, False))
+    chooser = _made(group, device)
     if chooser is not None and (raw_nbytes or choice.codec == RAW):
         call = Call(operation, numel, _name(dtype), tag)
         chooser.observe(call, choice, raw_nbytes, message_nbytes, round(seconds * 1e9))
 
 
 def note(group: dist.ProcessGroup, device: torch.device = _CPU) -> bytes:
-    """What this rank tells the others with the notice of its next call, `NOTE_NBYTES` long."""
-    chooser = _known.get(group, {}).get((device.type, False))
+    """What this rank adds to the announcement of its next call, `NOTE_NBYTES` long."""
+    chooser = _made(group, device)
     return bytes(NOTE_NBYTES) if chooser is None else chooser.note()
 
 
 def learn(group: dist.ProcessGroup, notes: Sequence[bytes], device: torch.device = _CPU) -> None:
     """Take the notes of all ranks, in their order; every rank must do so at the same call."""
-    chooser = _known.get(group, {}).get((device.type, False))
+    chooser = _made(group, device)
     if chooser is not None and any(map(any, notes)):
         chooser.learn(notes)
 
@@ -264,6 +264,10 @@ _raw: WeakKeyDictionary[dist.ProcessGroup, RawCalls] = WeakKeyDictionary()
 """Calls of groups that are known to be left raw."""
 
 
+def _made(group: dist.ProcessGroup, device: torch.device) -> Chooser | None:
+    return _known.get(group, {}).get((device.type, False))
+
+
 def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) -> Chooser | None:
     """The group's chooser for an operation, made at first use; None for sends in a group that was not prepared."""
     sends = operation == SEND
@@ -277,7 +281,7 @@ def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) 
         ranks = Ranks(group, device)
         world, rates = _agreed_rates(ranks) if prepared is None else prepared
         # Two ranks that send to each other share no order of calls with the rest of the group, and on CUDA the host
-        # would wait for what others tell.
+        # would wait for what others announce.
         choosers[key] = Chooser(
             world,
             rates,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,30 +10,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import DebugLevel, _create_process_group_wrapper, _world, get_debug_level
 
-from laconic.collectives.engine.handshake import Settings, first_difference
+from laconic.collectives.engine.handshake import Settings, difference
 from laconic.errors import ConfigError
 
-__all__ = ["Backends", "compare", "connect", "forget", "tell"]
+__all__ = ["Backends", "compare", "connect", "forget"]
 
 Backends = dict[torch.device, tuple[Any, Any]]
 """Kind and backend that carry the tensors of a device."""
 
 
-def tell(arguments: Any, mine: object) -> list[Any]:
-    """What each rank has to say, by rank: JSON values through the store, before there is a connection to hang in."""
-    arguments.store.set(f"laconic/told/{arguments.group_rank}", json.dumps(mine))
-    return [json.loads(arguments.store.get(f"laconic/told/{rank}")) for rank in range(arguments.group_size)]
-
-
-def compare(settings: Sequence[Settings], ranks: Sequence[int]) -> None:
-    """Raise ConfigError, as all ranks do, if the `settings` of two of them differ; `ranks` are their global ranks."""
-    found = first_difference(settings)
+def compare(settings: Settings, arguments: Any) -> None:
+    """Raise ConfigError, as all ranks do, if their `settings` differ. They go through the store, as JSON: there is no
+    connection yet to hang in."""
+    arguments.store.set(f"laconic/settings/{arguments.group_rank}", json.dumps(settings))
+    everyones = {
+        rank: json.loads(arguments.store.get(f"laconic/settings/{group_rank}"))
+        for group_rank, rank in enumerate(global_ranks(arguments))
+    }
+    found = difference(everyones)
     if found is not None:
-        name, place = found
-        raise ConfigError(
-            f"{name} is {settings[0].get(name)!r} on rank {ranks[0]} and {settings[place].get(name)!r} on rank"
-            f" {ranks[place]}, but all ranks must make a process group with the same settings; none was made"
-        )
+        raise ConfigError(f"{found}, but all ranks must make a process group with the same settings; none was made")
 
 
 def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
@@ -58,12 +53,12 @@ def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
     for device, (kind, backend) in backends.items():
         group._register_backend(device, kind, backend)
     # So that global ranks of its members can be asked for, as of any group.
-    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(global_ranks(arguments))}
+    _world.pg_group_ranks[group] = {rank: group_rank for group_rank, rank in enumerate(global_ranks(arguments))}
     return group, backends
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Take back what `connect` told torch about the group."""
+    """Take back what `connect` let torch know about the group."""
     _world.pg_group_ranks.pop(group, None)
 
 

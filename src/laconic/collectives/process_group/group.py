@@ -4,9 +4,9 @@
     torch.distributed.init_process_group("laconic")
 
 DDP, FSDP2, DeviceMesh, functional collectives, torch.compile and checkpoints run over it unchanged. A
-`ProcessGroupLaconic` has a group inside, gloo for CPU tensors and NCCL for CUDA tensors. Floating-point tensors of some
+`ProcessGroupLaconic` has a backend group: gloo for CPU tensors, NCCL for CUDA tensors. Floating-point tensors of some
 size, for which coding is predicted to pay, go through `laconic.collectives.api`, in the background and in the
-order of calls; all else goes straight to the group inside. Which way a call takes follows from operation, number of
+order of calls; all else goes straight to the backend group. Which way a call takes follows from operation, number of
 elements, dtype, reduction, the group's options and the rates on which its ranks agreed when it was made, so all ranks
 take the same.
 
@@ -35,12 +35,14 @@ from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
-from laconic.collectives.process_group.backends import compare, connect, forget, global_ranks, tell
-from laconic.collectives.process_group.p2p import CODED, Points, as_bytes
+from laconic.collectives.process_group.backends import compare, connect, forget
+from laconic.collectives.process_group.p2p import CODED, P2P, as_bytes
 from laconic.collectives.process_group.strided import on_dense
-from laconic.collectives.process_group.work_handles import LaneWork, Ordered, RawWork, Together, outlive_python
+from laconic.collectives.process_group.work_handles import Ordered, RawWork, WorkGroup, outlive_python
 from laconic.collectives.runtime import background, callbacks
+from laconic.collectives.runtime.background import BackgroundWork
 from laconic.collectives.runtime.callbacks import queue_of
+from laconic.collectives.runtime.torch_compat import method_of
 from laconic.cost.comm.seconds import NO_CODE, ONE_RANK, RAW, TOO_SMALL, sent_nbytes
 from laconic.errors import ConfigError
 
@@ -53,7 +55,7 @@ _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 _LARGE_NUMEL = 1 << 25
 
-# Why a call went to the group inside, beside the cost model's reasons.
+# Why a call went to the backend group, beside the cost model's reasons.
 _OTHER_OP = "neither a sum nor an average"
 _OTHER_CALL = "left to the backend"
 
@@ -70,7 +72,7 @@ class ProcessGroupOptions:
     """"auto": per message, by what `laconic profile` measured, or this group when it was made (docs/choosing.md). Or a
     lossless codec for all of them: `Lossless()`; `Raw()` sends everything as it is and sums in the same order."""
     min_nbytes: int = 1 << 16
-    """Tensors of fewer bytes go straight to the group inside, which takes a fraction of a millisecond for them."""
+    """Tensors of fewer bytes go straight to the backend group, which takes a fraction of a millisecond for them."""
     _timeout: timedelta | None = None
     """DeviceMesh looks for it in the options of every backend."""
 
@@ -112,16 +114,16 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
     """Decorates a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
 
     def decorate(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-        place, dense = list(inspect.signature(method).parameters).index("opts"), on_dense(**roles)(method)
+        position, dense = list(inspect.signature(method).parameters).index("opts"), on_dense(**roles)(method)
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> dist.Work:
             work = dense(*args, **kwargs)
             if type(work) is _BACKEND_WORK:
-                opts = args[place] if place < len(args) else kwargs.get("opts")
+                opts = args[position] if position < len(args) else kwargs.get("opts")
                 # Who waits in the call itself has no use for a future. On CUDA callbacks run on streams of their own.
                 if getattr(opts, "asyncOp", False) and not args[0]._has_cuda:
-                    return RawWork(work, args[0]._inner)
+                    return RawWork(work, args[0]._backend_group)
             return work
 
         return call
@@ -147,17 +149,17 @@ class ProcessGroupLaconic(_Base):
         self._name = name
         self._store = arguments.store
         settings = {"backend": name, "codec": setting_of(options.codec), "min_nbytes": options.min_nbytes}
-        compare(tell(arguments, settings), global_ranks(arguments))
-        self._inner, backends = connect(name, arguments)
+        compare(settings, arguments)
+        self._backend_group, backends = connect(name, arguments)
         self._has_cuda = torch.device("cuda") in backends
         for device, (kind, backend) in backends.items():
             self._set_default_backend(kind)
             self._register_backend(device, kind, backend)
         if options.codec == "auto" and torch.device("cpu") in backends:
             # Here, where all ranks are: a program may send before its first collective, or with one under way.
-            prepare(self._inner)
+            prepare(self._backend_group)
         self._raw = RawCalls()
-        self._points = Points(self._inner, options.codec, options.min_nbytes)
+        self._p2p = P2P(self._backend_group, options.codec, options.min_nbytes)
 
     # --- what it is ---
 
@@ -178,15 +180,15 @@ class ProcessGroupLaconic(_Base):
 
     def shutdown(self) -> None:
         """Finish what was asked for, as gloo does when a group is destroyed; works can be waited for afterwards."""
-        self._points.start()
-        background.close(self._inner, self)
-        self._inner.shutdown()
-        forget(self._inner)
+        self._p2p.start()
+        background.close(self._backend_group, self)
+        self._backend_group.shutdown()
+        forget(self._backend_group)
 
     def abort(self) -> None:
         """NCCL breaks off what it is at; over gloo all goes on, unattended."""
-        self._inner.abort()
-        forget(self._inner)
+        self._backend_group.abort()
+        forget(self._backend_group)
 
     # --- sums ---
     #
@@ -207,21 +209,21 @@ class ProcessGroupLaconic(_Base):
         rest = [x for x, is_taken in zip(tensors, taken, strict=True) if not is_taken]
         if rest:
             works.append(self._direct.allreduce_coalesced(*given(rest, opts)))
-        return Together(works, tensors, queue_of(self._inner))
+        return WorkGroup(works, tensors, queue_of(self._backend_group))
 
     @_call(reads=("input",), writes=("output",))
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.ReduceScatterOptions)
         if known and self._takes("reduce_scatter", [input], input, opts.reduceOp):
             return self._reduce_scatter(output, input, opts)
-        return _named(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*given(output, input, opts))
+        return method_of(self._direct, "reduce_scatter_single", "_reduce_scatter_base")(*given(output, input, opts))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         known = isinstance(opts, dist.ReduceScatterOptions)
         taken = [known and self._takes("reduce_scatter", [x], x, opts.reduceOp) for x in inputs]
-        method = _named(self._direct, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        return _split(taken, outputs, inputs, opts, self._reduce_scatter, method, queue_of(self._inner))
+        method = method_of(self._direct, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+        return _split(taken, outputs, inputs, opts, self._reduce_scatter, method, queue_of(self._backend_group))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def reduce_scatter(
@@ -235,11 +237,13 @@ class ProcessGroupLaconic(_Base):
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         op, codec = _op_of(opts), self.options.codec
-        return LaneWork(api.all_reduce(tensor, self._ready, op=op, codec=codec, async_op=True), [tensor])
+        return BackgroundWork(api.all_reduce(tensor, self._ready, op=op, codec=codec, async_op=True), [tensor])
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         op, codec = _op_of(opts), self.options.codec
-        return LaneWork(api.reduce_scatter(output, input, self._ready, op=op, codec=codec, async_op=True), [output])
+        return BackgroundWork(
+            api.reduce_scatter(output, input, self._ready, op=op, codec=codec, async_op=True), [output]
+        )
 
     # --- movements ---
 
@@ -247,14 +251,14 @@ class ProcessGroupLaconic(_Base):
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         if self._takes("all_gather", [input], input):
             return self._all_gather(output, input)
-        method = _named(self._direct, "all_gather_single", "_allgather_base")
+        method = method_of(self._direct, "all_gather_single", "_allgather_base")
         return method(*given(as_bytes(output), as_bytes(input), opts))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         taken = [self._takes("all_gather", [x], x) for x in inputs]
-        method = _named(self._direct, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        return _split(taken, outputs, inputs, opts, self._all_gather, method, queue_of(self._inner))
+        method = method_of(self._direct, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        return _split(taken, outputs, inputs, opts, self._all_gather, method, queue_of(self._backend_group))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -280,38 +284,38 @@ class ProcessGroupLaconic(_Base):
         if self._takes("all_to_all", [input], input, None, known, any_size=uneven):
             splits, codec = (list(output_splits) or None, list(input_splits) or None), self.options.codec
             work = api.all_to_all(output, input, *splits, self._ready, codec=codec, async_op=True)
-            return LaneWork(work, [output])
-        method = _named(self._direct, "all_to_all_single", "alltoall_base")
+            return BackgroundWork(work, [output])
+        method = method_of(self._direct, "all_to_all_single", "alltoall_base")
         return method(*given(as_bytes(output), as_bytes(input), output_splits, input_splits, opts))
 
     @_call(updates=("tensors",))
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
             check_group_rank("src", opts.rootRank, self.size())
-            src = dist.get_global_rank(self._inner, opts.rootRank)
+            src = dist.get_global_rank(self._backend_group, opts.rootRank)
             work = api.broadcast(tensors[0], src, self._ready, codec=self.options.codec, async_op=True)
-            return LaneWork(work, [tensors[0]])
+            return BackgroundWork(work, [tensors[0]])
         return self._direct.broadcast(*given(as_bytes(tensors), opts, timeout))
 
-    def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> LaneWork:
+    def _all_gather(self, output: Tensor, input: Tensor, opts: Any = None) -> BackgroundWork:
         codec = self.options.codec
-        return LaneWork(api.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
+        return BackgroundWork(api.all_gather(output, input, self._ready, codec=codec, async_op=True), [output])
 
     # --- between two ranks ---
 
     @on_dense(reads=("tensors",))
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
-        return self._points.send(tensors, dst, tag)
+        return self._p2p.send(tensors, dst, tag)
 
     @on_dense(writes=("tensors",))
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
-        return self._points.recv(tensors, src, tag)
+        return self._p2p.recv(tensors, src, tag)
 
     @on_dense(writes=("tensors",))
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        return self._points.recv(tensors, None, tag)
+        return self._p2p.recv(tensors, None, tag)
 
-    # --- what is left to the group inside ---
+    # --- what is left to the backend group ---
 
     @_call(updates=("tensors",))
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -338,18 +342,20 @@ class ProcessGroupLaconic(_Base):
     def barrier(self, opts: Any = None) -> dist.Work:
         """Done when all ranks have come here and all that each of them has asked this group for before is done."""
         works = [self._direct.barrier(*given(opts))]
-        # Ranks make the same calls, so all of them have a lane or none.
-        if callbacks.depth() == 0 and background.has_lane(self._inner):
-            works.append(Ordered(self._inner).barrier(*given(opts)))
-        works += [LaneWork(submit(lambda _: None), []) for submit in background.lanes_of(self._inner, self)]
-        return works[0] if len(works) == 1 else Together(works, [])
+        # Ranks make the same calls, so all of them have an executor or none.
+        if callbacks.depth() == 0 and background.has_executor(self._backend_group):
+            works.append(Ordered(self._backend_group).barrier(*given(opts)))
+        works += [
+            BackgroundWork(submit(lambda _: None), []) for submit in background.executors_of(self._backend_group, self)
+        ]
+        return works[0] if len(works) == 1 else WorkGroup(works, [])
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """gloo's: on the group's first rank an error names the rank that did not come in time, or all of them."""
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)  # as torch
-        inner: Any = self._ready
-        inner.monitored_barrier(*given(timeout), wait_all_ranks=wait_all_ranks)
+        ready: Any = self._ready
+        ready.monitored_barrier(*given(timeout), wait_all_ranks=wait_all_ranks)
 
     # What torch 2.12 and older call, and other code may still.
     _allgather_base = all_gather_single
@@ -363,8 +369,8 @@ class ProcessGroupLaconic(_Base):
     @property
     def _ready(self) -> dist.ProcessGroup:
         """The group inside, with nothing put off."""
-        self._points.start()
-        return self._inner
+        self._p2p.start()
+        return self._backend_group
 
     @property
     def _direct(self) -> Any:
@@ -390,7 +396,7 @@ class ProcessGroupLaconic(_Base):
             reason, lasts = _OTHER_CALL, False
         elif message.dtype not in (CODED if reduce_op is None else _SUMMED):
             reason = NO_CODE
-        elif self._inner.size() == 1:
+        elif self._backend_group.size() == 1:
             reason = ONE_RANK
         elif message.nbytes < self.options.min_nbytes and not any_size:
             reason = TOO_SMALL
@@ -398,7 +404,7 @@ class ProcessGroupLaconic(_Base):
             reason, lasts = _OTHER_OP, False
         elif isinstance(self.options.codec, str):
             numel = _LARGE_NUMEL if any_size else message.numel()
-            choice = foresee(operation, numel, message.dtype, self._inner, device=message.device)
+            choice = foresee(operation, numel, message.dtype, self._backend_group, device=message.device)
             reason = choice.reason if choice.codec == RAW else None
         if reason is not None:
             self._record_raw(operation, message, reason, *(known or (operation, message)), lasts)
@@ -413,7 +419,7 @@ class ProcessGroupLaconic(_Base):
             self._record_raw(operation, longest, _OTHER_CALL, operation, longest, lasts)
 
     def _record_raw(self, operation: str, message: Tensor, reason: str, call: str, x: Tensor, lasts: bool) -> None:
-        nbytes = round(sent_nbytes(operation, message.numel() * message.dtype.itemsize, self._inner.size()))
+        nbytes = round(sent_nbytes(operation, message.numel() * message.dtype.itemsize, self._backend_group.size()))
         audit.record(operation, message.dtype, nbytes, nbytes, RAW, reason, 0.0)
         if lasts:
             self._know(call, x, operation, nbytes, reason)
@@ -437,12 +443,8 @@ def _op_of(opts: Any) -> api.Op:
 
 
 def given(*arguments: Any) -> list[Any]:
-    """Those that the caller has given; the group inside has defaults of its own for the others."""
+    """Those that the caller has given; the backend group has defaults of its own for the others."""
     return [argument for argument in arguments if argument is not None]
-
-
-def _named(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dist.Work]:
-    return getattr(group, new, None) or getattr(group, old)
 
 
 def _split(
@@ -461,7 +463,7 @@ def _split(
     if left:
         sides = [as_bytes(list(side)) for side in zip(*left, strict=True)]
         works.append(rest(*given(*sides, opts)))
-    return Together(works, outputs, queue)
+    return WorkGroup(works, outputs, queue)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

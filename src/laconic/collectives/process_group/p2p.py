@@ -5,6 +5,11 @@ asked of the other end. Whether a message is coded follows from its number of el
 the ranks agreed when the group was made, and not from how far earlier ones shrank, which the receiver learns later than
 the sender. How long a message is stands in its header, and gloo delivers a short one into a longer buffer. NCCL does
 not, so CUDA tensors travel as they are.
+
+Two ranks that both send first and receive then wait for each other for ever, unless NCCL hears of both at once.
+torch's batch_isend_irecv says so for groups of exactly its own class; for others it calls isend and irecv one by
+one. So what is asked for here is put off until one of it is waited for or the group is used for something else, and
+started as one then.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,13 +29,12 @@ from laconic.collectives import audit
 from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.policy.selector import foresee
-from laconic.collectives.process_group.p2p_batch import Batches
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.collectives.runtime.failure_diagnosis import reason_of
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
-__all__ = ["CODED", "Points", "as_bytes"]
+__all__ = ["CODED", "P2P", "Batches", "as_bytes"]
 
 CODED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 """What is coded. Integers and float64 are not."""
@@ -38,7 +43,7 @@ _ASKED_FOR = "asked for"
 _OTHER_DEVICE = "lengths of messages have to be known on this device"
 
 
-class Points:
+class P2P:
     """Sends and receives over `group`.
 
     Arguments:
@@ -83,9 +88,9 @@ class Points:
             try:
                 codec.decode_into(codec.cut(buffer), tensor.detach().view(-1))
             except FormatError as error:
-                place = work._source_rank() if src is None else src
+                peer = work._source_rank() if src is None else src
                 raise FormatError(
-                    f"the message received from rank {self._ranks[place]} cannot be decoded: {error}"
+                    f"the message received from rank {self._ranks[peer]} cannot be decoded: {error}"
                 ) from error
 
         return AfterWork(work, tensors, decode)
@@ -122,16 +127,16 @@ class Points:
             raise explain(error) from error
 
     def _explain(
-        self, function: str, numel: int, dtype: torch.dtype, place: int | None, error: RuntimeError
+        self, function: str, numel: int, dtype: torch.dtype, peer: int | None, error: RuntimeError
     ) -> Exception:
         """Says what broke off and because of which rank."""
         if isinstance(error, LaconicError):
             return error
         reason = reason_of(error)
-        peer = "a rank that sends" if place is None else f"rank {self._ranks[place]}"
+        name = "a rank that sends" if peer is None else f"rank {self._ranks[peer]}"
         return CollectiveError(
             f"{function} of {numel} {str(dtype).removeprefix('torch.')} broke off on rank"
-            f" {self._ranks[self._group.rank()]}, which waited for {peer}: {reason}; {peer} ended, stopped, raised"
+            f" {self._ranks[self._group.rank()]}, which waited for {name}: {reason}; {name} ended, stopped, raised"
             " an error or took longer than the group's timeout, see its own output"
         )
 
@@ -155,3 +160,81 @@ def as_bytes(x: Any) -> Any:
     if isinstance(x, list):
         return [as_bytes(each) for each in x]
     return x.view(torch.uint8) if isinstance(x, Tensor) and x.dtype in CODED and x.dtype.itemsize == 1 else x
+
+
+# --- started together ---
+
+_NO_TIMEOUT = timedelta()
+
+
+class Batches:
+    """The sends and receives of a group that have not been started, and those that have."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._pending: _Batch | None = None
+
+    def add(self, tensor: Tensor, start: Callable[[], object]) -> dist.Work:
+        """Put off `start`, which sends or receives `tensor`."""
+        if self._pending is None or self._pending.device != tensor.device:
+            self.start()
+            self._pending = _Batch(self, tensor.device)
+        self._pending.add(start)
+        return _BatchedWork(self._pending, tensor)
+
+    def start(self) -> None:
+        """Start what was put off."""
+        batch, self._pending = self._pending, None
+        if batch is not None:
+            batch.start(self._group)
+
+
+class _Batch:
+    def __init__(self, batches: Batches, device: torch.device) -> None:
+        self.device = device
+        self._batches = batches
+        self._starts: list[Callable[[], object]] = []
+        self._ready: list[torch.cuda.Event] = []
+        self._work: dist.Work | None = None
+
+    def add(self, start: Callable[[], object]) -> None:
+        self._starts.append(start)
+        if self.device.type == "cuda":
+            # The tensor belongs to the stream that is current now, which need not be the one in which all start.
+            self._ready.append(torch.cuda.current_stream(self.device).record_event())
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        for event in self._ready:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        group._start_coalescing(self.device)
+        for start in self._starts:
+            start()
+        self._work = group._end_coalescing(self.device)
+
+    def work(self) -> dist.Work:
+        if self._work is None:
+            self._batches.start()
+        assert self._work is not None, "only the newest batch is not started"
+        return self._work
+
+
+class _BatchedWork(dist.Work):
+    def __init__(self, batch: _Batch, tensor: Tensor) -> None:
+        super().__init__()
+        self._batch = batch
+        self._tensor = tensor  # has to live until it is sent
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return self._batch.work().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._batch.work().is_completed()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._batch.work().get_future().then(lambda done: (done.value(), [self._tensor])[1])
+
+    def result(self) -> list[Tensor]:
+        return [self._tensor]
+
+    def synchronize(self) -> None:
+        self.wait()

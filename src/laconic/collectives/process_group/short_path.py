@@ -1,4 +1,4 @@
-"""The short way of a process group's calls: what is known to be left raw goes to the group inside at once.
+"""The short way of a process group's calls: what is known to be left raw goes to the backend group at once.
 
 Most calls of a program are small. gloo takes a tenth of a millisecond for one on one machine, so these methods are the
 few lines that may stand in front of it; all else goes to `ProcessGroupLaconic`, which decides and remembers.
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from laconic.collectives.policy.raw_calls import is_plain
 from laconic.collectives.process_group.group import ProcessGroupLaconic, given
 from laconic.collectives.process_group.work_handles import RawWork
+from laconic.collectives.runtime.torch_compat import method_of
 
 __all__ = ["QuickGroup"]
 
@@ -22,48 +23,48 @@ class QuickGroup(ProcessGroupLaconic):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        inner = self._inner
-        self._inner_reduce_scatter = getattr(inner, "reduce_scatter_single", None) or inner._reduce_scatter_base
-        self._inner_all_gather = getattr(inner, "all_gather_single", None) or inner._allgather_base
-        self._inner_all_to_all = getattr(inner, "all_to_all_single", None) or inner.alltoall_base
+        group = self._backend_group
+        self._backend_reduce_scatter = method_of(group, "reduce_scatter_single", "_reduce_scatter_base")
+        self._backend_all_gather = method_of(group, "all_gather_single", "_allgather_base")
+        self._backend_all_to_all = method_of(group, "all_to_all_single", "alltoall_base")
 
     def _handle(self, work: dist.Work, opts: Any) -> dist.Work:
         """Who waits in the call itself has no use for a future."""
-        return RawWork(work, self._inner) if opts.asyncOp else work
+        return RawWork(work, self._backend_group) if opts.asyncOp else work
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and self._raw.has("all_reduce", tensors[0]):
-            return self._handle(self._inner.allreduce(tensors, opts), opts)
+            return self._handle(self._backend_group.allreduce(tensors, opts), opts)
         return super().allreduce(tensors, opts, timeout)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and self._raw.has("broadcast", tensors[0]):
-            return self._handle(self._inner.broadcast(tensors, opts), opts)
+            return self._handle(self._backend_group.broadcast(tensors, opts), opts)
         return super().broadcast(tensors, opts, timeout)
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and self._raw.has("reduce", tensors[0]):
-            return self._handle(self._inner.reduce(tensors, opts), opts)
+            return self._handle(self._backend_group.reduce(tensors, opts), opts)
         return super().reduce(*given(tensors, opts, timeout))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and _dense(outputs) and self._raw.has("gather", inputs[0]):
-            return self._handle(self._inner.gather(outputs, inputs, opts), opts)
+            return self._handle(self._backend_group.gather(outputs, inputs, opts), opts)
         return super().gather(*given(outputs, inputs, opts, timeout))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if opts is not None and timeout is None and _dense(inputs) and self._raw.has("scatter", outputs[0]):
-            return self._handle(self._inner.scatter(outputs, inputs, opts), opts)
+            return self._handle(self._backend_group.scatter(outputs, inputs, opts), opts)
         return super().scatter(*given(outputs, inputs, opts, timeout))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         if opts is not None and is_plain(output) and self._raw.has("reduce_scatter", input):
-            return self._handle(self._inner_reduce_scatter(output, input, opts), opts)
+            return self._handle(self._backend_reduce_scatter(output, input, opts), opts)
         return super().reduce_scatter_single(output, input, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         if opts is not None and is_plain(output) and self._raw.has("all_gather", input):
-            return self._handle(self._inner_all_gather(output, input, opts), opts)
+            return self._handle(self._backend_all_gather(output, input, opts), opts)
         return super().all_gather_single(output, input, opts)
 
     def all_to_all_single(
@@ -71,20 +72,20 @@ class QuickGroup(ProcessGroupLaconic):
     ) -> dist.Work:
         known = "uneven all_to_all" if output_splits or input_splits else "all_to_all"
         if opts is not None and is_plain(output) and self._raw.has(known, input):
-            return self._handle(self._inner_all_to_all(output, input, output_splits, input_splits, opts), opts)
+            return self._handle(self._backend_all_to_all(output, input, output_splits, input_splits, opts), opts)
         return super().all_to_all_single(output, input, output_splits, input_splits, opts)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         if self._raw.has("send", tensors[0]):
-            return self._points.send_raw(tensors[0], tensors, dst, tag)
-        codec, reason = self._points.choose(tensors)
+            return self._p2p.send_raw(tensors[0], tensors, dst, tag)
+        codec, reason = self._p2p.choose(tensors)
         if codec is None:
             self._know("send", tensors[0], "send", tensors[0].nbytes, reason)
         return super().send(tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         if self._raw.would_have("send", tensors[0]):
-            return self._points.receive_raw(tensors[0], tensors, src, tag)
+            return self._p2p.receive_raw(tensors[0], tensors, src, tag)
         return super().recv(tensors, src, tag)
 
     _allgather_base = all_gather_single

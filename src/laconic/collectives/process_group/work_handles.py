@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,59 +14,16 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.utils._pytree import tree_leaves
 
-from laconic.collectives.runtime import background
+from laconic.collectives.runtime.background import BackgroundWork, Groups, TensorsWork, run_in_background
 from laconic.collectives.runtime.callbacks import CallbackQueue, follow, queue_of
 
-__all__ = ["AfterWork", "LaneWork", "Ordered", "PeerWork", "RawWork", "Together", "after", "outlive_python"]
+__all__ = ["AfterWork", "BackgroundWork", "Ordered", "PeerWork", "RawWork", "WorkGroup", "after", "outlive_python"]
 
 _NO_TIMEOUT = timedelta()
 
 
-class _TensorsWork(dist.Work):
-    """A work whose result is a list of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
-
-class LaneWork(_TensorsWork):
-    """A collective in a lane, as torch's C++ and Python want to see it."""
-
-    def __init__(self, work: background.Work[Any], tensors: Sequence[Tensor]) -> None:
-        super().__init__(tensors)
-        result = self._tensors
-        self._work: background.Work[list[Tensor]] = work.map(lambda _: result)
-
-    def then(self, do: Callable[[], object], tensors: Sequence[Tensor]) -> LaneWork:
-        """This work and, in the background, `do` once it is done."""
-        return LaneWork(self._work.map(lambda _: do()), tensors)
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        if timeout > _NO_TIMEOUT:
-            deadline = time.monotonic() + timeout.total_seconds()
-            while not self._work.is_completed():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"a collective was not done within {timeout}; it goes on")
-                time.sleep(0.001)
-        self._work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
-
-
 class Ordered:
-    """A group whose calls on CPU tensors run in its lane, so that also raw calls of callbacks keep their order."""
+    """A group whose calls on CPU tensors run in its executor, so that also raw calls of callbacks keep their order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -80,10 +36,10 @@ class Ordered:
             if self._group.size() == 1 or any(x.device.type != "cpu" for x in tensors):
                 return method(*args, **kwargs)
 
-            def job(groups: background.Groups) -> None:
+            def job(groups: Groups) -> None:
                 getattr(groups[0], name)(*args, **kwargs).wait()
 
-            return LaneWork(background.run_in_background(job, (self._group,), torch.device("cpu")), tensors)
+            return BackgroundWork(run_in_background(job, (self._group,), torch.device("cpu")), tensors)
 
         return call
 
@@ -114,7 +70,7 @@ class RawWork(dist.Work):
         return follow(self._work.get_future(), queue_of(self._group))
 
 
-class AfterWork(_TensorsWork):
+class AfterWork(TensorsWork):
     """Another work, and something to do once it is done, such as decoding what arrived.
 
     It is done by whoever finds out first: `wait`, or `is_completed` when it says so.
@@ -181,10 +137,10 @@ def outlive_python() -> None:
 
 def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:
     """`work` and then `do`, with `tensors` as the result."""
-    return work.then(do, tensors) if isinstance(work, LaneWork) else AfterWork(work, tensors, do)
+    return work.then(do, tensors) if isinstance(work, BackgroundWork) else AfterWork(work, tensors, do)
 
 
-class PeerWork(_TensorsWork):
+class PeerWork(TensorsWork):
     """A send or receive of the backend; `explain` makes of its error one that names the peer."""
 
     def __init__(
@@ -214,7 +170,7 @@ class PeerWork(_TensorsWork):
     _source_rank = source_rank
 
 
-class Together(_TensorsWork):
+class WorkGroup(TensorsWork):
     """Several works as one."""
 
     def __init__(

@@ -1,20 +1,22 @@
-"""Where a reduction runs while backward goes on.
+"""Background executor of collectives: one thread per group on CPU, one stream per CUDA device.
 
-A reduction is several collectives with arithmetic between them. Ranks must start the collectives of a group in the same
-order, so all background reductions of a group run one after the other, in the order they were asked for, in a *lane*:
+A coded collective is several messages with arithmetic between them. Ranks must start the collectives of a group in the
+same order, so all of a group's run one after the other, in the order they were asked for:
 
 - CPU tensors: a thread with a process group of its own, so that its collectives never mix with those that the program
-  issues on the caller's group meanwhile. gloo and the kernels release Python's lock. What callbacks of a lane's futures
-  issue has lanes of its own (callbacks.py).
+  issues on the caller's group meanwhile. gloo and the kernels release Python's lock. What callbacks of its
+  futures issue has executors of its own (callbacks.py).
 - CUDA tensors: a stream. Everything is started from the caller's thread, in program order, and nothing blocks.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -22,22 +24,25 @@ from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
-from laconic.collectives.runtime.rendezvous import meet
+from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.torch_compat import in_background
 
 __all__ = [
+    "BackgroundWork",
     "Groups",
     "Job",
+    "TensorsWork",
     "Work",
     "close",
     "done",
     "future_of",
-    "has_lane",
-    "lanes_of",
+    "has_executor",
+    "executors_of",
     "original_of",
     "run_here",
     "run_in_background",
@@ -50,7 +55,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 """The process groups that a reduction talks to."""
 
 Job = Callable[[Groups], T]
-"""A reduction, told which groups to use."""
+"""A reduction, given the groups to use."""
 
 
 class Work(ABC, Generic[T]):
@@ -87,19 +92,67 @@ def done(result: T) -> Work[T]:
 
 
 def run_in_background(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
-    """Run a job in the lane of its groups. Every rank of the groups must do so in the same order."""
+    """Run a job in the background executor of its groups. Every rank of the groups must do so in the same order."""
     if all(group.size() == 1 for group in groups):
         return done(run_here(job, groups))
     if device.type == "cuda":
         return _run_on_stream(job, groups, device)
-    return _lane_of(groups).submit(job)
+    return _executor_of(groups).submit(job)
+
+
+# --- as torch's handles ---
+
+_NO_TIMEOUT = timedelta()
+
+
+class TensorsWork(dist.Work):
+    """A work whose result is a list of tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class BackgroundWork(TensorsWork):
+    """A collective in the background, as torch's C++ and Python want to see it."""
+
+    def __init__(self, work: Work[Any], tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors)
+        result = self._tensors
+        self._work: Work[list[Tensor]] = work.map(lambda _: result)
+
+    def then(self, do: Callable[[], object], tensors: Sequence[Tensor]) -> BackgroundWork:
+        """This work and, in the background, `do` once it is done."""
+        return BackgroundWork(self._work.map(lambda _: do()), tensors)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        if timeout > _NO_TIMEOUT:
+            deadline = time.monotonic() + timeout.total_seconds()
+            while not self._work.is_completed():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a collective was not done within {timeout}; it goes on")
+                time.sleep(0.001)
+        self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
 
 
 # --- CPU: threads ---
 
 
 class _ThreadWork(Work[T]):
-    """What a lane's thread, or nobody, is at; `callbacks` is the lane's queue of them."""
+    """What an executor's thread, or nobody, is at; `callbacks` is its queue of them."""
 
     def __init__(self, callbacks: CallbackQueue | None = None) -> None:
         self.result: Future[T] = Future()
@@ -140,15 +193,15 @@ def future_of(result: Future[T]) -> torch.futures.Future[T]:
 _Item = tuple[Job[Any], _ThreadWork[Any]]
 
 
-class _ThreadLane:
+class _ThreadExecutor:
     """A thread that runs jobs in order on copies of `groups`."""
 
     def __init__(self, groups: Groups, depth: int) -> None:
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         self._callbacks = queue_of(groups[0])
-        # The thread knows the queue and its own copies only, so it ends when nobody knows the lane any more.
+        # The thread knows the queue and its own copies only, so it ends when nobody knows the executor any more.
         arguments = (self._items, [_copier_of(group, depth) for group in groups])
-        thread = threading.Thread(target=_serve, args=arguments, name="laconic-lane", daemon=True)
+        thread = threading.Thread(target=_serve, args=arguments, name="laconic-background", daemon=True)
         thread.start()
         self._thread = thread
         self._finalizer = finalize(self, _close, self._items, thread)  # also when the program ends
@@ -196,50 +249,50 @@ def _close(items: SimpleQueue[_Item | None], thread: threading.Thread) -> None:
 _CPU = torch.device("cpu")
 _lock = threading.RLock()  # two threads may be the first to use a group; what is collected meanwhile may come here, too
 _num_copies: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
-_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Groups, int], _ThreadLane]] = WeakKeyDictionary()
-"""By the first group; then by the others, and how deep in callbacks a lane's jobs come from."""
+_executors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Groups, int], _ThreadExecutor]] = WeakKeyDictionary()
+"""By the first group; then by the others, and how deep in callbacks an executor's jobs come from."""
 
 
-def _lane_of(groups: Groups) -> _ThreadLane:
+def _executor_of(groups: Groups) -> _ThreadExecutor:
     with _lock:
-        lanes = _lanes.setdefault(groups[0], {})
+        executors = _executors.setdefault(groups[0], {})
         key = groups[1:], depth()
-        if key not in lanes:
-            lanes[key] = _ThreadLane(groups, depth())
-        return lanes[key]
+        if key not in executors:
+            executors[key] = _ThreadExecutor(groups, depth())
+        return executors[key]
 
 
-def has_lane(group: dist.ProcessGroup) -> bool:
+def has_executor(group: dist.ProcessGroup) -> bool:
     """Whether something was run in the background on `group` alone, from as deep in callbacks as the caller is."""
     with _lock:
-        return ((), depth()) in _lanes.get(group, {})
+        return ((), depth()) in _executors.get(group, {})
 
 
-def lanes_of(*groups: dist.ProcessGroup) -> Iterator[Callable[[Job[T]], Work[T]]]:
-    """How to run something after all that was given to each lane that begins with one of `groups`."""
+def executors_of(*groups: dist.ProcessGroup) -> Iterator[Callable[[Job[T]], Work[T]]]:
+    """How to run something after all that was given to each executor that begins with one of `groups`."""
     with _lock:
-        found = [lane for group in groups for lane in _lanes.get(group, {}).values()]
-    return (lane.submit for lane in found)
+        found = [executor for group in groups for executor in _executors.get(group, {}).values()]
+    return (executor.submit for executor in found)
 
 
 def close(*groups: dist.ProcessGroup) -> None:
-    """End the lanes that use one of `groups`, after all they have been given; as gloo does when a group is destroyed.
+    """End the executors of `groups`, after all they have been given; as gloo does when a group is destroyed.
 
     A work whose rank is lost takes as long as it does in any case, the group's timeout at most.
     """
     while True:
         with _lock:
             ended = [
-                lanes.pop(key)
-                for first, lanes in list(_lanes.items())
-                for key in list(lanes)
+                executors.pop(key)
+                for first, executors in list(_executors.items())
+                for key in list(executors)
                 if any(group in (first, *key[0]) for group in groups)
             ]
         if not ended:
             return
-        # What callbacks issue meanwhile makes new lanes.
-        for lane in ended:
-            lane.finish()
+        # What callbacks issue meanwhile makes new executors.
+        for executor in ended:
+            executor.finish()
 
 
 def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.ProcessGroup]:
@@ -256,7 +309,7 @@ def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.Proces
     ranks, met = dist.get_process_group_ranks(group), [group]  # which lives until all have met, and no longer for this
 
     def copy() -> dist.ProcessGroup:
-        meet(met.pop(), ranks, "connecting the ranks for coded collectives", depth << 10 | number % (1 << 10))
+        _meet(met.pop(), ranks, depth << 10 | number % (1 << 10))
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout or default_pg_timeout)
         found = dist.ProcessGroup(store, rank, size)
         found._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -267,11 +320,37 @@ def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.Proces
     return copy
 
 
+_FIRST_TAG, _NUM_TAGS = (1 << 24) + (1 << 20), 1 << 20
+
+
+def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
+    """Return once every rank of a group has come here. Raises CollectiveError naming the rank that does not.
+
+    Connections are made through the store, where nobody hears that a rank has ended: those who came would wait for the
+    group's timeout. A connection that is there breaks at once. `number` tells meetings from each other.
+    """
+    others = [peer for peer in range(group.size()) if peer != group.rank()]
+    tag, mark = _FIRST_TAG + number % _NUM_TAGS, torch.zeros(1, dtype=torch.uint8)
+    sent: list[dist.Work] = []
+    steps: tuple[Callable[[int], object], ...] = (
+        lambda peer: sent.append(group.send([mark], peer, tag)),
+        lambda peer: group.recv([torch.empty_like(mark)], peer, tag).wait(),
+        lambda peer: sent.pop(0).wait(),
+    )
+    for step in steps:
+        for peer in others:
+            try:
+                step(peer)
+            except RuntimeError as error:
+                what = "connecting the ranks for coded collectives"
+                raise broke_off(what, group, ranks, peer, error, wake=True, or_else=", made no such call") from error
+
+
 _originals: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The caller's group that a lane's is a copy of; `group` itself if it is none."""
+    """The caller's group that an executor's is a copy of; `group` itself if it is none."""
     found = _originals.get(group)
     return (found() if found is not None else None) or group
 

@@ -6,7 +6,7 @@ the thread that completes collectives, such a wait would never end. So:
 - Callbacks run in threads of a pool that grows as needed: whoever blocks there holds up nobody else.
 - The callbacks of a group's futures run one after the other, in the order in which they were registered, which is the
   order of the program and so the same on all ranks, however fast each of them completes what.
-- What a callback issues runs in lanes of its own `depth`, one below that of the future that called it. So its order
+- What a callback issues runs in executors of its own `depth`, one below that of the future that called it. So its order
   does not depend on what the main thread issues meanwhile.
 """
 

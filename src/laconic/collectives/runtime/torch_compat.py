@@ -28,6 +28,7 @@ __all__ = [
     "all_to_all_uneven",
     "count_sent",
     "in_background",
+    "method_of",
     "pass_around",
     "reduce_scatter",
     "sent_in_background_nbytes",
@@ -40,6 +41,12 @@ def _named(new: str, old: str) -> Callable[..., Any]:
 
 _all_gather = _named("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def method_of(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dist.Work]:
+    """A method of process groups that torch 2.13 renamed."""
+    found: Callable[..., dist.Work] = getattr(group, new, None) or getattr(group, old)
+    return found
 
 
 class Started(Protocol):
