@@ -44,7 +44,6 @@ class Call:
     numel: int
     dtype: str
     tag: str = ""
-    levels: tuple[int, ...] = (1,)
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -81,7 +80,7 @@ class Chooser:
         self._times_sums = not repeats or world.num_ranks == 2
         self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
         self._paces: dict[tuple[str, str, str, int], Pace] = {}
-        self._kept: dict[tuple[str, int, str, tuple[int, ...], int], Choice] = {}
+        self._kept: dict[tuple[str, int, str, int], Choice] = {}
         # Observed and not announced yet, and announced and not learnt yet.
         self._coded: tuple[Call, bool, int, int, int] | None = None
         self._raw: tuple[Call, int, int] | None = None
@@ -160,13 +159,13 @@ class Chooser:
 
     def _decide(self, call: Call, steps: int | None) -> Choice:
         """`steps`: bytes observed over bytes expected, in 1 / FINENESS; None if nothing was observed."""
-        key = (call.operation, call.numel, call.dtype, call.levels, -1 if steps is None else steps)
+        key = (call.operation, call.numel, call.dtype, -1 if steps is None else steps)
         if key not in self._kept:
             if len(self._kept) >= 4096:
                 self._kept.clear()
             codes = self.rates.codecs.get(call.dtype, {})
             ratio = None if steps is None else {code: c.ratio * FINENESS / steps for code, c in codes.items()}
-            choice = decide(call.operation, call.numel, call.dtype, self.world, self.rates, ratio, call.levels)
+            choice = decide(call.operation, call.numel, call.dtype, self.world, self.rates, ratio)
             self._kept[key] = choice
         return self._kept[key]
 

@@ -1,4 +1,4 @@
-"""Which way a message takes: raw or coded, in how many chunks, on how many levels.
+"""Which way a message takes: raw or coded, in how many chunks, around a ring or not.
 
 Ranks have to choose alike without asking each other. So a choice depends on nothing but what all ranks of the group
 share: operation, number of elements, dtype, the rates of links and codecs (which the ranks agreed on when the group was
@@ -77,7 +77,6 @@ def choose(
     group: dist.ProcessGroup,
     *,
     tag: str = "",
-    levels: tuple[int, ...] = (1,),
     device: torch.device = _CPU,
 ) -> Choice:
     """Choose for one message; every rank of `group` must ask the same at the same place of its calls.
@@ -89,7 +88,6 @@ def choose(
         dtype: of the tensor.
         group: the group, or the copy of it in which the operation runs. Its first call may communicate.
         tag: keeps apart the running estimates of data of different kinds, for instance weights and gradients.
-        levels: numbers of levels that the caller can carry out.
         device: where the tensor is.
 
     Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
@@ -98,7 +96,7 @@ def choose(
     if reason is not None:
         return left_raw(reason)
     chooser = _chooser_of(operation, group, device)
-    call = Call(operation, numel, _name(dtype), tag, levels)
+    call = Call(operation, numel, _name(dtype), tag)
     return left_raw(NOT_PREPARED) if chooser is None else chooser.choose(call)
 
 

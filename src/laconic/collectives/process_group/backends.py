@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import DebugLevel, _create_process_group_wrapper, _world, get_debug_level
 
-from laconic.collectives.engine.handshake import Settings, difference
+from laconic.collectives.engine.handshake import difference
 from laconic.errors import ConfigError
 
 __all__ = ["Backends", "compare", "connect", "forget"]
@@ -19,7 +20,7 @@ Backends = dict[torch.device, tuple[Any, Any]]
 """Kind and backend that carry the tensors of a device."""
 
 
-def compare(settings: Settings, arguments: Any) -> None:
+def compare(settings: Mapping[str, object], arguments: Any) -> None:
     """Raise ConfigError, as all ranks do, if their `settings` differ. They go through the store, as JSON: there is no
     connection yet to hang in."""
     arguments.store.set(f"laconic/settings/{arguments.group_rank}", json.dumps(settings))
