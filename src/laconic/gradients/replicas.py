@@ -33,11 +33,11 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
     ranks = dist.get_process_group_ranks(group)
     found = first_difference([json.loads(other) for other in texts])
     assert found is not None, "digests differ, settings do not"
-    name, place = found
-    first, other = json.loads(texts[0]), json.loads(texts[place])
+    name, index = found
+    first, other = json.loads(texts[0]), json.loads(texts[index])
     raise ConfigError(
         f"{name} is {first.get(name, 'missing')} on rank {ranks[0]} and {other.get(name, 'missing')} on"
-        f" rank {ranks[place]}, but all ranks of a group must agree; start every rank with the same settings"
+        f" rank {ranks[index]}, but all ranks of a group must agree; start every rank with the same settings"
     )
 
 
