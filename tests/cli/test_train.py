@@ -1,5 +1,7 @@
 """`laconic train`: flags over the configuration, without training."""
 
+import json
+import subprocess
 import sys
 import tomllib
 import types
@@ -13,7 +15,7 @@ from laconic.cli.train import resolve
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.errors import ConfigError
 from laconic.train.config.schema import TrainConfig
-from laconic.train.config.toml import dump_config, load_config, save_config
+from laconic.train.config.toml import dump_config, json_schema, load_config, save_config
 
 
 def config_of(*args: str) -> TrainConfig:
@@ -121,7 +123,7 @@ def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
         (["--tensorboard=maybe"], r"--tensorboard is 'maybe', but it must be true or false"),
         (["--model.extra", "a=1"], r"--model.extra is a table; give its fields one by one"),
         (["--model.extra.a"], r"--model.extra.a needs a value"),
-        (["--activations.bits", "3"], r"activations.bits is 3, but it must be 4, 5, 6, 8 or 16"),
+        (["--optimizer.beta1", "1"], r"optimizer.beta1 is 1.0, but it must be below 1"),
     ],
 )
 def test_bad_flag_is_refused_by_name(args: list[str], message: str) -> None:
@@ -134,6 +136,7 @@ def test_bad_flag_is_refused_by_name(args: list[str], message: str) -> None:
     [
         (["--steps", "many"], ["--steps", "many"]),
         (["--parallel", "dpp"], ["--parallel", "dpp", "fsdp"]),
+        (["--activations.bits", "3"], ["--activations.bits", "3", "16"]),
         (["--steps"], ["--steps"]),
         (["stray"], ["stray"]),
     ],
@@ -161,6 +164,16 @@ def test_printed_config_is_the_resolved_one(capsys: pytest.CaptureFixture[str], 
     text = capsys.readouterr().out
     assert tomllib.loads(text)["steps"] == 3
     assert text == dump_config(load_config(None, {"steps": 3}))
+
+
+def test_printed_schema_is_that_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema()
+
+
+def test_the_package_does_without_pydantic_until_it_trains() -> None:
+    code = "import sys, laconic, laconic.cli.main; assert not any(name.startswith('pydantic') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_resolved_config_goes_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from laconic.errors import ConfigError
-from laconic.train.config.toml import field_docs, nearest
+from laconic.train.config.dotted_names import nearest, nested_settings, setting_types
+from laconic.train.config.toml import field_docs, merge
 
 __all__ = ["option", "parse_flags"]
 
@@ -34,7 +35,8 @@ def parse_flags(
     """
     import tyro
 
-    kinds = dict(_kinds(cls)) | {name: kind for name, (kind, _) in own.items()}
+    kinds = {name: kind for name, kind in setting_types(cls) if not dataclasses.is_dataclass(kind)}
+    kinds |= {name: kind for name, (kind, _) in own.items()}
     tokens, tables = _normalized(args, kinds)
     own_fields: list[tuple[str, Any, Any]] = [
         (
@@ -48,13 +50,7 @@ def parse_flags(
     parsed: Any = tyro.cli(mirror, args=tokens, prog=prog, description=cls.__doc__)
     values = _values(parsed)
     own_values = {name: values.pop(name) for name in own}
-    for path, value in tables:
-        *outer, leaf = path.split(".")
-        table = values
-        for key in outer:
-            table = table.setdefault(key, {})
-        table[leaf] = value
-    return values, own_values
+    return merge(values, nested_settings(tables)), own_values
 
 
 def option(args: Sequence[str], name: str) -> str | None:
@@ -67,30 +63,19 @@ def option(args: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _kinds(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and type of every leaf of the tree."""
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from _kinds(hint, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, hint
-
-
 def _negated(name: str) -> str:
     head, _, leaf = name.rpartition(".")
     return f"{head}.no-{leaf}" if head else f"no-{leaf}"
 
 
-def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Any]]]:
-    """`args` as tyro spells them, and the (path, value) pairs of table flags. Raises ConfigError on an unknown flag."""
+def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """`args` as tyro spells them, and values of table flags by dotted names. Raises ConfigError on an unknown flag."""
     hyphened = {name.replace("_", "-"): kind for name, kind in kinds.items()}
     booleans = {name for name, kind in hyphened.items() if kind is bool}
     negatives = {spelling: name for name in booleans for spelling in (_negated(name), f"no-{name}")}
     table_names = [name for name, kind in kinds.items() if get_origin(kind) is dict]
     tokens: list[str] = []
-    tables: list[tuple[str, Any]] = []
+    tables: dict[str, Any] = {}
     rest = iter(args)
     for arg in rest:
         if not arg.startswith("--") or arg == "--help":
@@ -104,7 +89,7 @@ def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str
                 value = next(rest, "")
             if not value:
                 raise ConfigError(f"--{given} needs a value, e.g. --{given} 1")
-            tables.append((f"{table}.{given[len(table) + 1 :]}", _toml_value(value)))
+            tables[f"{table}.{given[len(table) + 1 :]}"] = _toml_value(value)
         elif name in negatives and not equals:
             tokens.append("--" + _negated(negatives[name]))
         elif name in booleans and equals:
@@ -153,7 +138,8 @@ def _mirror(
             table = annotated[Any, tyro.conf.arg(help=text), tyro.conf.Fixed]
             fields.append((field.name, table, dataclasses.field(default_factory=partial(dict, value))))
         else:
-            fields.append((field.name, annotated[hint, tyro.conf.arg(help=text)], dataclasses.field(default=value)))
+            default = tuple(value) if isinstance(value, list) else value  # as TOML has it, but a dataclass has not
+            fields.append((field.name, annotated[hint, tyro.conf.arg(help=text)], dataclasses.field(default=default)))
     made = dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
     made.__doc__ = cls.__doc__
     return made

@@ -70,7 +70,7 @@ def _dispatch(args: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         from laconic.errors import ConfigError
-        from laconic.train.config.toml import nearest
+        from laconic.train.config.dotted_names import nearest
 
         raise ConfigError(f"unknown command {name}{nearest(name, COMMANDS) or '; see laconic --help'}")
     code: int = importlib.import_module(f"laconic.cli.{name}").run(rest)

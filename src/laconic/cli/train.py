@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from laconic.errors import ConfigError
 from laconic.train.config.plan import load_plan, plan_settings
 from laconic.train.config.recipes import recipe
 from laconic.train.config.schema import TrainConfig
-from laconic.train.config.toml import build_config, dump_config, merge, read_toml
+from laconic.train.config.toml import build_config, dump_config, json_schema, merge, read_toml
 
 __all__ = ["resolve", "run"]
 
@@ -20,13 +21,17 @@ _OWN_FLAGS = {
     "config": (str, "TOML file with any of the fields below; flags override it."),
     "recipe": (str, "Named settings to start from: agoq (everything compressed) or exact (nothing)."),
     "print_config": (bool, "Print the resolved configuration as TOML and stop. A good start for a file of your own."),
+    "schema": (bool, "Print the JSON schema of a configuration file and stop, for editors and other tools."),
 }
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic train` with `args`; returns the exit code of training."""
-    config, print_only = resolve(args)
-    if print_only:
+    config, asked = resolve(args)
+    if asked["schema"]:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    if asked["print_config"]:
         print(dump_config(config), end="")
         return 0
     from laconic.train.launch.launcher import launch
@@ -35,8 +40,8 @@ def run(args: Sequence[str]) -> int:
     return code
 
 
-def resolve(args: Sequence[str]) -> tuple[TrainConfig, bool]:
-    """The configuration that `args` ask for, and whether they ask only to print it.
+def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
+    """The configuration that `args` ask for, and the values of the command's own flags.
 
     Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
     --plan was made for; the --config file; flags.
@@ -61,4 +66,4 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, bool]:
     for layer in layers:
         merged = merge(merged, layer)
     values, own = parse_flags(TrainConfig, args, merged, _OWN_FLAGS, prog="laconic train")
-    return build_config(values, path), own["print_config"]
+    return build_config(values, path), own

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_type_hints
 
-__all__ = ["flat_settings"]
+__all__ = ["flat_settings", "nearest", "nested_settings", "setting_types"]
+
+_RENAMED = {
+    "moe.rows": "moe.dispatch_codec",
+    "moe.windows": "moe.overlap_grad_reduce",
+    "moe.swap_when": "moe.swap_policy (pays: cost_aware, shorter: always)",
+    "moe.balance_coef": "moe.router_aux_loss_coef",
+    "moe.z_coef": "moe.router_z_loss_coef",
+}
+"""Settings that had another name before."""
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -15,3 +26,44 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping)
         flat |= flat_settings(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return flat
+
+
+def nested_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables that hold the values of `flat` by their dotted names."""
+    tables: dict[str, Any] = {}
+    for name, value in flat.items():
+        *outer, leaf = name.split(".")
+        table = tables
+        for key in outer:
+            table = table.setdefault(key, {})
+        table[leaf] = value
+    return tables
+
+
+def setting_types(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and type, without its range, of every field of a dataclass and of the dataclasses in it."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        yield prefix + field.name, hint
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from setting_types(hint, f"{prefix}{field.name}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known dotted name nearest to `name`, or an empty string.
+
+    A name may be an old one, misspelt, or right but in the wrong table: its own table is searched first, then the
+    others.
+    """
+    if (renamed := _RENAMED.get(name.replace("-", "_"))) is not None:
+        return f"; it is called {renamed} now"
+    names = list(known)
+    table, _, leaf = name.rpartition(".")
+    beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == table}
+    anywhere = {other.rpartition(".")[2]: other for other in names}
+    for candidates in (beside, anywhere):
+        matches = difflib.get_close_matches(leaf, candidates, n=1, cutoff=0.6)
+        if matches:
+            return f"; did you mean {candidates[matches[0]]}?"
+    return ""

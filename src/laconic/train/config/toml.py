@@ -1,32 +1,43 @@
 """TOML in and out of the configuration tree of `laconic.train.config.schema`.
 
-Layers meet as plain mappings, and the dataclasses are built once from the merged result: a rule that spans two fields
-is judged on what will run, not on a half-merged tree. Layers, weakest first: defaults, the config.toml of a resumed
-run, the file given by `--config`, flags. Relative paths in a file are relative to the working directory, as in flags.
+Layers meet as plain mappings, and the dataclasses are built once from the merged result: names and types are judged on
+each file, ranges and rules on what will run. Layers, weakest first: defaults, the config.toml of a resumed run, the
+file given by `--config`, flags. Relative paths in a file are relative to the working directory, as in flags.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
 import functools
-import inspect
 import os
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import tomli_w
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from laconic.errors import ConfigError
+from laconic.train.config.dotted_names import nearest, nested_settings
 from laconic.train.config.schema import TrainConfig
-from laconic.train.config.values import shown
+from laconic.train.config.values import RULES, refusal
 
-__all__ = ["build_config", "dump_config", "field_docs", "load_config", "merge", "nearest", "read_toml", "save_config"]
+__all__ = [
+    "build_config",
+    "dump_config",
+    "field_docs",
+    "json_schema",
+    "load_config",
+    "merge",
+    "nearest",
+    "read_toml",
+    "save_config",
+]
+
+_TREE = TypeAdapter(TrainConfig)
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -37,14 +48,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Mapping[s
     """
     values = {} if path is None else read_toml(path)
     source = None if path is None else os.fspath(path)
-    nested: dict[str, Any] = {}
-    for name, value in (overrides or {}).items():
-        *tables, leaf = name.split(".")
-        table = nested
-        for key in tables:
-            table = table.setdefault(key, {})
-        table[leaf] = value
-    return build_config(merge(values, nested), source)
+    return build_config(merge(values, nested_settings(overrides or {})), source)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -59,22 +63,21 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{name} is nested too deeply to be read") from None
     except ValueError as error:  # also a NUL in the path, a number of thousands of digits
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
-    return _checked(TrainConfig, values, "", name)
-
-
-_RENAMED = {
-    "moe.rows": "moe.dispatch_codec",
-    "moe.windows": "moe.overlap_grad_reduce",
-    "moe.swap_when": "moe.swap_policy (pays: cost_aware, shorter: always)",
-    "moe.balance_coef": "moe.router_aux_loss_coef",
-    "moe.z_coef": "moe.router_z_loss_coef",
-}
-"""Settings that had another name before."""
+    try:
+        _TREE.validate_python(values)
+    except ValidationError as error:  # rules are judged when all layers have met
+        wrong = [one for one in error.errors() if one["type"] not in RULES]
+        if wrong:
+            raise refusal(wrong, TrainConfig, name) from None
+    return values
 
 
 def build_config(values: Mapping[str, Any], source: str | None = None) -> TrainConfig:
     """TrainConfig from nested mappings; `source` is the file that messages name. Raises ConfigError."""
-    return _build(TrainConfig, _checked(TrainConfig, values, "", source))
+    try:
+        return _TREE.validate_python(dict(values))
+    except ValidationError as error:
+        raise refusal(error.errors(), TrainConfig, source) from None
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,125 +108,22 @@ def dump_config(config: TrainConfig) -> str:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, as one line of text; empty where the source is not at hand."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError):
-        return {}
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            docs[statement.target.id] = " ".join(following.value.value.split())
-    return docs
+    """The string under each field of a section, as one line of text; empty where the source is not at hand."""
+    fields: dict[str, FieldInfo] = vars(cls)["__pydantic_fields__"]
+    return {name: " ".join(field.description.split()) for name, field in fields.items() if field.description}
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known dotted name nearest to `name`, or an empty string.
-
-    A name may be an old one, misspelt, or right but in the wrong table: its own table is searched first, then the
-    others.
-    """
-    if (renamed := _RENAMED.get(name.replace("-", "_"))) is not None:
-        return f"; it is called {renamed} now"
-    names = list(known)
-    table, _, leaf = name.rpartition(".")
-    beside = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == table}
-    anywhere = {other.rpartition(".")[2]: other for other in names}
-    for candidates in (beside, anywhere):
-        matches = difflib.get_close_matches(leaf, candidates, n=1, cutoff=0.6)
-        if matches:
-            return f"; did you mean {candidates[matches[0]]}?"
-    return ""
-
-
-def _known_names(cls: type, prefix: str = "") -> list[str]:
-    hints = get_type_hints(cls)
-    names = []
-    for field in dataclasses.fields(cls):
-        name = prefix + field.name
-        names.append(name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            names += _known_names(hints[field.name], name + ".")
-    return names
-
-
-def _checked(cls: type, values: Mapping[str, Any], prefix: str, source: str | None) -> dict[str, Any]:
-    """`values` with every key known to `cls` and every value of its field's type, tables included."""
-    where = f" in {source}" if source else ""
-    hints = get_type_hints(cls)
-    fields = {field.name for field in dataclasses.fields(cls)}
-    checked: dict[str, Any] = {}
-    for key, value in values.items():
-        name = prefix + key
-        if key not in fields:
-            hint = nearest(name, _known_names(TrainConfig)) or f"; known keys here: {', '.join(sorted(fields))}"
-            raise ConfigError(f"unknown key {name}{where}{hint}")
-        checked[key] = _converted(value, hints[key], name, source)
-    return checked
-
-
-def _converted(value: Any, hint: Any, name: str, source: str | None) -> Any:
-    """`value` as the type `hint` of field `name`; raises ConfigError naming field, value and expected type."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, Mapping):
-            return _checked(hint, value, name + ".", source)
-    elif get_origin(hint) in (Union, UnionType):
-        if value is None:
-            return None
-        (inner,) = (arg for arg in get_args(hint) if arg is not NoneType)
-        return _converted(value, inner, name, source)
-    elif get_origin(hint) is Literal:
-        if isinstance(value, str) and value in get_args(hint):
-            return value
-    elif get_origin(hint) is tuple:
-        item_type = get_args(hint)[0]
-        if isinstance(value, list | tuple) and all(type(item) is item_type for item in value):
-            return tuple(value)
-    elif get_origin(hint) is dict:
-        if isinstance(value, Mapping):
-            return dict(value)
-    elif hint is float:
-        if type(value) in (int, float):
-            try:
-                return float(value)
-            except OverflowError:
-                pass  # an integer beyond all floats
-    elif type(value) is hint:
-        return value
-    where = f" in {source}" if source else ""
-    raise ConfigError(f"{name}{where} is {shown(value)}, but it must be {_expected(hint)}")
-
-
-def _expected(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return 'a list of strings, e.g. ["corpus/"]' if get_args(hint)[0] is str else "a list of integers, e.g. [3, 2]"
-    if get_origin(hint) is dict or dataclasses.is_dataclass(hint):
-        return "a table"
-    names = {
-        bool: "true or false",
-        int: "an integer (without quotes or decimal point)",
-        float: "a number",
-        str: "a string",
-    }
-    return names[hint]
-
-
-def _build(cls: type, values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(cls)
-    built = {
-        key: _build(hints[key], value) if dataclasses.is_dataclass(hints[key]) else value
-        for key, value in values.items()
-    }
-    return cls(**built)
+def json_schema() -> dict[str, Any]:
+    """What a configuration file may hold, as a JSON schema: type, range, default and documentation of every field."""
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_TREE.json_schema()}
+    for table in (schema, *schema["$defs"].values()):
+        for field in table["properties"].values():
+            field.setdefault("default", {})  # a table that is left out is one without any keys
+        for part in (table, *table["properties"].values()):
+            part.pop("title", None)
+            if "description" in part:
+                part["description"] = " ".join(part["description"].split())
+    return schema
 
 
 def _dump(config: Any, prefix: str) -> list[str]:

@@ -1,64 +1,134 @@
-"""Rules for values of settings: what a field must hold, and what none can."""
+"""Tables of settings whose values pydantic checks, and the words in which a wrong one is refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 from laconic.errors import ConfigError
+from laconic.train.config.dotted_names import nearest, setting_types
 
-__all__ = ["MAX_COUNT", "check_values", "require", "shown"]
+__all__ = ["MAX_INT", "RULES", "check_table", "refusal", "refuse", "section"]
 
-MAX_COUNT = 2**31 - 1
-"""Most processes, sequences, tokens or entries of a dimension that a setting may ask for."""
+MAX_INT = 2**63 - 1
+_MAX_ERRORS = 4
+_TEXT = "be UTF-8 text without NULs"
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_INT64 = "fit into 64 bits"
+
+RULES = {
+    "greater_than": "be above {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be below {lt}",
+    "less_than_equal": "be at most {le}",
+    "finite_number": "be finite",
+    "int_parsing_size": _INT64,
+    "too_long": "have at most {max_length} numbers",
+    "string_pattern_mismatch": _TEXT,
+    "string_unicode": _TEXT,
+    "value_error": "",  # a rule of several fields, which has words of its own
+}
+"""What pydantic calls a value of the right type that is refused, and the rule that it broke."""
+_TYPES = {
+    "bool_type": "be true or false",
+    "int_type": "be an integer (without quotes or decimal point)",
+    "float_type": "be a number",
+    "string_type": "be a string",
+    "literal_error": "be {expected}",
+    "dict_type": "be a table",
+    "dataclass_type": "be a table",
+}
+_PREFIXES: dict[type, str] = {}
+"""What stands before the fields of a section in messages."""
+
+T = TypeVar("T")
 
 
-def require(condition: bool, name: str, value: object, rule: str) -> None:
-    """Raise ConfigError, naming field and value, unless `condition` holds; `rule` says what the value must do."""
-    if not condition:
-        raise ConfigError(f"{name} is {shown(value)}, but it must {rule}")
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def section(prefix: str = "") -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass whose values are checked, and refused with ConfigError.
 
-
-def shown(value: object) -> str:
-    """`value` for a message, cut if it is long."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, tables in tables
-        return f"of type {type(value).__name__}, too large to show"
-    return text if len(text) <= 200 else f"{text[:100]}... ({len(text):,} characters)"
-
-
-def check_values(section: object, prefix: str = "") -> None:
-    """Raise ConfigError for a field of the dataclass `section` with a value that no setting can have.
-
-    That is a number that is NaN, infinite or beyond 64 bits, and text with a NUL or with bytes that are not UTF-8,
-    neither of which can be the name of a file and be written into config.toml. `prefix` stands before names of fields.
+    `prefix` is the name of its table, with a dot. Rules of several fields are judged in `__post_init__` by `refuse`.
     """
-    assert dataclasses.is_dataclass(section)
-    for field in dataclasses.fields(section):
-        _check(getattr(section, field.name), prefix + field.name)
+
+    def make(cls: type[T]) -> type[T]:
+        config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+        made: Any = dataclass(cls, frozen=True, kw_only=True, config=config)
+        _PREFIXES[made] = prefix
+        init = made.__init__
+
+        @functools.wraps(init)
+        def checked(self: T, **values: Any) -> None:
+            try:
+                init(self, **values)
+            except ValidationError as error:
+                raise refusal(error.errors(), made) from None
+
+        made.__init__ = checked
+        return cls
+
+    return make
 
 
-def _check(value: object, name: str, in_table: bool = False) -> None:
-    if isinstance(value, str):
-        require(_is_text(value), name, value, "be UTF-8 text without NULs")
-    elif isinstance(value, float) and not in_table:  # a table is for others to judge, and may mean infinity
-        require(math.isfinite(value), name, value, "be finite")
-    elif isinstance(value, int):
-        require(-(2**63) <= value < 2**63, name, value, "fit into 64 bits")
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check(key, name, True)
-            _check(inner, f"{name}.{key}", True)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _check(inner, name, in_table)
+def refuse(section: object, name: str, rule: str) -> NoReturn:
+    """Raise ConfigError: the value of the field `name`, dotted, of `section` must do what `rule` says."""
+    value = functools.reduce(getattr, name.split("."), section)
+    raise ConfigError(_message(_PREFIXES[type(section)] + name, value, rule))
 
 
-def _is_text(value: str) -> bool:
+def check_table(table: object, name: str) -> None:
+    """Raise ConfigError for text or an integer in the free table `name` that cannot be written into config.toml."""
+    if isinstance(table, str) and _NO_TEXT.search(table):
+        raise ConfigError(_message(name, table, _TEXT))
+    if isinstance(table, int) and not -MAX_INT - 1 <= table <= MAX_INT:
+        raise ConfigError(_message(name, table, _INT64))
+    if isinstance(table, Mapping):
+        for key, value in table.items():
+            check_table(key, name)
+            check_table(value, f"{name}.{key}")
+    elif isinstance(table, list | tuple):
+        for value in table:
+            check_table(value, name)
+
+
+def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None) -> ConfigError:
+    """What pydantic found wrong with values for the section `cls`, in our words; they came from the file `source`."""
+    told = [_told(error, cls, source) for error in errors]
+    more = [f"and {len(told) - _MAX_ERRORS} more"] if len(told) > _MAX_ERRORS else []
+    return ConfigError("; ".join(told[:_MAX_ERRORS] + more))
+
+
+def _told(error: ErrorDetails, cls: type, source: str | None) -> str:
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind == "value_error":
+        return str(limits["error"])
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]]
+    name = _PREFIXES[cls] + "".join(parts).removeprefix(".")
+    where = f" in {source}" if source and kind not in RULES else ""
+    if kind == "unexpected_keyword_argument":
+        known = [other for other, _ in setting_types(cls, _PREFIXES[cls])]
+        beside = [
+            other.rpartition(".") for other in sorted(known) if other.rpartition(".")[0] == name.rpartition(".")[0]
+        ]
+        here = ", ".join(leaf for *_, leaf in beside)
+        return f"unknown key {name}{where}{nearest(name, known) or f'; known keys here: {here}'}"
+    rule = (RULES | _TYPES).get("int_parsing_size" if limits.get("le") == MAX_INT else kind)
+    words = {key: str(limit).removesuffix(".0") for key, limit in limits.items()}
+    return _message(name + where, error["input"], rule.format(**words) if rule else error["msg"])
+
+
+def _message(name: str, value: object, rule: str) -> str:
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in value
+        shown = repr(list(value) if isinstance(value, tuple) else value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, tables in tables
+        return f"{name} is of type {type(value).__name__}, too large to show, but it must {rule}"
+    if len(shown) > 200:
+        shown = f"{shown[:100]}... ({len(shown):,} characters)"
+    return f"{name} is {shown}, but it must {rule}"
