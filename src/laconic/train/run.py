@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ import laconic
 from laconic.activations import Report, saved_nbytes_per_token
 from laconic.activations.loss import TILES
 from laconic.errors import ConfigError, TrainingError
-from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
+from laconic.train.checkpoint.save_load import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.plan import activation_plan, check_plan, load_plan
 from laconic.train.config.schema import TrainConfig
@@ -49,7 +49,7 @@ from laconic.train.report.run_dir import check_run_dir, claim_run_dir, copy_toke
 from laconic.train.report.run_logger import Journal, closing_words
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
-from laconic.train.trainer import Trainer, make_optimizer
+from laconic.train.trainer import StepResult, Trainer, make_optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,11 +83,109 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
 
 def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) -> int:
+    """The steps of a run. Everything that can be refused is, before anything is written."""
     started = time.monotonic()
+    config, layout, run_dir = _check_settings(config, world, lock)
+    data = _load_data(config, world)
+    plain = _build_model(config, world, layout, data.corpus)
+    model = _convert_model(plain, config, world, layout, data.train)
+    identity = _identity(config, data.corpus)
+    checkpoint = _find_start(config, world, run_dir, identity)
+    training = _make_trainer(plain, model, config, world, layout, data, checkpoint)
+    del plain  # a stage of a pipeline holds only its own part
+    first_step = _restore(training, world, checkpoint)
+    if first_step >= config.steps:
+        if world.is_main:
+            print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
+        return 0
+    _write_settings(config, world, lock, run_dir, model)
+    saver = _Saver(config, world, lock, run_dir, training, identity, model.texts)
+    with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
+        stop.armed = True
+        training.trainer.settle()
+        _announce(training, model, journal, first_step)
+        done, stopped = _steps(config, training, journal, stop, first_step, saver)
+    summary = journal.summary(done, training.trainer, model.bf16_nbytes_per_token, time.monotonic() - started)
+    _write_summary(summary, config, world, run_dir, training, data.corpus)
+    return stop.exit_code if stopped else 0
 
-    # 1. Everything that can be refused, before anything is written.
-    speaker = "laconic" if world.is_main else "laconic.train.data.corpus"  # any process may be the one to tokenize
-    with _log_on_stderr(speaker):
+
+@dataclass(frozen=True)
+class _Data:
+    """The tokens of a run."""
+
+    corpus: TokenCorpus
+    train: TokenDataset
+    validation: TokenDataset | None
+
+
+@dataclass(frozen=True)
+class _ConvertedModel:
+    """What was decided about a model, and what is known of it, before it is wrapped."""
+
+    chunked_loss: bool
+    plan: Plan | None
+    report: Report
+    """What activations keep."""
+    bf16_nbytes_per_token: float
+    """What the unchanged model would save."""
+    config: dict[str, Any]
+    texts: dict[str, str]
+    """The Hugging Face files that describe the unchanged model."""
+    routers: Routers | None
+    router_message: str | None
+    experts: SpreadExperts | None
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A trainer and what takes part in its steps."""
+
+    trainer: Trainer
+    forecast: Forecast
+    routers: Routers | None
+    experts: SpreadExperts | None
+    messages: list[str]
+    """How processes communicate, line by line."""
+    comm_state: str | None
+    """What a checkpoint keeps of that."""
+
+
+@dataclass(frozen=True)
+class _Saver:
+    """Writes checkpoints of a run; all processes call it together."""
+
+    config: TrainConfig
+    world: World
+    lock: RunLock
+    run_dir: Path
+    training: _Training
+    identity: dict[str, Any]
+    texts: dict[str, str]
+
+    def save(self, done: int) -> None:
+        """Save the state after `done` steps."""
+        trainer, experts, chosen = self.training.trainer, self.training.experts, self.config.checkpoint
+        placement = None if experts is None else experts.state()
+        states = {migration.STATE_FILE: placement, comm_compression.STATE_FILE: self.training.comm_state}
+        with nullcontext() if experts is None else experts.at_home():
+            save_checkpoint(
+                self.run_dir,
+                self.world,
+                trainer.model,
+                trainer.optimizer,
+                step=done,
+                identity=self.identity,
+                texts=self.texts | {name: state for name, state in states.items() if state is not None},
+                keep=chosen.keep,
+                zipped=chosen.zip,
+                allowed=self.lock.check,
+            )
+
+
+def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[TrainConfig, Layout, Path]:
+    """Fill in what the model directory decides, and refuse what these processes or this machine cannot do."""
+    with _log_on_stderr(world):
         config = settle(config)
     check_agreement(config, world)
     check_experts(config, world)
@@ -98,18 +196,33 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
     run_dir = check_run_dir(config, world)
     if config.resume:  # from here on nobody else may write there; a new directory is claimed when it is made
         claim_run_dir(lock, run_dir, True, world)
-    with _log_on_stderr(speaker):
+    return config, layout, run_dir
+
+
+def _load_data(config: TrainConfig, world: World) -> _Data:
+    """Tokenize the corpus, or open the token files that are there."""
+    with _log_on_stderr(world):
         corpus = prepare(config.data, verify=world.local_rank == 0)
     train = TokenDataset(corpus.train, config.sequence_length)
     wants_validation = config.eval_sequences > 0 and len(corpus.validation) > 0
-    validation = TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None
-    with _log_on_stderr(speaker):
+    return _Data(corpus, train, TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None)
+
+
+def _build_model(config: TrainConfig, world: World, layout: Layout, corpus: TokenCorpus) -> PreTrainedModel:
+    """The unchanged model, on its device unless it is going to be cut into stages."""
+    with _log_on_stderr(world):
         shape = corpus.vocab_size, config.sequence_length
-        plain = build_model(config.model, *shape, config.seed, corpus.end_of_document)
-    check_vocab(corpus, next(plain.get_input_embeddings().parameters()).shape[0])
-    pipelined = layout.num_stages > 1
-    if not pipelined:  # a stage moves only its own part
-        nn.Module.to(plain, world.device)
+        model = build_model(config.model, *shape, config.seed, corpus.end_of_document)
+    check_vocab(corpus, next(model.get_input_embeddings().parameters()).shape[0])
+    if layout.num_stages == 1:
+        nn.Module.to(model, world.device)
+    return model
+
+
+def _convert_model(
+    plain: PreTrainedModel, config: TrainConfig, world: World, layout: Layout, train: TokenDataset
+) -> _ConvertedModel:
+    """Watch the routers of `plain`, spread its experts and compress its activations, all in place."""
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
     chunked_loss = _chunks_loss(config, world, layout, plain)
     plan = None
@@ -117,132 +230,116 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         plan = load_plan(config.plan)
         check_plan(plan, config, layout, plain.config, chunked_loss)
     texts, model_config = _model_texts(plain), plain.config.to_dict()
-    routers, of_routers = watch_routers(plain, config, world)
+    routers, router_message = watch_routers(plain, config, world)
     experts = spread_experts(plain, config, world)
-    spread = None if experts is None else experts.model
     report = _compress(plain, config, plan, chunked_loss)
     if experts is not None:
         experts.tune(partial(_first_loss, plain, config, world, layout, train, chunked_loss))
+    return _ConvertedModel(
+        chunked_loss, plan, report, bf16_nbytes_per_token, model_config, texts, routers, router_message, experts
+    )
 
-    # 2. The trainer, and where it starts.
-    identity, checkpoint = _identity(config, corpus), None
-    if config.resume:
-        name = None if config.checkpoint.load is None else str(config.checkpoint.load)
-        checkpoint = find_checkpoint(run_dir, world, name)
-        _check_identity(identity, checkpoint.identity, checkpoint.path)
-    pipeline = Pipeline(config, world, layout, plain, chunked_loss) if pipelined else None
-    model = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
+
+def _find_start(config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint that the run continues from; None for a new run."""
+    if not config.resume:
+        return None
+    name = None if config.checkpoint.load is None else str(config.checkpoint.load)
+    checkpoint = find_checkpoint(run_dir, world, name)
+    _check_identity(identity, checkpoint.identity, checkpoint.path)
+    return checkpoint
+
+
+def _make_trainer(
+    plain: PreTrainedModel,
+    model: _ConvertedModel,
+    config: TrainConfig,
+    world: World,
+    layout: Layout,
+    data: _Data,
+    checkpoint: Checkpoint | None,
+) -> _Training:
+    """Wrap `plain` or cut it into stages, decide what its messages are coded in, and make its optimizer."""
+    spread = None if model.experts is None else model.experts.model
+    pipeline = None if layout.num_stages == 1 else Pipeline(config, world, layout, plain, model.chunked_loss)
+    wrapped = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
+    messages: list[str] = []
+    comm_state = None
     bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients find their codec by themselves
-    of_collectives: list[str] = []
-    sums = None
     if not bare:
-        told = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
-        modules = [model] if pipeline is None else pipeline.wrapped
-        of_collectives, sums = comm_compression.zip_model(modules, config, world, layout, told)
-    del plain
-    gradients = make_gradients(config, layout, model, spread)
-    optimizer = make_optimizer(model, config.optimizer)
+        saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
+        modules = [wrapped] if pipeline is None else pipeline.wrapped
+        messages, comm_state = comm_compression.zip_model(modules, config, world, layout, saved)
+    gradients = make_gradients(config, layout, wrapped, spread)
+    optimizer = make_optimizer(wrapped, config.optimizer)
     trainer = Trainer(
-        config, world, layout, model, gradients, optimizer, train, validation, pipeline, chunked_loss, routers
+        config,
+        world,
+        layout,
+        wrapped,
+        gradients,
+        optimizer,
+        data.train,
+        data.validation,
+        pipeline,
+        model.chunked_loss,
+        model.routers,
     )
     split = () if pipeline is None else pipeline.split
-    forecast = Forecast(config, layout, model_config, trainer, plan, split, chunked_loss)
-    first_step = 0
+    forecast = Forecast(config, layout, model.config, trainer, model.plan, split, model.chunked_loss)
+    sends = [] if pipeline is None else [pipeline.sends]
+    return _Training(trainer, forecast, model.routers, model.experts, [*messages, *sends], comm_state)
+
+
+def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -> int:
+    """Load `checkpoint` if there is one and make experts ready to move; the number of steps done before."""
+    trainer, experts = training.trainer, training.experts
     if checkpoint is not None:
-        load_checkpoint(checkpoint, world, model, optimizer)
-        first_step = checkpoint.step
-
+        load_checkpoint(checkpoint, world, trainer.model, trainer.optimizer)
     if experts is not None:
-        experts.prepare(optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
+        experts.prepare(trainer.optimizer, None if checkpoint is None else checkpoint.text(migration.STATE_FILE))
+    return 0 if checkpoint is None else checkpoint.step
 
-    if first_step >= config.steps:
-        if world.is_main:
-            print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
-        return 0
 
-    # 3. The run directory.
+def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: Path, model: _ConvertedModel) -> None:
+    """Make the run directory, unless it is there, and write down what the run can be repeated from."""
     if not config.resume:
         claim_run_dir(lock, run_dir, False, world)
-    if world.is_main:
-        repeatable = replace(config.checkpoint, load=None)
-        saved = replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable)
-        if plan is not None:  # a copy, so that the run can be resumed wherever the original goes
-            plan.save(run_dir / "plan.json")
-            saved = replace(saved, plan=str(run_dir / "plan.json"))
-        save_config(saved, run_dir / "config.toml")
-        write_json(run_dir / "activations.json", report.to_dict())
-        copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
+    if not world.is_main:
+        return
+    repeatable = replace(config.checkpoint, load=None)
+    saved = replace(config, run_dir=str(run_dir), resume=False, checkpoint=repeatable)
+    if model.plan is not None:  # a copy, so that the run can be resumed wherever the original goes
+        model.plan.save(run_dir / "plan.json")
+        saved = replace(saved, plan=str(run_dir / "plan.json"))
+    save_config(saved, run_dir / "config.toml")
+    write_json(run_dir / "activations.json", model.report.to_dict())
+    copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
 
-    # 4. The steps.
-    def save(done: int) -> None:
-        states = {migration.STATE_FILE: None if experts is None else experts.state(), comm_compression.STATE_FILE: sums}
-        with nullcontext() if experts is None else experts.at_home():
-            save_checkpoint(
-                run_dir,
-                world,
-                model,
-                optimizer,
-                step=done,
-                identity=identity,
-                texts=texts | {name: state for name, state in states.items() if state is not None},
-                keep=config.checkpoint.keep,
-                zipped=config.checkpoint.zip,
-                allowed=lock.check,
-            )
 
-    with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
-        stop.armed = True
-        trainer.settle()
-        journal.message(str(report).splitlines()[-1])
-        if experts is not None:
-            experts.begin()
-        words = [of_routers] if experts is None else [*experts.messages(), str(experts), of_routers]
-        for line in [*words, *of_collectives, None if pipeline is None else pipeline.sends]:
-            if line is not None:
-                journal.message(line)
-        if first_step:
-            journal.message(f"resumed after step {first_step}")
-        done, stopped = _steps(config, trainer, forecast, journal, stop, first_step, save, experts, routers)
-    summary = journal.summary(done, trainer, bf16_nbytes_per_token, time.monotonic() - started)
-    summary["moe"] = None if experts is None else experts.summary()
-    if world.is_main:  # losses of runs with other tokenizers are compared per byte of text
-        summary["bytes_per_token"] = _bytes_per_token(config, corpus)
-    if world.is_main:
-        write_json(run_dir / "summary.json", summary)
-        print(closing_words(summary, run_dir, config), flush=True)
-    return stop.exit_code if stopped else 0
+def _announce(training: _Training, model: _ConvertedModel, journal: Journal, first_step: int) -> None:
+    """Say what the steps are going to run with."""
+    journal.message(str(model.report).splitlines()[-1])
+    lines: list[str] = []
+    if training.experts is not None:
+        training.experts.begin()
+        lines += [*training.experts.messages(), str(training.experts)]
+    if model.router_message is not None:
+        lines.append(model.router_message)
+    for line in [*lines, *training.messages]:
+        journal.message(line)
+    if first_step:
+        journal.message(f"resumed after step {first_step}")
 
 
 def _steps(
-    config: TrainConfig,
-    trainer: Trainer,
-    forecast: Forecast,
-    journal: Journal,
-    stop: StopRequest,
-    first_step: int,
-    save: Callable[[int], None],
-    experts: SpreadExperts | None,
-    routers: Routers | None,
+    config: TrainConfig, training: _Training, journal: Journal, stop: StopRequest, first_step: int, saver: _Saver
 ) -> tuple[int, bool]:
     """The steps from `first_step` on, with evaluations and saves; the number done, and whether a stop was asked for."""
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
-        started = time.perf_counter()
-        result = trainer.step(done - 1, stop)
-        of_experts: dict[str, float | int | str] = {}
-        if routers is not None:
-            of_experts |= routers.after_step(result.skipped)
-        if experts is not None:
-            of_experts |= experts.after_step(done, result.skipped)
-        journal.step(done, result, time.perf_counter() - started, trainer, of_experts)
-        for line in [] if experts is None else experts.messages():
-            journal.message(line)
-        if forecast.check is not None:
-            journal.memory(forecast.check)
-            forecast.check = None
+        result = _step(done, training, journal, stop)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-        if result.skipped:
-            journal.message(f"step {done}: loss or gradient is not finite on some process; no update")
         if skipped_in_a_row == _MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"loss or gradient was not finite in {_MAX_SKIPPED_STEPS} steps in a row, "
@@ -252,12 +349,50 @@ def _steps(
         last = done == config.steps
         stopped = result.stop and not last
         if last or (config.eval_every and done % config.eval_every == 0):
-            journal.validation(done, trainer.evaluate())
+            journal.validation(done, training.trainer.evaluate())
         if last or stopped or (config.checkpoint.every and done % config.checkpoint.every == 0):
-            save(done)
+            saver.save(done)
         if stopped:
             return done, True
     return config.steps, False
+
+
+def _step(done: int, training: _Training, journal: Journal, stop: StopRequest) -> StepResult:
+    """The step after which `done` are done, written down with all that happened in it."""
+    trainer, forecast, routers, experts = training.trainer, training.forecast, training.routers, training.experts
+    started = time.perf_counter()
+    result = trainer.step(done - 1, stop)
+    of_experts: dict[str, float | int | str] = {}
+    if routers is not None:
+        of_experts |= routers.after_step(result.skipped)
+    if experts is not None:
+        of_experts |= experts.after_step(done, result.skipped)
+    journal.step(done, result, time.perf_counter() - started, trainer, of_experts)
+    for line in [] if experts is None else experts.messages():
+        journal.message(line)
+    if forecast.check is not None:
+        journal.memory(forecast.check)
+        forecast.check = None
+    if result.skipped:
+        journal.message(f"step {done}: loss or gradient is not finite on some process; no update")
+    return result
+
+
+def _write_summary(
+    summary: dict[str, Any],
+    config: TrainConfig,
+    world: World,
+    run_dir: Path,
+    training: _Training,
+    corpus: TokenCorpus,
+) -> None:
+    """Complete `summary`, write it down and say the closing words."""
+    summary["moe"] = None if training.experts is None else training.experts.summary()
+    if world.is_main:
+        # Losses of runs with other tokenizers are compared per byte of text.
+        summary["bytes_per_token"] = _bytes_per_token(config, corpus)
+        write_json(run_dir / "summary.json", summary)
+        print(closing_words(summary, run_dir, config), flush=True)
 
 
 def _check_batch(config: TrainConfig, layout: Layout) -> None:
@@ -272,9 +407,12 @@ def _check_batch(config: TrainConfig, layout: Layout) -> None:
 
 
 @contextmanager
-def _log_on_stderr(name: str) -> Iterator[None]:
-    """Show what the logger `name` has to say while the block runs, unless the user has set up logging."""
-    logger = logging.getLogger(name)
+def _log_on_stderr(world: World) -> Iterator[None]:
+    """Show what our loggers have to say while the block runs, unless the user has set up logging.
+
+    The first process speaks, and about the corpus any: whichever tokenizes.
+    """
+    logger = logging.getLogger("laconic" if world.is_main else "laconic.train.data.corpus")
     if logger.hasHandlers():
         yield
         return
