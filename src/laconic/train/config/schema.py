@@ -126,7 +126,7 @@ class DataConfig:
 
 @section("activations.")
 class ActivationsConfig:
-    """How what backward needs is kept."""
+    """How activations are saved for backward."""
 
     bits: Annotated[Literal[4, 5, 6, 8, 16], exact] = 4
     """Bits kept per value: 4, 5, 6, 8, or 16 for no compression."""
@@ -199,7 +199,7 @@ class OptimizerConfig:
 
 @section("pipeline.")
 class PipelineConfig:
-    """The model cut into stages on different processes; `parallel` then says how the replicas of a stage share it."""
+    """How the model is cut into stages on different processes; `parallel` says how the replicas of a stage share it."""
 
     stages: Size = 1
     """Processes that one copy of the model is cut over; 1 means no pipeline. Divides the number of processes."""
@@ -251,34 +251,34 @@ class MoEConfig:
     """What travels to experts and back. exact: rows bit for bit, shortened as `zip` says; raw: never; lossless: always.
     int8: blocks of 128, which rounds rows and their gradients."""
     chunks: Annotated[tuple[PositiveInt, ...], Field(max_length=2), integers] = ()
-    """Pieces that a layer is cut into, so that rows of one travel while another is computed: one number, or one for
+    """Chunks that a layer is cut into, so that rows of one travel while another is computed: one number, or one for
     forward and one for backward. Empty: layers are not cut."""
     overlap_grad_reduce: StrictBool = False
-    """Average the dense part's gradients while layers in chunks leave the wire between nodes idle in backward, not in
-    DDP's buckets or when FSDP2 would."""
+    """Average the dense part's gradients in backward while layers in chunks leave the link between nodes idle, instead
+    of in DDP's buckets or FSDP2's reduce-scatter."""
     capacity_factor: PositiveFloat | None = None
     """In training an expert takes at most this many times its even share of a process's micro-batch, tokens in order;
     the rest is dropped. None drops nothing."""
     swap_every: NonNegativeInt = 0
-    """Least number of steps between two looks at a layer for experts that should change places; 0 means never. Needs
-    measured rates, and layers whose rows go in levels."""
+    """Fewest steps between two routing queries of a layer for experts that should change places; 0 means never. Needs
+    measured rates and a dispatcher that goes in levels."""
     swap_policy: Literal["cost_aware", "always"] = "cost_aware"
-    """cost_aware: once a swap would have gained what it costs, on tokens of later steps than the one it was found in;
-    looks come less often while nothing pays. always: in every look, if it shortens the all-to-all of that step's
-    tokens."""
+    """cost_aware: swap once it would have gained what it costs, on tokens of later steps than the one it was found in;
+    queries come less often while nothing pays. always: swap in every query that finds a shorter all-to-all for its
+    step's tokens."""
     swap_pairs: PositiveInt = 1
     """Most pairs of experts of a layer that change places at a time."""
     rates: Text | None = None
     """File with measured rates of the cluster (laconic.cost.MoERates) for `swap_every` and for dispatcher = auto; None
     means the one that laconic profile wrote; auto measures where there is none."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Times the routers' load balancing loss, added to the cross entropy in training; None means the family's
-    router_aux_loss_coef, 0 where it has none."""
+    """Weight of the load-balancing loss in training; None means the family's router_aux_loss_coef, 0 where it has
+    none."""
     router_z_loss_coef: NonNegativeFloat = 0.0
-    """Times the mean square of the logsumexp of router logits, added in training."""
+    """Weight of the router z-loss (mean square of the logsumexp of router logits) in training."""
     bias_rate: NonNegativeFloat | None = None
-    """By how much a step lowers the bias of an expert with more tokens than the mean and raises that of one with fewer,
-    in families whose routers have biases (DeepSeek-V3); None means 0.001 there."""
+    """Step size of router biases, in families that have them (DeepSeek-V3): lowered for an expert with more tokens than
+    the mean, raised for one with fewer. None means 0.001 there."""
 
     def __post_init__(self) -> None:
         if self.expert_parallel is None:
@@ -378,7 +378,9 @@ class TrainConfig:
             if stages > 1 and getattr(moe, name):
                 refuse(self, f"moe.{name}", f"{left_out}: routers are on different processes")
         if moe.overlap_grad_reduce and gradients.bits < 32:
-            refuse(self, "moe.overlap_grad_reduce", "be left out with gradients.bits below 32: codes are folded first")
+            refuse(
+                self, "moe.overlap_grad_reduce", "be left out with gradients.bits below 32, as codes are reduced then"
+            )
         if moe.overlap_grad_reduce and self.parallel == "fsdp" and (self.accumulation > 1 or self.precision == "bf16"):
             cast = "gradients are added up or cast before they are reduced"
             refuse(self, "moe.overlap_grad_reduce", f"be left out under fsdp with accumulation or bf16: {cast}")
