@@ -19,7 +19,7 @@ from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 from laconic.ops.reference import dequantize_dynamic, quantize_dynamic
 from laconic.ops.schemas import DTYPES, LIBRARY
-from laconic.ops.selection import say_once
+from laconic.ops.selection import warn_once
 
 __all__ = [
     "quantize_blockwise",
@@ -45,10 +45,10 @@ __all__ = [
 
 
 def _by_reference(op: str) -> Callable[..., Any]:
-    """Plain torch for CPU tensors, saying so at the first call."""
+    """The plain-torch implementation of `op` for CPU tensors; warns at the first call."""
 
     def call(*args: Any) -> Any:
-        say_once("cpu", native.SELECTION.reason)
+        warn_once("cpu", native.SELECTION.reason)
         return getattr(reference, op)(*args)
 
     return call
@@ -99,7 +99,9 @@ def quantize_blockwise(
 ) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension, each with one scale.
 
-    Arguments:
+    The result is not differentiable: neither output requires grad.
+
+    Args:
         x: [..., L], float32, bfloat16 or float16, any strides; a 0-d tensor counts as [1].
         code: "nf4", "e2m1", "int4", "int5", "int6" or "int8"; docs/formats.md has the levels and the bytes.
         block_size: 16, 32, 64, 128 or 256. Blocks never cross rows; the last block of a row may be shorter.
@@ -107,11 +109,13 @@ def quantize_blockwise(
         seed: None rounds to nearest. An integer rounds stochastically, unbiased, with random numbers that depend on the
             seed and the element's linear index in x and on nothing else.
 
-    Returns codes uint8 [..., ceil(L * bits / 8)] and scales [..., ceil(L / block_size)]. A block that holds NaN or
-    infinity, or whose scale overflows scale_dtype, gets scale NaN; a block whose scale is below 2**-126 gets scale 0.
-    Not differentiable: neither output requires grad.
+    Returns:
+        Codes uint8 [..., ceil(L * bits / 8)] and scales [..., ceil(L / block_size)]. A block that holds NaN or
+        infinity, or whose scale overflows scale_dtype, gets scale NaN; a block whose scale is below 2**-126 gets scale
+        0.
 
-    Raises FormatError for an argument outside these.
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise FormatError(f"seed is {seed}, but it must be None or fit in 64 bits, signed")
@@ -130,7 +134,7 @@ def dequantize_blockwise(
 ) -> Tensor:
     """Turn codes and scales of `quantize_blockwise` back into values.
 
-    Arguments:
+    Args:
         codes: uint8 [..., ceil(length * bits / 8)].
         scales: [..., ceil(length / block_size)], float32, bfloat16 or float16.
         length: size of the last dimension that was quantized.
@@ -140,9 +144,11 @@ def dequantize_blockwise(
             the incoming gradient, backward rebuilds them when it gets there, and forward cannot save them instead of
             the codes. Outside of compilation it changes nothing.
 
-    Returns [..., length]: fp32(level * scale), rounded to nearest even to `dtype`. A block with scale NaN is all NaN.
+    Returns:
+        [..., length]: fp32(level * scale), rounded to nearest even to `dtype`. A block with scale NaN is all NaN.
 
-    Raises FormatError for an argument outside these.
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     if after is not None and torch.compiler.is_compiling():
         return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after)
@@ -159,17 +165,19 @@ def sum_blockwise(
 ) -> Tensor:
     """Dequantize W shards of a gradient and add them up in fp32, first to last, in one pass.
 
-    Arguments:
+    Args:
         codes: uint8 [W, n], int8 codes in blocks of 128 along n; rows may lie apart.
         scales: fp32 [W, ceil(n / 128)].
         residual_codes, residual_scales: None at 8 bits; at 12 uint8 [W, ceil(n / 2)], int4 codes of what int8 lost, and
             fp32 [W, ceil(n / 128)].
         factor: what the sum is multiplied by, as fp32: 1 / W makes it the mean, exactly so when W is a power of two.
 
-    Returns fp32 [n]: fp32((v0 + v1 + ... ) * factor), every addition rounded to fp32, where v is fp32(code * scale),
-    plus fp32(residual code * residual scale) at 12 bits. NaN where the scale of any shard is NaN.
+    Returns:
+        fp32 [n]: fp32((v0 + v1 + ... ) * factor), every addition rounded to fp32, where v is fp32(code * scale), plus
+        fp32(residual code * residual scale) at 12 bits. NaN where the scale of any shard is NaN.
 
-    Raises FormatError for an argument outside these.
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     return _sum_blockwise(codes, scales, residual_codes, residual_scales, factor)
 
@@ -182,10 +190,13 @@ def sum_requantize_blockwise(
     *,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`sum_blockwise`, and the sum quantized again in the shards' format, without leaving the processor's cache.
+    """Sum shards as `sum_blockwise` does and quantize the sum in their format, in one pass over the processor's cache.
 
-    Returns codes uint8 [n], scales fp32 [ceil(n / 128)], and with a residual its codes uint8 [ceil(n / 2)] and scales
-    fp32 [ceil(n / 128)], else None twice. Arguments and errors are those of `sum_blockwise`.
+    Args and errors are those of `sum_blockwise`.
+
+    Returns:
+        Codes uint8 [n], scales fp32 [ceil(n / 128)], and with a residual its codes uint8 [ceil(n / 2)] and scales fp32
+        [ceil(n / 128)], else None twice.
     """
     *results, rest_codes, rest_scales = _sum_requantize_blockwise(
         codes, scales, residual_codes, residual_scales, factor
@@ -206,17 +217,20 @@ def accumulate_blockwise_(
 ) -> None:
     """Add alpha * gradient to a gradient stored in 8 or 12 bits, in place and in one pass.
 
-    Arguments:
-        codes: uint8 [n], int8 in two's complement; scales: fp32 [ceil(n / 128)]. Zeros are the empty store.
-        gradient: n elements of any shape and strides, taken in contiguous order; float32, bfloat16 or float16.
-        residual_codes: uint8 [ceil(n / 2)], int4; residual_scales: fp32 [ceil(n / 128)]. None at 8 bits.
-        alpha: a finite fp32 number.
-
     In fp32: value = code * scale + residual code * residual scale + alpha * gradient, each operation rounded, is
     quantized to int8 in blocks of 128; at 12 bits what is left of value is quantized to int4 in blocks of 128. A block
     that met NaN or infinity has scale NaN from then on.
 
-    Raises FormatError for an argument outside these.
+    Args:
+        codes: uint8 [n], int8 in two's complement. Zeros are the empty store.
+        scales: fp32 [ceil(n / 128)].
+        gradient: n elements of any shape and strides, taken in contiguous order; float32, bfloat16 or float16.
+        residual_codes: uint8 [ceil(n / 2)], int4; None at 8 bits.
+        residual_scales: fp32 [ceil(n / 128)]; None at 8 bits.
+        alpha: a finite fp32 number.
+
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     _accumulate_blockwise_(codes, scales, residual_codes, residual_scales, gradient, alpha)
 
@@ -230,11 +244,15 @@ def square_sum_blockwise(
 ) -> Tensor:
     """The sum of squares of a gradient stored in 8 or 12 bits, without its values in memory.
 
-    Arguments as in `accumulate_blockwise_`. Returns a 0-d fp64 tensor on the same device. Within a block the sums are
-    whole numbers; blocks are added in fp64 as a binary tree over neighbours, so threads and devices do not change a
-    bit. A scale of NaN gives NaN.
+    Sums within a block are exact integers; blocks are added in fp64 as a binary tree over neighbours, so that the
+    result has the same bits for any number of threads and on every device. Arguments are those of
+    `accumulate_blockwise_`.
 
-    Raises FormatError for an argument outside these.
+    Returns:
+        A 0-d fp64 tensor on the same device; NaN where a scale is NaN.
+
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     return _square_sum_blockwise(codes, scales, residual_codes, residual_scales)
 
@@ -261,7 +279,10 @@ def adamw8bit_(
 ) -> None:
     """One step of AdamW with moments in 8 bits, in place, one pass over the data.
 
-    Arguments:
+    No weight moves by more than lr * C(step) + lr * weight_decay * |weight|, Adam's own worst case (adamw_scalars.py),
+    plus its rounding. A block that meets NaN or infinity gets scale NaN.
+
+    Args:
         parameter: [...], float32, bfloat16 or float16. It is cut into rows that blocks of 256 run along: `rows` rows of
             n / rows elements each, in the order of the contiguous tensor.
         exp_avg_codes, exp_avg_sq_codes: uint8 [...], codes of the signed and of the unsigned map of ops/dynamic_map.py.
@@ -273,10 +294,8 @@ def adamw8bit_(
         lr, beta1, beta2, eps, weight_decay, maximize: as in torch.optim.AdamW. eps counts as at least 2**-126.
         step: number of this step, 1 for the first.
 
-    No weight moves by more than lr * C(step) + lr * weight_decay * |weight|, Adam's own worst case (adamw_scalars.py),
-    plus its rounding. A block that meets NaN or infinity gets scale NaN.
-
-    Raises FormatError for an argument outside these.
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     _adamw8bit_(
         parameter,
@@ -300,19 +319,21 @@ def adamw8bit_(
 
 
 def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sums of rows picked from a matrix, each in one pass over memory and without its products in between.
+    """Sums of rows picked from a matrix, each in one pass over memory, without storing weighted rows.
 
-    Arguments:
+    Args:
         rows: [q, M], float32, bfloat16 or float16.
         index: int64 [e], entry i picks the row index[i].
         offsets: int64 [n + 1], ascending from 0 to e: entries offsets[i] to offsets[i + 1] make sum i.
-        weights: fp32 [e], what picked rows are multiplied by; None: 1.
+        weights: fp32 [e], factors of the picked rows; None: 1.
 
-    Returns [n, M] in the rows' dtype: from 0, fp32(total + fp32(weight * row)) entry by entry, rounded once in the end.
-    Any NaN becomes the quiet NaN without a payload. A sum without entries is 0.
+    Returns:
+        [n, M] in the rows' dtype: from 0, fp32(total + fp32(weight * row)) entry by entry, rounded once in the end. Any
+        NaN becomes the quiet NaN without a payload. A sum without entries is 0.
 
-    Raises FormatError for an argument outside these; on CUDA a sum with entries that lead outside is NaN instead, so
-    that nothing waits for the device.
+    Raises:
+        FormatError: an argument is outside of these values. On CUDA an entry of `index` that is no row makes its sum
+            NaN instead, so that the host does not wait for the device.
     """
     return _sum_rows(rows, index, offsets, weights)
 
@@ -320,17 +341,19 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
 def lossless_encode(x: Tensor, *, code: str = "tiered", capacity_nbytes: int | None = None) -> Tensor:
     """The bytes of `x`, losslessly shortened: one message (docs/formats.md, "Lossless float format").
 
-    Arguments:
+    Args:
         x: any shape of up to 8 dimensions, any strides; one of DTYPE_NUMBERS of ops/lossless.py.
         code: "tiered", "window" or "raw".
         capacity_nbytes: None, or the size of the result, which then depends on nothing else.
 
-    Returns uint8 [capacity_nbytes], or [max_nbytes(numel, dtype)] where that is None. The message is at the front and
-    says how long it is: bytes 16 to 23, little-endian. With a capacity zeros follow, and a message that does not fit
-    holds a header only, with code 255; without one the bytes behind the message are undefined. The length stays on
-    the device: nothing waits for it.
+    Returns:
+        uint8 [capacity_nbytes], or [max_nbytes(numel, dtype)] where that is None. The message is at the front and says
+        how long it is: bytes 16 to 23, little-endian. With a capacity zeros follow, and a message that does not fit
+        holds a header only, with code 255; without one the bytes behind the message are undefined. The length stays on
+        the device: nothing waits for it.
 
-    Raises FormatError for an argument outside these.
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     return _lossless_encode(x, code, capacity_nbytes)
 
@@ -338,15 +361,17 @@ def lossless_encode(x: Tensor, *, code: str = "tiered", capacity_nbytes: int | N
 def lossless_decode_(out: Tensor, message: Tensor) -> Tensor:
     """Write the values of a message to `out`.
 
-    Arguments:
+    Args:
         out: contiguous; the message's dtype and number of elements. Its shape need not be the message's.
         message: contiguous uint8 [capacity] or longer, on the same device, any bytes.
 
-    Returns the status, a 0-d int32 tensor on the device: 0 if the message was sound, else one of
-    `laconic.ops.lossless.Status`; the values of `out` are then undefined. Nothing is read or written outside of the two
-    tensors whatever the bytes are.
+    Returns:
+        The status, a 0-d int32 tensor on the device: 0 if the message was sound, else one of
+        `laconic.ops.lossless.Status`; the values of `out` are then undefined. Nothing is read or written outside of the
+        two tensors whatever the bytes are.
 
-    Raises FormatError for tensors outside these, never for what the message says.
+    Raises:
+        FormatError: a tensor is not like this. What the message says never raises.
     """
     return _lossless_decode_(out, message)
 
@@ -354,7 +379,8 @@ def lossless_decode_(out: Tensor, message: Tensor) -> Tensor:
 def lossless_decode_add_(total: Tensor, message: Tensor) -> Tensor:
     """Add the values of a message to `total`, in fp32: total[i] = fp32(total[i] + fp32(value i)), in one pass.
 
-    Arguments and result as in `lossless_decode_`, but `total` is contiguous float32 whatever the message's dtype.
+    Arguments, result and errors are those of `lossless_decode_`, but `total` is contiguous float32 whatever the
+    message's dtype.
     """
     return _lossless_decode_add_(total, message)
 

@@ -1,4 +1,4 @@
-"""What one AdamW step computes once, for all elements: the scalars, and the largest step that Adam can take.
+"""Scalars of one AdamW step, computed once for all elements, and the bound on its largest update.
 
 With gradients g_1..g_t Adam's moments are m = (1 - b1) sum b1**(t-i) g_i and v = (1 - b2) sum b2**(t-i) g_i**2. By
 Cauchy-Schwarz, and with equality for g_i proportional to (b1 / b2)**(t-i),
@@ -6,12 +6,11 @@ Cauchy-Schwarz, and with equality for g_i proportional to (b1 / b2)**(t-i),
     |m| <= K_t sqrt(v),    K_t**2 = (1 - b1)**2 / (1 - b2) * (1 + r + ... + r**(t-1)),    r = b1**2 / b2,
 
 so |dW| <= lr C_t + lr weight_decay |W| with C_t = K_t sqrt(1 - b2**t) / (1 - b1**t). That is Adam's own worst case for
-any gradients: C_1 = 1, with the default betas C_10 = 1.04, C_200 = 3.1 and C_t < 7.3 always. (The often quoted
-(1 - b1) / sqrt(1 - b2) is K_1, the case of a single gradient after many zeros.) Exact moments keep within it by
-themselves. Quantized ones need not, because rounding can make v small and leave m large; therefore m is limited to
-K_t sqrt(v) before it is used and stored. If the moments of one step are within K_t, those of the next are within K_t+1
-(the recursion K_t+1**2 = r K_t**2 + K_1**2 is the same inequality), so the limit acts on what rounding did and never on
-Adam.
+any gradients: C_1 = 1, with the default betas C_10 = 1.04, C_200 = 3.1 and C_t < 7.3 always. (The often quoted (1 - b1)
+/ sqrt(1 - b2) is K_1, the case of a single gradient after many zeros.) Exact moments keep within the bound. Quantized
+ones need not, because rounding can make v small and leave m large; therefore m is limited to K_t sqrt(v) before it is
+used and stored. If the moments of one step are within K_t, those of the next are within K_t+1 (the recursion K_t+1**2 =
+r K_t**2 + K_1**2 is the same inequality), so the limit corrects rounding and never changes Adam.
 """
 
 from __future__ import annotations

@@ -99,13 +99,21 @@ class Codebook:
 
 
 def bits_of(code: str) -> int:
-    """Bits stored per element of `code`: 4, 5, 6 or 8. Raises KeyError for an unknown code."""
+    """Bits stored per element of `code`: 4, 5, 6 or 8.
+
+    Raises:
+        KeyError: the code is not known.
+    """
     return BITS[code]
 
 
 @cache
 def codebook(code: str) -> Codebook:
-    """The tables of a 4-bit code ("nf4", "e2m1" or "int4"). Raises KeyError for any other name."""
+    """The tables of a 4-bit code ("nf4", "e2m1" or "int4").
+
+    Raises:
+        KeyError: the code is none of these.
+    """
     without_8 = [c for c in range(16) if c != 8]
     without_8 = [c for c in range(16) if c != 8]
     if code == "nf4":

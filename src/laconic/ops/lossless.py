@@ -1,4 +1,4 @@
-"""What a lossless message is, in numbers: shared by every implementation of the ops and by `formats/lossless.py`.
+"""Constants, header and checksum of lossless messages, shared by all implementations and `formats/lossless.py`.
 
 docs/formats.md, "Lossless float format", says the same in words.
 """
@@ -111,7 +111,7 @@ class WordLayout:
 
     @property
     def has_exponent(self) -> bool:
-        """Whether windows code it; blocks of other words are ranked or raw."""
+        """Whether windows code the exponent; blocks of words without one are ranked or raw."""
         return self.exponent_bits > 0
 
 
@@ -144,7 +144,7 @@ LAYOUTS |= {
 
 
 class Status(IntEnum):
-    """What the decoding ops found, in the order in which they look. Only SOUND leaves values to be used."""
+    """What the decoding ops found, in the order in which they look. Values may be used after SOUND only."""
 
     SOUND = 0
     TRUNCATED = 1
@@ -179,7 +179,7 @@ _SENTENCES = {
 
 
 class DamagedMessage(FormatError):
-    """Bytes that no encoder wrote, with the `Status` that the decoding ops give them."""
+    """The bytes are no message that an encoder wrote; `status` is the `Status` that the decoding ops give them."""
 
     def __init__(self, status: Status | int, text: str = "") -> None:
         self.status = Status(status)
@@ -212,20 +212,23 @@ class Header:
 
     @property
     def directory_offset(self) -> int:
-        """Where the lists of lengths, kinds, bases and nests begin."""
+        """First byte of the lists of lengths, kinds, bases and nests."""
         return HEADER_NBYTES + 8 * (len(self.shape) + self.dtype.is_complex)
 
     @property
     def payload_offset(self) -> int:
-        """Where they end and the payloads begin."""
+        """First byte of the payloads, behind the lists."""
         return self.directory_offset + 5 * self.num_blocks
 
 
 def max_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that no message of `numel` elements exceeds, whatever the values and the shape.
+    """Upper bound in bytes on a message of `numel` elements, whatever the values and the shape.
 
     64 for the header, 64 for a shape of 8 dimensions, the original, and 5 per block so that an encoder can write blocks
-    before it knows whether all of them together pay. Raises FormatError for a dtype without a layout.
+    before it knows whether all of them together pay.
+
+    Raises:
+        FormatError: the dtype has no layout.
     """
     numel *= 1 + dtype.is_complex
     if dtype not in LAYOUTS:
@@ -234,7 +237,7 @@ def max_nbytes(numel: int, dtype: torch.dtype) -> int:
 
 
 def words_of(x: Tensor) -> Tensor:
-    """The tensor that a message really holds: `x`, or the parts [..., 2] of complex numbers. Shares the memory."""
+    """The tensor whose words a message holds: `x`, or the parts [..., 2] of complex numbers. Shares the memory."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -246,13 +249,15 @@ def dtype_names() -> str:
 def parse_header(front: bytes, available_nbytes: int) -> Header:
     """Read and check the header and shape at the front of a message.
 
-    Arguments:
+    The checks bound every later read: afterwards payload_offset <= nbytes <= capacity_nbytes <= available_nbytes, and
+    numel is at most 8 per byte of payload, the densest that blocks can be. The caller compares `front_checksum`.
+
+    Args:
         front: the message's first 128 bytes, or all of it.
         available_nbytes: how many bytes are there; a message may be followed by bytes that are not its own.
 
-    What is checked is what bounds every later read: afterwards payload_offset <= nbytes <= capacity_nbytes <=
-    available_nbytes, and numel is at most 8 per byte of payload, the densest that blocks can be. `front_checksum` is
-    compared by the caller. Raises DamagedMessage, which names the field.
+    Raises:
+        DamagedMessage: a field is not valid; the message names it.
     """
     # 1. The fixed part.
     if len(front) < HEADER_NBYTES:

@@ -1,4 +1,4 @@
-"""Every op of the library on one screen: schema, check, and what it returns when only shapes are known.
+"""Schema, argument check and fake (shape-only) implementation of every op, on one screen.
 
 Kernels live elsewhere: `reference/` (plain torch, any device, the specification), `native/` (C++ on CPU), `triton/`
 (CUDA). Each of them runs the check of this file first, so a bad argument is refused with the same words everywhere, and
@@ -113,9 +113,14 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def check_format(code: str, block_size: int, scale_dtype: torch.dtype, scale_field: str = "scale_dtype") -> None:
-    """Check what makes up a block-wise format; `scale_field` is the name an error gives the scale type.
+    """Check what makes up a block-wise format.
 
-    Raises FormatError.
+    Args:
+        code, block_size, scale_dtype: as in `laconic.ops.quantize_blockwise`.
+        scale_field: the name an error gives the scale type.
+
+    Raises:
+        FormatError: one of them is not known; the message names the field, its value and the values allowed.
     """
     if code not in BITS:
         raise FormatError(f"code is {code!r}, but it must be one of {', '.join(BITS)}")
@@ -128,7 +133,8 @@ def check_format(code: str, block_size: int, scale_dtype: torch.dtype, scale_fie
 def check_quantize_blockwise(x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, int, int]:
     """Check the arguments of quantize_blockwise; return (length, codes per row, scales per row) of the last dimension.
 
-    Raises FormatError.
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
     """
     check_format(code, block_size, scale_dtype)
     if x.dtype not in DTYPES:
@@ -140,7 +146,11 @@ def check_quantize_blockwise(x: Tensor, code: str, block_size: int, scale_dtype:
 def check_dequantize_blockwise(
     codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
 ) -> None:
-    """Check the arguments of dequantize_blockwise. Raises FormatError."""
+    """Check the arguments of dequantize_blockwise.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
     check_format(code, block_size, scales.dtype, "scales.dtype")
     if dtype not in DTYPES:
         raise FormatError(f"dtype is {dtype}, but it must be one of {_names(DTYPES)}")
@@ -168,7 +178,8 @@ def check_sum_blockwise(
 ) -> tuple[int, int, int]:
     """Check the arguments of sum_blockwise; return (number of shards, length, blocks per shard).
 
-    Raises FormatError.
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
     """
     if codes.dim() != 2 or codes.shape[0] == 0:
         raise FormatError(
@@ -201,7 +212,11 @@ def check_sum_blockwise(
 def check_square_sum_blockwise(
     codes: Tensor, scales: Tensor, residual_codes: Tensor | None, residual_scales: Tensor | None
 ) -> None:
-    """Check the parts of a stored gradient. Raises FormatError."""
+    """Check the parts of a stored gradient.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
     if (residual_codes is None) != (residual_scales is None):
         raise FormatError("residual_codes and residual_scales must both be given (12 bits) or both be None (8 bits)")
     length = codes.numel()
@@ -230,7 +245,11 @@ def check_accumulate_blockwise_(
     gradient: Tensor,
     alpha: float,
 ) -> None:
-    """Check the arguments of accumulate_blockwise_. Raises FormatError."""
+    """Check the arguments of accumulate_blockwise_.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
     check_square_sum_blockwise(codes, scales, residual_codes, residual_scales)
     if gradient.layout != torch.strided:
         raise FormatError(
@@ -329,7 +348,8 @@ def check_adamw8bit(
 ) -> tuple[int, int]:
     """Check the arguments of adamw8bit_; return (rows, length of a row), the shape that blocks run along.
 
-    Raises FormatError.
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
     """
     if parameter.dtype not in DTYPES:
         raise FormatError(f"parameter.dtype is {parameter.dtype}, but it must be one of {_names(DTYPES)}")
@@ -422,7 +442,11 @@ def _adamw8bit_fake(
 
 
 def check_lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> int:
-    """Check the arguments of lossless_encode; return how many bytes it returns. Raises FormatError."""
+    """Check the arguments of lossless_encode; return how many bytes it returns.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
     if x.layout != torch.strided:
         raise FormatError(f"x.layout is {x.layout}, but it must be strided; encode its parts one by one")
     if x.dtype not in LAYOUTS:
@@ -444,7 +468,11 @@ def check_lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None) -> 
 
 
 def check_lossless_decode_(out: Tensor, message: Tensor, field: str = "out") -> None:
-    """Check the arguments of lossless_decode_, not the message's bytes. Raises FormatError."""
+    """Check the arguments of lossless_decode_, not the message's bytes.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
     if out.dtype not in LAYOUTS:
         raise FormatError(f"{field}.dtype is {out.dtype}, but it must be one of {dtype_names()}")
     if out.layout != torch.strided or not out.is_contiguous():
@@ -459,7 +487,11 @@ def check_lossless_decode_(out: Tensor, message: Tensor, field: str = "out") -> 
 
 
 def check_lossless_decode_add_(total: Tensor, message: Tensor) -> None:
-    """Check the arguments of lossless_decode_add_, not the message's bytes. Raises FormatError."""
+    """Check the arguments of lossless_decode_add_, not the message's bytes.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
     if total.dtype != torch.float32:
         raise FormatError(f"total.dtype is {total.dtype}, but sums are float32; convert total first")
     check_lossless_decode_(total, message, "total")
@@ -485,7 +517,8 @@ def _lossless_decode_add_fake(total: Tensor, message: Tensor) -> Tensor:
 def check_sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> int:
     """Check the arguments of sum_rows but the values of index and offsets; return the number of sums.
 
-    Raises FormatError.
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
     """
     if rows.dtype not in DTYPES:
         raise FormatError(f"rows.dtype is {rows.dtype}, but it must be one of {_names(DTYPES)}")

@@ -1,6 +1,7 @@
 """Which implementation of the ops runs on which device, and why: decided once, when `laconic.ops` is imported.
 
-Environment variables, for tests and for tracking down a difference:
+Environment variables for tests and for debugging:
+
     LACONIC_KERNELS=reference   plain torch on every device
     LACONIC_ISA=portable|avx2|avx512   this instruction set of the C++ kernels; the import fails if the CPU lacks it
 """
@@ -14,7 +15,7 @@ from functools import cache
 
 from laconic.errors import ConfigError
 
-__all__ = ["Selection", "forced_isa", "reference_is_forced", "say_once"]
+__all__ = ["Selection", "forced_isa", "reference_is_forced", "warn_once"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class Selection:
 
 
 def reference_is_forced() -> bool:
-    """Whether LACONIC_KERNELS asks for plain torch. Raises ConfigError for a value that is not known."""
+    """Whether LACONIC_KERNELS asks for plain torch.
+
+    Raises:
+        ConfigError: the variable has another value than "reference".
+    """
     value = os.environ.get("LACONIC_KERNELS", "")
     if value not in ("", "reference"):
         raise ConfigError(f"LACONIC_KERNELS is {value!r}, but it must be 'reference' or not be set")
@@ -38,7 +43,11 @@ def reference_is_forced() -> bool:
 
 
 def forced_isa() -> str | None:
-    """The instruction set that LACONIC_ISA asks for. Raises ConfigError for a name that is not known."""
+    """The instruction set that LACONIC_ISA asks for, or None.
+
+    Raises:
+        ConfigError: it is not the name of an instruction set.
+    """
     value = os.environ.get("LACONIC_ISA", "")
     if value not in ("", "portable", "avx2", "avx512"):
         raise ConfigError(f"LACONIC_ISA is {value!r}, but it must be portable, avx2 or avx512, or not be set")
@@ -46,6 +55,6 @@ def forced_isa() -> str | None:
 
 
 @cache
-def say_once(device: str, reason: str) -> None:
-    """Log that the plain-torch reference runs on `device`, the first time only."""
+def warn_once(device: str, reason: str) -> None:
+    """Warn that the plain-torch reference runs on `device`, the first time only."""
     logging.getLogger("laconic").warning("quantizing on %s with the slow plain-torch reference: %s", device, reason)

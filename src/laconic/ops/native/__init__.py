@@ -1,7 +1,7 @@
-"""CPU: the C++ kernels of csrc/, or the reference where they were not built.
+"""CPU implementation: the C++ kernels of csrc/, or the reference where they were not built.
 
-The extension knows pointers only. The files here, one per family of ops, allocate and pass sizes that schemas.py has
-checked.
+The extension takes raw pointers only. The files here, one per family of ops, allocate results and pass sizes that
+schemas.py has checked.
 """
 
 from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise

@@ -1,7 +1,4 @@
-"""The compiled extension: loaded once, its instruction set chosen once.
-
-The widest instruction set that the CPU runs, or the one that LACONIC_ISA names.
-"""
+"""The compiled extension, loaded once: the CPU's widest instruction set, or the one that LACONIC_ISA names."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def kernels() -> ModuleType:
-    """The extension module, which must be there."""
+    """The extension module; asserts that it was built."""
     assert _kernels is not None, _missing
     return _kernels
 
@@ -37,7 +34,7 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def isa_number(isa: str | None) -> int:
-    """What the extension calls the instruction set `isa`, or the selected one."""
+    """The extension's number of the instruction set `isa`, or of the selected one."""
     return _ISAS.index(isa or SELECTION.isa)
 
 

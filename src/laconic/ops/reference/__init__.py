@@ -1,7 +1,7 @@
 """The specification of every op, in plain torch, one file per family.
 
 All arithmetic is IEEE fp32 with round to nearest even, without fused multiply-add and without flushing subnormals. The
-C++ and Triton kernels return the same bits. docs/formats.md tells the same story in words and bytes.
+C++ and Triton kernels return the same bits. docs/formats.md specifies the same in words and bytes.
 """
 
 from laconic.ops.reference.accumulate import accumulate_blockwise_, square_sum_blockwise

@@ -103,7 +103,7 @@ def uniform(seed: int, index: Tensor) -> Tensor:
 
 
 def seed_key(seed: int) -> int:
-    """The 64 bits, as a signed integer, that `uniform` makes of a seed before it meets an index."""
+    """The 64-bit key, as a signed integer, that `uniform` derives from a seed before it hashes an index."""
     return int(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))))
 
 

@@ -368,7 +368,7 @@ class _Payloads:
         return value
 
     def rest(self, block: int) -> Tensor:
-        """All that is left of one block, uint8 [k]; somebody else reads it."""
+        """The rest of one block's payload, uint8 [k], for another reader."""
         start, self.cursor[block] = int(self.cursor[block]), self.end[block]
         return self.data[start : int(self.end[block])]
 
@@ -381,7 +381,11 @@ class _Payloads:
 
 
 def _decode(message: Tensor, numel: int, dtype: torch.dtype | None) -> Tensor:
-    """The values [numel] of a message, after every check. Raises DamagedMessage."""
+    """The values [numel] of a message, after every check.
+
+    Raises:
+        DamagedMessage: a check fails.
+    """
     # 1. Header and lists.
     header = parse_header(bytes(message[:MAX_FRONT_NBYTES].tolist()), message.numel())
     expected = EXPONENT_DTYPES if dtype is None else (dtype,)
@@ -424,7 +428,11 @@ def _decode(message: Tensor, numel: int, dtype: torch.dtype | None) -> Tensor:
 def _check_directory(
     header: Header, length: Tensor, kind: Tensor, base: Tensor, nest: Tensor, payload_nbytes: int, layout: WordLayout
 ) -> None:
-    """Every entry is one that an encoder can write, and the lengths add up. Raises DamagedMessage."""
+    """Every entry is one that an encoder can write, and the lengths add up.
+
+    Raises:
+        DamagedMessage: an entry or the sum of lengths is not valid.
+    """
     shape, o2, o3 = kind & 7, nest & 7, nest >> 3
     ranked = (shape == RANKED) & (header.version == RANKED_VERSION)
     coded = (shape < len(WIDTHS)) & (kind < (64 if layout.nbytes == 4 else 16)) & (o3 < 8)
@@ -442,7 +450,11 @@ def _check_directory(
 
 
 def _decode_blocks(payloads: _Payloads, choice: _Choice, numel: int, layout: WordLayout) -> Tensor:
-    """The words [numel] of consecutive blocks, int64. Raises DamagedMessage."""
+    """The words [numel] of consecutive blocks, int64.
+
+    Raises:
+        DamagedMessage: a payload is too short, too long, or none that an encoder writes.
+    """
     block = torch.arange(numel, device=choice.kind.device) // BLOCK_NUMEL
     words = torch.zeros_like(block)
     ranked = (choice.kind & 7) == RANKED

@@ -1,7 +1,7 @@
-"""Ranked blocks of lossless messages: every byte of a word is a plane of its own, coded by how often its values come.
+"""Ranked blocks of lossless messages: every byte of a word is a plane of its own, coded by the frequency of its values.
 
 The values of a plane are numbered by rank, the most frequent first; the tiers of the windows then code ranks instead of
-exponents. This is what is left where windows around one exponent do not fit, and for words without an exponent.
+exponents. This serves where windows around one exponent do not fit, and words without an exponent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def encode_ranked(data: Tensor, layout: WordLayout, zeros_out: bool) -> Tensor:
 
 
 def decode_ranked(payload: Tensor, n: int, layout: WordLayout, zeros_out: bool) -> Tensor:
-    """The bytes of the n words in `payload`, uint8 [n, k]. Raises DamagedMessage."""
+    """The bytes of the n words in `payload`, uint8 [n, k].
+
+    Raises:
+        DamagedMessage: the payload is none that an encoder writes.
+    """
     reader = _Reader(payload)
     kept = reader.bits(n) if zeros_out else torch.ones(n, dtype=torch.bool, device=payload.device)
     m = int(kept.sum())
@@ -112,7 +116,11 @@ def _decode_plane(reader: _Reader, m: int) -> Tensor:
 
 
 class _Reader:
-    """Takes sections off the front of a payload. Raises DamagedMessage where it is too short or not tidy."""
+    """Takes sections off the front of a payload.
+
+    Raises:
+        DamagedMessage: a section is cut short, or its unused bits are not 0.
+    """
 
     def __init__(self, data: Tensor) -> None:
         self.data, self.at = data, 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from laconic.ops import reference
 from laconic.ops.schemas import LIBRARY
-from laconic.ops.selection import Selection, reference_is_forced, say_once
+from laconic.ops.selection import Selection, reference_is_forced, warn_once
 
 __all__ = ["implement", "selection"]
 
@@ -30,10 +30,10 @@ def _family(name: str) -> ModuleType:
     """The module with the kernels of a family of ops, or the reference."""
     chosen = selection()
     if chosen.implementation == "reference":
-        say_once("cuda", chosen.reason)
+        warn_once("cuda", chosen.reason)
         return reference
     if find_spec(f"laconic.ops.triton.{name}") is None:
-        say_once("cuda", f"there are no kernels for {name} yet")
+        warn_once("cuda", f"there are no kernels for {name} yet")
         return reference
     return import_module(f"laconic.ops.triton.{name}")
 

@@ -1,4 +1,4 @@
-"""The gradient store in Triton: the launchers carry the names of the ops; `blockwise.py` tells about equal bits."""
+"""The gradient store in Triton: launchers carry the names of the ops; `blockwise.py` explains why bits are equal."""
 
 # The parameters of kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def"

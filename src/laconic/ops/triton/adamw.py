@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments in Triton; `blockwise.py` tells about equal bits."""
+"""AdamW with 8-bit moments in Triton; `blockwise.py` explains why bits are equal."""
 
 # The parameters of kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def"

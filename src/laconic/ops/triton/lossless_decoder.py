@@ -1,7 +1,7 @@
-"""Decoding of lossless messages in Triton: header and lists are judged on the device, then every block by a program.
+"""Decoding of lossless messages in Triton: header and lists are checked on the device, then blocks are decoded.
 
-No byte is trusted before what bounds it was checked: the header's lengths against the tensor's, the lists' lengths
-against the payload's, and each read of a block against the block's end. The host never waits; it gets a status.
+No byte is used before what bounds it was checked: the header's lengths against the tensor's, the lists' lengths against
+the payload's, and each read of a block against the block's end. The host never waits; it gets a status.
 """
 
 # The parameters of kernels have no Python types.

@@ -1,6 +1,6 @@
-"""Encoding of lossless messages in Triton: blocks are measured, places come from a prefix sum, blocks are written.
+"""Encoding of lossless messages in Triton: kernels measure blocks, a prefix sum places them, kernels write them.
 
-The places are 64-bit sums over the blocks in order, so messages are the same in every run, and the host never waits:
+The offsets are 64-bit sums over the blocks in order, so messages are the same in every run, and the host never waits:
 the lengths, whether coding pays and whether the message fits stay on the device.
 """
 
@@ -353,7 +353,7 @@ def _store_planes(ptr, codes, num_codes, width, MAX_WIDTH: tl.constexpr):
 
 @triton.jit
 def _move_together(scratch_ptr, values, left, rank, count):
-    """values [4096] where `left`, in order and at the front; zeros follow. Through memory that the program owns."""
+    """Move `values` [4096] where `left` to the front, in order, zeros behind, through memory that the program owns."""
     i = tl.arange(0, _BLOCK)
     tl.debug_barrier()
     tl.store(scratch_ptr + rank, values.to(tl.uint8), mask=left)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of lossless messages share: words and their layout, numbers in a header, checksums.
+"""Shared by the Triton kernels of lossless messages: words and their layout, numbers in a header, checksums.
 
 A program works on a block of 4096 words, in int32 whatever their size. Words are bits; no float is ever computed with.
 """

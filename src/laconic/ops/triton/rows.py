@@ -1,5 +1,8 @@
-"""Sums of picked rows in Triton: one program makes a part of one sum and walks its entries, so that nothing but the
-sums is written. The arithmetic is that of blockwise.py: no fused multiply-add."""
+"""Sums of picked rows in Triton.
+
+One program makes a part of one sum and walks its entries, so that nothing but the sums is written. The arithmetic is
+that of blockwise.py: no fused multiply-add.
+"""
 
 # The parameters of kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def"
