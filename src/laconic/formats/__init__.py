@@ -1,4 +1,4 @@
-"""What a tensor is in fewer bytes: block-wise formats with the tensors stored in them, and the lossless format."""
+"""Compact forms of tensors: block-wise formats with the tensors stored in them, and the lossless format."""
 
 from __future__ import annotations
 

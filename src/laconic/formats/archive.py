@@ -1,4 +1,4 @@
-"""Files and whole checkpoint directories, zipped, unzipped and verified: what `laconic zip` does.
+"""Zips, unzips and verifies safetensors files and whole checkpoint directories (`laconic zip`).
 
 A zipped directory has the files of the original, each safetensors file as a container (`model.safetensors.laconic`),
 every other one as it is, and a manifest, `laconic-zip.json`, with sizes and checksums of all of them and of itself.
@@ -33,7 +33,7 @@ _SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class Summary:
-    """What was zipped, unzipped or verified."""
+    """The result of zipping, unzipping or verifying."""
 
     path: Path
     """What was written, or verified."""
@@ -48,7 +48,7 @@ class Summary:
 
 
 def tensors_nbytes(path: Path) -> int:
-    """Bytes of tensors in a file or directory, zipped or not: what progress counts up to."""
+    """Bytes of tensors in a file or directory, zipped or not: the total of a progress bar."""
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.name.endswith((_SAFETENSORS, _SAFETENSORS + SUFFIX))]
     else:
@@ -65,13 +65,22 @@ def zip_path(
     num_threads: int = 1,
     progress: Progress | None = None,
 ) -> Summary:
-    """Shrink the safetensors file or directory `path` into `out` (default: `path` with .laconic), losslessly.
+    """Compress the safetensors file or directory `path` losslessly into `out` (default: `path` with .laconic).
 
-    With `base`, a checkpoint zipped or plain, tensors are stored as the difference to its tensors of the same name.
     Links to files are followed, as in the cache of the Hugging Face hub. `out` appears whole or not at all.
 
-    Raises FormatError when a file is not what its name says, CheckpointError when something cannot be read or written,
-    or `out` exists.
+    Args:
+        path: a .safetensors file, or a directory.
+        out: what to write; must not exist.
+        base: a checkpoint, zipped or plain; tensors are stored as the difference to its tensors of the same name where
+            that is shorter.
+        code: lossless code, see `laconic.encode`.
+        num_threads: chunks encoded at a time.
+        progress: called with numbers of bytes done.
+
+    Raises:
+        FormatError: a file is not what its name says.
+        CheckpointError: something cannot be read or written, or `out` exists.
     """
     out = path.with_name(path.name + SUFFIX) if out is None else out
     source = None if base is None else open_tensors(base)
@@ -121,9 +130,18 @@ def unzip(
 ) -> Summary:
     """Restore what `zip_path` wrote, byte for byte, to `out` (default: `path` without .laconic).
 
-    `base` is the checkpoint it was zipped against, if it was. Every checksum is compared; `out` appears whole or not at
-    all. Raises FormatError when anything is damaged or another base is given, CheckpointError when something cannot be
-    read or written, or `out` exists.
+    Every checksum is compared; `out` appears whole or not at all.
+
+    Args:
+        path: a container, or a zipped directory.
+        out: what to write; must not exist.
+        base: the checkpoint that `path` was zipped against, if it was.
+        num_threads: chunks decoded at a time.
+        progress: called with numbers of bytes done.
+
+    Raises:
+        FormatError: anything is damaged or another base is given.
+        CheckpointError: something cannot be read or written, or `out` exists.
     """
     if out is None:
         if not is_zipped(path):
@@ -156,7 +174,11 @@ def unzip(
 def verify(path: Path, *, base: Path | None = None, num_threads: int = 1, progress: Progress | None = None) -> Summary:
     """Decode everything that `zip_path` wrote and compare every checksum, without writing anything.
 
-    Without the base of a checkpoint that needs one, the stored differences are verified instead. Raises as `unzip`.
+    Without the base of a checkpoint that needs one, the stored differences are verified instead.
+
+    Raises:
+        FormatError: anything is damaged or another base is given.
+        CheckpointError: something cannot be read.
     """
     source = None if base is None else open_tensors(base)
     if not path.is_dir():
@@ -222,7 +244,11 @@ def _verify_file(zipped: ContainerFile, num_threads: int, progress: Progress | N
 
 
 def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name with slashes, path) of every file, in order. Raises CheckpointError at what is no file."""
+    """(relative name with slashes, path) of every file, in order.
+
+    Raises:
+        CheckpointError: an entry is neither a file nor a directory.
+    """
     try:
         for path in sorted(directory.iterdir()):
             if path.is_dir():

@@ -26,7 +26,8 @@ _DEFAULT_CODES = {4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 class BlockFormat:
     """How a tensor is quantized: which code, how many elements per scale, and the scale's type.
 
-    Raises FormatError when built with an unknown code, block size or scale type.
+    Raises:
+        FormatError: the code, block size or scale type is not known.
     """
 
     code: str = "nf4"
@@ -43,10 +44,12 @@ class BlockFormat:
     def from_bits(
         cls, bits: int, code: str | None = None, block_size: int = 64, scale_dtype: torch.dtype = torch.bfloat16
     ) -> BlockFormat | None:
-        """The format for a number of bits per element: 4 is nf4 unless `code` says otherwise, 5, 6 and 8 are integers.
+        """The format for a number of bits per element: 4 is nf4 unless `code` says otherwise; 5, 6 and 8 are integers.
 
-        16 gives None, which stands for the identity: the tensor is kept as it is. Raises FormatError for other numbers
-        of bits, and for a code that does not have that many.
+        16 gives None, which stands for the identity: the tensor is kept as it is.
+
+        Raises:
+            FormatError: there is no format of so many bits, or `code` has another number of them.
         """
         if bits not in (*_DEFAULT_CODES, 16):
             raise FormatError(f"bits is {bits!r}, but it must be 4, 5, 6, 8 or 16 (16 keeps the tensor as it is)")
@@ -96,7 +99,7 @@ class BlockTensor:
     def dequantize(self, dtype: torch.dtype | None = None, after: Tensor | None = None) -> Tensor:
         """The values, in the original shape, as `dtype` (None: the original's).
 
-        In a compiled graph they are not computed before `after` is there (see laconic.ops.dequantize_blockwise).
+        In a compiled graph they are not computed before `after` is (see laconic.ops.dequantize_blockwise).
         """
         values = dequantize_blockwise(
             self.codes,

@@ -1,4 +1,4 @@
-"""The checksum of the lossless format, of data that comes in pieces."""
+"""The checksum of the lossless format, of data that arrives in pieces."""
 
 from __future__ import annotations
 

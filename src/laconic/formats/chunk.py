@@ -56,10 +56,19 @@ def difference_pays(data: Tensor, base: Tensor, element: Element, code: Code) ->
 
 
 def decode_chunk(message: Tensor, element: Element, out: Tensor, where: str) -> tuple[int, int] | None:
-    """Write what `message` holds to `out`, uint8 [n]. Returns the numbers of its checksum where the message says them.
+    """Write the values that `message` holds to `out`, uint8 [n]. Nothing larger than `out` is allocated.
 
-    Nothing larger than `out` is allocated. Raises FormatError, beginning with `where`, when the message is damaged or
-    not one of n bytes of such elements.
+    Args:
+        message: uint8 [any].
+        element: dtype of the tensor that the chunk belongs to.
+        out: uint8 [n].
+        where: the file and tensor, with which errors begin.
+
+    Returns:
+        The two numbers of the values' checksum where the message has them, else None.
+
+    Raises:
+        FormatError: the message is damaged or not one of n bytes of such elements.
     """
     header = read_header(message)
     expected = (len(out) // header.dtype.itemsize,)
@@ -93,7 +102,7 @@ def difference(one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _best_layout(changed: Tensor, element: Element, code: Code) -> tuple[int, torch.dtype]:
-    """In how many bytes and as what the beginning of a difference is shortest."""
+    """Bytes and layout of the shortest message for the beginning of a difference."""
     sample = changed[:_SAMPLE_NBYTES]
     layouts = [element.coded] + [torch.uint8] * (element.itemsize > 1 and element.coded != torch.uint8)
     sizes = [len(_message(_laid_out(sample, element, layout), code)) for layout in layouts]

@@ -1,9 +1,10 @@
-"""A gradient in codes that torch takes for a tensor: what `parameter.grad` is while gradients are compressed.
+"""A gradient in codes that torch takes for a tensor: the value of `parameter.grad` while gradients are compressed.
 
-Whoever reads it (an optimizer, clip_grad_norm_, GradScaler, DDP's reducer, print) gets its values; whoever writes to
-it writes codes, rounded once. So there is one place where a gradient is found, and nobody has to know of a second.
-What can be done on codes and scales is done there: adding a gradient, scaling, the 2-norm, zeroing. Everything else is
-done on the dequantized values. Views are computed when they are used, so writing through one reaches the codes.
+A reader (an optimizer, clip_grad_norm_, GradScaler, DDP's reducer, print) gets its values; a write is rounded to codes
+once. So a gradient is in one place only, `parameter.grad`, as everywhere in torch.
+
+Adding a gradient, scaling, the 2-norm and zeroing work on codes and scales. Everything else works on the dequantized
+values. Views are computed when they are used, so writing through one reaches the codes.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Use = Literal["add", "scale", "zero", "write", "read"]
 
 
 class Guard(Protocol):
-    """Asked before each use; raises where a use would be wrong at this moment."""
+    """Called before each use of a gradient; raises where the use would be wrong at this moment."""
 
     def __call__(self, use: Use) -> None:
         """Raises if the use would be wrong."""
 
     def copy(self) -> Guard:
-        """For a copy of the gradient."""
+        """The guard of a copy of the gradient."""
 
 
 _aten = torch.ops.aten
@@ -43,7 +44,7 @@ _SAME_VALUES = (*_ALIASES, _aten.view.default, _aten._unsafe_view.default, _aten
 
 
 class CodedGradient(Tensor):
-    """A tensor of a parameter's shape, dtype and device whose values are a QuantizedGradient's."""
+    """A tensor of a parameter's shape, dtype and device whose values are those of a QuantizedGradient."""
 
     codes: QuantizedGradient
     """The codes and scales themselves; aliases and views share them."""
@@ -62,7 +63,7 @@ class CodedGradient(Tensor):
         guard: Guard | None = None,
         stride: Sequence[int] | None = None,
     ) -> CodedGradient:
-        """`stride`: of the parameter, which layouts of gradients follow; None: contiguous."""
+        """`stride` is that of the parameter, which layouts of gradients follow; None is contiguous."""
         whole = torch.empty(codes.shape, dtype=dtype, device="meta")
         return cls._make(codes, whole if stride is None else whole.as_strided(codes.shape, stride), guard, ())
 
@@ -85,12 +86,12 @@ class CodedGradient(Tensor):
         return not self._path
 
     def check(self, use: Use) -> None:
-        """Ask the guard. Raises what it raises."""
+        """Ask the guard, and raise what it raises."""
         if self.guard is not None:
             self.guard(use)
 
     def dequantize_whole(self) -> Tensor:
-        """The whole gradient in this dtype, laid out as the parameter is; asks nobody."""
+        """The whole gradient in this dtype, laid out as the parameter is; does not ask the guard."""
         value = self.codes.dequantize().to(self.dtype)
         if self.is_whole and value.stride() != self.stride():
             value = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device).copy_(value)
@@ -109,11 +110,11 @@ class CodedGradient(Tensor):
     # --- what C++ does by addresses ---
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values, a copy."""
+        """The values as a numpy array, a copy."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The values."""
+        """The values as nested lists."""
         return self.dequantize().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -194,8 +195,13 @@ def coded_gradient(parameter: Tensor) -> CodedGradient | None:
 def set_quantized_gradient(parameter: Tensor, gradient: QuantizedGradient | None, guard: Guard | None = None) -> None:
     """Make `parameter.grad` a gradient in codes, or with None take one in codes away.
 
-    `gradient` has the shape of what this rank holds of the parameter, else FormatError is raised. `guard` is asked
-    before each use.
+    Args:
+        parameter: plain, or a DTensor.
+        gradient: of the shape of what this rank holds of the parameter.
+        guard: called before each use.
+
+    Raises:
+        FormatError: the gradient has another shape.
     """
     if gradient is None:
         if coded_gradient(parameter) is not None:
@@ -230,9 +236,10 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _only_reads(func: Any, argument: Any) -> bool:
-    """torch's fused optimizers declare gradients as written, because they can unscale them; without a scale they read.
+    """Whether an operator only reads an argument that its schema declares as written.
 
-    The trainer of a scaled loss reaches gradients through GradScaler.unscale_ before.
+    torch's fused optimizers declare gradients as written, because they can unscale them; without a scale they read.
+    Scaled losses go through GradScaler.unscale_ first.
     """
     return str(func.__name__).startswith("_fused_") and bool(argument.name == "grads")
 

@@ -62,10 +62,15 @@ class Stored:
 
 
 class ContainerFile:
-    """A zipped safetensors file. All that the tail claims is checked here, a message when it is read.
+    """A zipped safetensors file. The constructor checks all that the tail claims; reading checks each message.
 
-    `base` is where tensors come from that are stored as a difference; it can be set later. Raises FormatError when the
-    file is not a container or is damaged, CheckpointError when it cannot be read.
+    Args:
+        path: of the file.
+        base: source of the tensors to which differences are stored; can be set later.
+
+    Raises:
+        FormatError: the file is not a container or is damaged.
+        CheckpointError: the file cannot be read.
     """
 
     def __init__(self, path: Path, base: TensorSource | None = None) -> None:
@@ -101,6 +106,7 @@ class ContainerFile:
 
     @property
     def name(self) -> str:
+        """The path, for messages."""
         return str(self.path)
 
     @property
@@ -119,14 +125,20 @@ class ContainerFile:
         return any(stored.base_checksum is not None for stored in self.stored.values())
 
     def checksum(self, name: str) -> str:
+        """Checksum of all bytes of a tensor, from the index."""
         return self.stored[name].checksum
 
     def require(self, name: str) -> None:
-        """Raise FormatError unless the base is there that a tensor is a difference to, and the base's own."""
+        """Check that `base` has the tensor to which `name` is a difference.
+
+        Raises:
+            FormatError: there is no base, or its tensor is another one.
+        """
         if self.stored[name].base_checksum is not None:
             self._base_of(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes `start` to `stop` of a tensor, uint8 [stop - start], decoded on the CPU."""
         out = torch.empty(stop - start, dtype=torch.uint8)
         for number in range(start // self.chunk_nbytes, -(-stop // self.chunk_nbytes)):
             begin, chunk = number * self.chunk_nbytes, self._kept_chunk(name, number)
@@ -200,7 +212,7 @@ class ContainerFile:
         return out, checksum_of(out) if sums is None else sums
 
     def _kept_chunk(self, name: str, number: int) -> Tensor:
-        """`chunk`, read-only. The last ones are kept: what reads pieces of one chunk decodes it once."""
+        """`chunk`, read-only, from a cache of the last ones: several reads within one chunk decode it once."""
         with self._keeping:
             if (name, number) in self._kept:
                 return self._kept[name, number]
@@ -308,12 +320,20 @@ def write_container(
     progress: Progress | None = None,
     name: str = "",
 ) -> tuple[int, str]:
-    """Write a container to the empty `file`; returns its size in bytes and its digest.
+    """Write a container to the empty `file`.
 
-    `header` is the safetensors header (without its length), `tensors` the bytes of its tensors, uint8, in the order of
-    the data; each is asked for when its turn comes. `num_threads` chunks are encoded at a time. With `base`, tensors
-    that it has too, in the same dtype and shape, are stored as the difference where that is shorter. `name` begins
-    messages of errors.
+    Args:
+        file: open for writing.
+        header: the safetensors header, without its length.
+        tensors: bytes of the header's tensors, uint8, in the order of the data; iterated lazily.
+        code: lossless code.
+        base: tensors that it has too, in the same dtype and shape, are stored as the difference where that is shorter.
+        num_threads: chunks encoded at a time.
+        progress: called with numbers of bytes done.
+        name: with which messages of errors begin.
+
+    Returns:
+        The file's size in bytes and its digest.
     """
     entries = _described(header, name)
     file.write(bytes(_HEAD_NBYTES))
@@ -364,7 +384,7 @@ def write_container(
 
 
 def _described(header: bytes, where: str) -> list[Entry]:
-    """The entries of `header`, which describes its data completely."""
+    """The entries of `header`, checked to describe its data completely."""
     fields = json.loads(header)
     ends = [entry["data_offsets"][1] for key, entry in fields.items() if key != "__metadata__"]
     return parse_header(header, max(ends, default=0), where)[0]

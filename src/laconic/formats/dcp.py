@@ -1,9 +1,9 @@
-"""Reading what torch.distributed.checkpoint (DCP) wrote without running what somebody else may have put there.
+"""Reads what torch.distributed.checkpoint (DCP) wrote without running code that somebody may have put into it.
 
 DCP's index `.metadata` is a pickle, and an entry of kind "bytes" is another one, inside a shard. Python runs whatever a
 pickle asks for. Here the index may only ask for the dozen names that DCP writes, each of which stands for a passive
 record; the objects that DCP gets are made from these records after every field has been checked. Entries of bytes are
-loaded as torch loads weights. Tensors DCP itself reads in that way.
+loaded with `weights_only=True`. DCP itself reads tensors in that way.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class DcpReader(FileSystemReader):
-    """torch's reader of a checkpoint directory, but for the index, which `read_dcp_metadata` reads, once.
+    """torch's reader of a checkpoint directory whose index is read by `read_dcp_metadata`, once.
 
-    `files`: the names that the index may send it to; None allows any in the directory.
+    Args:
+        path: the checkpoint directory.
+        files: names to which the index may refer; None allows any in the directory.
     """
 
     def __init__(self, path: str | Path, files: Collection[str] | None = None) -> None:
@@ -62,6 +64,11 @@ class DcpReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checked index.
+
+        Raises:
+            CheckpointError: see `read_dcp_metadata`, or the index names a file outside of `files`.
+        """
         if self._metadata is None:
             metadata = read_dcp_metadata(Path(self.path))
             for info in metadata.storage_data.values():
@@ -75,9 +82,10 @@ class DcpReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, but entries of bytes may hold what weights hold and nothing else. To be given to `load`."""
+    """torch's planner for `load`, but entries of bytes may hold tensors and plain data only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load an entry of bytes with `weights_only=True`."""
         try:
             loaded = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
@@ -90,10 +98,11 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def read_dcp_metadata(directory: Path) -> Metadata:
-    """The index of the checkpoint in `directory`, without what the saving planner noted for itself.
+    """The index of the checkpoint in `directory`, without the saving planner's own notes.
 
-    Raises CheckpointError when `.metadata` cannot be read, asks for anything but the classes DCP writes (naming it), or
-    has fields of other types or values than DCP writes, such as a file outside of `directory`.
+    Raises:
+        CheckpointError: `.metadata` cannot be read, asks for anything but the classes DCP writes (the message names
+            it), or has fields of other types or values than DCP writes, such as a file outside of `directory`.
     """
     file = directory / ".metadata"
     try:
@@ -118,7 +127,7 @@ class _Refused(Exception):
 
 
 class _Unfit(Exception):
-    """A field that holds something else than DCP writes there."""
+    """A field holds something else than DCP writes there."""
 
 
 class _Record:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, that survive a crash, and the checksums that tell whether they did."""
+"""Files that appear whole or not at all and survive a crash, and SHA-256 digests to verify them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def sha256_of(path: Path) -> bytes:
 def new_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that gets the name `path` when the block ends, complete and on the disk.
 
-    When the block raises there is no such file, and one that came to be there meanwhile is not overwritten. Raises
-    CheckpointError when `path` exists or cannot be written.
+    When the block raises there is no such file, and one that appeared meanwhile is not overwritten.
+
+    Raises:
+        CheckpointError: `path` exists or cannot be written.
     """
     temporary = _temporary(path)
     with _refusal(path):
@@ -62,9 +64,12 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill that gets the name `path` when the block ends; its files are to be fsynced by whoever writes.
+    """A directory to fill that gets the name `path` when the block ends; the caller fsyncs its files.
 
-    An empty directory may be at `path`. Raises CheckpointError when anything else is, or when it cannot be written.
+    An empty directory may be at `path`.
+
+    Raises:
+        CheckpointError: anything else is at `path`, or it cannot be written.
     """
     temporary = _temporary(path)
     with _refusal(path, empty_directory=True):
@@ -87,7 +92,7 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _refusal(path: Path, empty_directory: bool = False) -> Iterator[None]:
-    """Turns failures of the system into an error that names `path`; begins with a look whether it is free."""
+    """Turns failures of the system into an error that names `path`; checks first whether the name is free."""
     try:
         if os.path.lexists(path) and not (empty_directory and path.is_dir() and not any(path.iterdir())):
             raise CheckpointError(f"{path} exists already; it is not overwritten, so remove it or choose another name")

@@ -42,7 +42,11 @@ class QuantizedGradient:
 
     @classmethod
     def zeros(cls, shape: Sequence[int], bits: int, device: torch.device | str | None = None) -> QuantizedGradient:
-        """The gradient zero of a parameter of this shape. Raises FormatError unless bits is 8 or 12."""
+        """The gradient zero of a parameter of this shape.
+
+        Raises:
+            FormatError: bits is neither 8 nor 12.
+        """
         if bits not in (8, 12):
             raise FormatError(f"bits is {bits!r}, but it must be 8 (int8) or 12 (int8 and an int4 residual)")
         size = torch.Size(shape)
@@ -77,12 +81,12 @@ class QuantizedGradient:
         )
 
     def assign_(self, value: Tensor) -> None:
-        """Become `value`, of the parameter's shape, quantized once."""
+        """Replace the gradient by `value`, of the parameter's shape, quantized once."""
         self.zero_()
         self.accumulate_(value if value.dtype in DTYPES else value.float())
 
     def zero_(self) -> None:
-        """Become zero; memory stays allocated."""
+        """Set the gradient to zero; memory stays allocated."""
         for part in self._parts():
             part.zero_()
 
@@ -98,13 +102,13 @@ class QuantizedGradient:
         return [part for part in parts if part is not None]
 
     def square_sum(self) -> Tensor:
-        """The sum of squares, a 0-d fp64 tensor; NaN where a block is broken."""
+        """The sum of squares, a 0-d fp64 tensor; NaN where a block has met NaN or infinity."""
         return square_sum_blockwise(
             self.codes, self.scales, residual_codes=self.residual_codes, residual_scales=self.residual_scales
         )
 
     def all_scales(self) -> list[Tensor]:
-        """The tensors that scale the gradient: what is multiplied to multiply it."""
+        """The scale tensors: multiplying them multiplies the gradient."""
         return [self.scales] if self.residual_scales is None else [self.scales, self.residual_scales]
 
     def dequantize(self) -> Tensor:

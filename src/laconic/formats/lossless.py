@@ -1,7 +1,7 @@
-"""Lossless messages: a tensor, bit for bit, in fewer bytes, with a header that says what it is and whether it is whole.
+"""Lossless messages: a tensor, bit for bit, in fewer bytes, under a header with its dtype, shape and checksums.
 
 The bytes are those of docs/formats.md, "Lossless float format"; the ops behind it are `laconic.ops.lossless_*`. Nothing
-here believes a message: every read is bounded by the bytes that are there, and every allocation by what the receiver
+here trusts a message: every read is bounded by the bytes that are there, and every allocation by what the receiver
 expects or, without an expectation, by eight elements per byte of payload.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Expect:
-    """What a receiver takes: anything else is refused before memory is allocated for it."""
+    """What a receiver accepts: anything else is refused before memory is allocated for it."""
 
     dtype: torch.dtype
     shape: torch.Size | tuple[int, ...]
@@ -52,7 +52,7 @@ class Expect:
 def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None) -> Tensor:
     """Encode a tensor into one message.
 
-    Arguments:
+    Args:
         x: up to 8 dimensions (complex: 7), any strides; any floating-point, complex, integer or bool dtype of a byte
             or more. bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, uint8 and int8 are coded fastest.
         code: "tiered" (fewest bits), "window" (fewest instructions, ZipCCL's 3-bit code), "raw", or "auto": tiered.
@@ -61,9 +61,11 @@ def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None)
             whatever the values are; then no sizes have to be exchanged and the host waits for nothing. A message that
             does not fit has a header only; decoding it says so.
 
-    Returns uint8 [nbytes] or [capacity_nbytes] on x's device; equal values give equal bytes everywhere.
+    Returns:
+        uint8 [nbytes] or [capacity_nbytes] on x's device; equal values give equal bytes everywhere.
 
-    Raises FormatError for an argument outside these.
+    Raises:
+        FormatError: an argument is outside of these values.
     """
     check_has_bytes(x)
     message = lossless_encode(x, code="tiered" if code == "auto" else code, capacity_nbytes=capacity_nbytes)
@@ -77,14 +79,16 @@ def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None)
 def decode(buffer: Tensor, expect: Tensor | Expect | None = None) -> Tensor:
     """Decode one message.
 
-    Arguments:
+    Args:
         buffer: uint8 [nbytes], exactly one message with the zeros up to its capacity.
         expect: a tensor or an `Expect` whose dtype and shape the message must have; nothing larger is ever allocated.
             Without it at most 8 elements are, per byte of the buffer.
 
-    Returns the tensor that was encoded, contiguous, on the buffer's device: its dtype, shape and every bit.
+    Returns:
+        The tensor that was encoded, contiguous, on the buffer's device: its dtype, shape and every bit.
 
-    Raises FormatError for bytes that are not one whole, undamaged message, or not the expected one.
+    Raises:
+        FormatError: the bytes are not one whole, undamaged message, or not the expected one.
     """
     header = read_header(buffer)
     if header.code == "too long":  # its shape is not vouched for by anything that is there
@@ -103,7 +107,8 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None) -> Tensor:
 def decode_into(buffer: Tensor, out: Tensor) -> None:
     """Decode one message into `out`: the message's dtype and number of elements, contiguous, any shape.
 
-    Raises FormatError as `decode` does; `out` is then undefined.
+    Raises:
+        FormatError: see `decode`; `out` is then undefined.
     """
     check_has_bytes(out, "out")
     _check_is_one_message(buffer, out.numel(), out.dtype)
@@ -113,8 +118,10 @@ def decode_into(buffer: Tensor, out: Tensor) -> None:
 def decode_add(buffer: Tensor, total: Tensor) -> None:
     """Decode one message and add its values to `total` in fp32, in one pass: total[i] = fp32(total[i] + fp32(value i)).
 
-    `total` is contiguous float32 with the message's number of elements, any shape. Raises FormatError as `decode` does;
-    `total` is then undefined.
+    `total` is contiguous float32 with the message's number of elements, any shape.
+
+    Raises:
+        FormatError: see `decode`; `total` is then undefined.
     """
     check_has_bytes(total, "total")
     _check_is_one_message(buffer, total.numel(), None)
@@ -122,10 +129,11 @@ def decode_add(buffer: Tensor, total: Tensor) -> None:
 
 
 def read_header(buffer: Tensor) -> Header:
-    """What the message in uint8 [nbytes] says about itself, after checking all of it but the payload.
+    """The header of the message in uint8 [nbytes], after checking all of it but the payload.
 
-    Raises FormatError, naming the field, unless the buffer is one whole message by its lengths, and header and block
-    lists have their checksum.
+    Raises:
+        FormatError: the buffer is not one whole message by its lengths, or the checksum of header and block lists
+            differs; the message names the field.
     """
     header = _parse(buffer)
     front = buffer[: header.payload_offset].cpu()
@@ -137,11 +145,12 @@ def read_header(buffer: Tensor) -> Header:
 def encode_chunks(x: Tensor, chunk_numel: int, code: str = "auto") -> Iterator[Tensor]:
     """Encode a tensor as messages of `chunk_numel` elements each, the last one of what is left, in order.
 
-    They are made one by one as they are asked for, so that one can be sent while the next is encoded. `x` counts as
-    flat; an empty one gives one empty message. Arguments else as in `encode`. Whatever carries the messages must keep
-    their order. Chunks of a multiple of 4096 elements cost no more bytes than one message but their headers of 72.
+    Messages are made lazily, so that one can be sent while the next is encoded. `x` counts as flat; an empty one gives
+    one empty message. Other arguments are those of `encode`. The transport must keep the order of messages. Chunks of a
+    multiple of 4096 elements cost no more bytes than one message but their headers of 72.
 
-    Raises FormatError for an argument outside these, at the first message.
+    Raises:
+        FormatError: see `encode`; raised at the first message.
     """
     check_has_bytes(x)
     if chunk_numel < 1:
@@ -154,8 +163,11 @@ def encode_chunks(x: Tensor, chunk_numel: int, code: str = "auto") -> Iterator[T
 def decode_chunks(messages: Iterable[Tensor], out: Tensor) -> None:
     """Decode the messages of `encode_chunks`, in order, into `out`: contiguous, as many elements, the same dtype.
 
-    Each message is decoded when it comes, so that the next may still be on its way. Raises FormatError for a damaged
-    message, and if the messages hold more or fewer elements than `out`; `out` is then undefined.
+    Each message is decoded when it arrives, while the next may still be on its way.
+
+    Raises:
+        FormatError: a message is damaged, or the messages hold more or fewer elements than `out`; `out` is then
+            undefined.
     """
     check_has_bytes(out, "out")
     if not out.is_contiguous():
@@ -184,7 +196,11 @@ def chunk_offsets(numel: int, chunk_numel: int) -> range:
 
 
 def check_has_bytes(x: object, field: str = "x") -> None:
-    """Whether `x` is a tensor with bytes in memory. Raises FormatError, which names `field` and says what to do."""
+    """Check that `x` is a tensor with bytes in memory.
+
+    Raises:
+        FormatError: it is none; the message names `field` and the remedy.
+    """
     if not isinstance(x, Tensor):
         kind = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
         raise FormatError(f"{field} is a {kind}, but it must be a torch.Tensor; torch.as_tensor makes one of arrays")

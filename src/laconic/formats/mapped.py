@@ -1,4 +1,4 @@
-"""Files seen as tensors of bytes, without reading them first; and plain safetensors files on top of that."""
+"""Files mapped into memory as tensors of bytes; plain safetensors files on top of that."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """How messages call the source."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Name -> what is there."""
+        """Name -> dtype, shape and place of a tensor."""
 
     def require(self, name: str) -> None:
-        """Raise FormatError unless what a tensor is read from is there."""
+        """Check that everything is there that reading a tensor needs.
+
+        Raises:
+            FormatError: the base that the tensor is a difference to is missing or another one.
+        """
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Bytes `start` to `stop` of a tensor, uint8 [stop - start]; read-only."""
@@ -48,7 +52,8 @@ class TensorSource(Protocol):
 def map_file(path: Path) -> Tensor:
     """The bytes of a regular file, uint8 [size], fetched from the disk as they are touched. They must not be written.
 
-    Raises CheckpointError when it is not there, not a regular file, or cannot be read.
+    Raises:
+        CheckpointError: the file is not there, not a regular file, or cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for its writer
@@ -73,7 +78,9 @@ def map_file(path: Path) -> Tensor:
 class SafetensorsFile:
     """A plain safetensors file, its header checked.
 
-    Raises FormatError when it is not one, CheckpointError when it cannot be read.
+    Raises:
+        FormatError: the file is not a safetensors file.
+        CheckpointError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,16 +103,19 @@ class SafetensorsFile:
 
     @property
     def name(self) -> str:
+        """The path, for messages."""
         return str(self.path)
 
     def require(self, name: str) -> None:
-        """Its bytes are there: the header was compared with the length of the file."""
+        """Does nothing: the constructor compared the header with the length of the file."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes `start` to `stop` of a tensor, uint8 [stop - start]; a view of the mapped file."""
         begin = self.entries[name].start
         return self.data[begin + start : begin + stop]
 
     def checksum(self, name: str) -> str:
+        """Checksum of all bytes of a tensor, computed once."""
         if name not in self._checksums:
             total, nbytes = Checksum(), self.entries[name].nbytes
             for start in range(0, nbytes, _PIECE_NBYTES):
@@ -117,7 +127,8 @@ class SafetensorsFile:
 class TensorsInMemory:
     """Tensors of a mapping as a source, for instance a state dict. They must not change meanwhile.
 
-    Raises FormatError for what is not a tensor whose bytes lie in memory.
+    Raises:
+        FormatError: a value is not a tensor whose bytes lie in memory.
     """
 
     name = "the tensors given"
@@ -134,9 +145,10 @@ class TensorsInMemory:
         }
 
     def require(self, name: str) -> None:
-        """Its bytes are there."""
+        """Does nothing: the tensors are there."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes `start` to `stop` of a tensor in contiguous order, uint8 [stop - start], on the CPU."""
         last = self._last
         if last is None or last[0] != name:  # one that had to be copied is copied once, not for every piece of it
             tensor = self._tensors[name].detach().resolve_conj().resolve_neg()
@@ -144,6 +156,7 @@ class TensorsInMemory:
         return last[1][start:stop]
 
     def checksum(self, name: str) -> str:
+        """Checksum of all bytes of a tensor, computed once."""
         if name not in self._checksums:
             total = Checksum()
             total.add_bytes(self.read(name, 0, self.entries[name].nbytes))

@@ -15,8 +15,8 @@ T = TypeVar("T")
 def in_order(num_threads: int, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Result of each call, in order, while `num_threads` threads work on those that follow.
 
-    At most two calls per thread are begun or done ahead of the one that is waited for, so that memory stays bounded.
-    The first exception ends it; calls not begun are dropped.
+    At most two calls per thread run ahead of the consumer, so that memory stays bounded. The first exception ends the
+    iteration; calls not begun are dropped.
     """
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors there are, where, and of what kind; every claim of it checked.
+"""The header of a safetensors file, with every claim checked: which tensors it has, of what dtype and shape, and where.
 
 The layout is that of the safetensors project: a u64 with the length of the header, the header (a JSON object), the
 data. Each entry has a dtype, a shape and the range of its bytes in the data; the ranges fill the data without holes.
@@ -25,7 +25,7 @@ HEADER_LIMIT_NBYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Element:
-    """What a dtype of safetensors means here."""
+    """How laconic handles a dtype of safetensors."""
 
     bits: int
     torch_dtype: torch.dtype | None = None
@@ -80,22 +80,31 @@ class Entry:
 
     @property
     def element(self) -> Element:
-        """What its dtype means here."""
+        """How laconic handles its dtype."""
         return _ELEMENTS[self.dtype]
 
 
 def element(dtype: torch.dtype) -> str:
-    """How safetensors spells `dtype`. Raises FormatError for a dtype that it does not have."""
+    """The safetensors name of `dtype`.
+
+    Raises:
+        FormatError: safetensors has no such dtype.
+    """
     if dtype not in _NAMES:
         raise FormatError(f"dtype is {dtype}, but a safetensors file has none like it; convert the tensor")
     return _NAMES[dtype]
 
 
 def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Entry], dict[str, str]]:
-    """Entries in the order of their bytes, and the metadata, of a header (without its length) over `data_nbytes`.
+    """Entries in the order of their bytes, and the metadata, of a header over `data_nbytes`.
 
-    Raises FormatError, beginning with `where`, when the header is not one, names a tensor twice, or when the tensors do
-    not fill the data exactly.
+    Args:
+        text: the header, without its length.
+        data_nbytes: bytes behind the header.
+        where: the file, with which errors begin.
+
+    Raises:
+        FormatError: the text is no header or names a tensor twice, or the tensors do not fill the data exactly.
     """
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_names)
@@ -161,7 +170,11 @@ def _position(entry: Entry) -> tuple[int, int]:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for `json.loads`, which would keep the last of two equal names. Raises ValueError."""
+    """An `object_pairs_hook` for `json.loads`, which would otherwise keep the last of two equal names.
+
+    Raises:
+        ValueError: two names are equal.
+    """
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:

@@ -1,4 +1,4 @@
-"""What of a distributed tensor lies here."""
+"""The local part of a distributed tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zipped checkpoints read as they lie: `load_zipped`."""
+"""`load_zipped`: the tensors of a zipped checkpoint, decoded on access."""
 
 from __future__ import annotations
 
@@ -29,16 +29,23 @@ def load_zipped(
 ) -> ZippedTensors:
     """The tensors of a file or directory that `laconic zip` wrote, without unzipping it.
 
-    The files are mapped into memory; a tensor is read and decoded, its checksums compared, each time it is asked for.
-    To a GPU it travels as it lies in the file and is decoded there.
-    Directories may hold several shards, and plain safetensors files among them. A checkpoint that was zipped with
-    `--delta BASE` needs that base, zipped or plain, or its tensors.
+    The files are mapped into memory; each access reads and decodes a tensor and compares its checksums. For a GPU the
+    encoded bytes are copied to the device and decoded there.
 
-    >>> weights = laconic.load_zipped("model.laconic")
-    >>> weights["model.embed_tokens.weight"]
-    >>> model.load_state_dict(weights.state_dict())
+    Directories may hold several shards, and plain safetensors files among them.
 
-    Raises FormatError when a file is damaged or another base is given, CheckpointError when one cannot be read.
+        >>> weights = laconic.load_zipped("model.laconic")
+        >>> weights["model.embed_tokens.weight"]
+        >>> model.load_state_dict(weights.state_dict())
+
+    Args:
+        path: a file or directory.
+        base: the checkpoint, zipped or plain, or its tensors by name, that `path` was zipped against with `--delta`.
+        device: of the tensors returned.
+
+    Raises:
+        FormatError: a file is damaged or another base is given.
+        CheckpointError: a file cannot be read.
     """
     source = None if base is None else TensorsInMemory(base) if isinstance(base, Mapping) else open_tensors(Path(base))
     return ZippedTensors(open_tensors(Path(path), source), torch.device(device))
@@ -77,7 +84,7 @@ class ZippedTensors(Mapping[str, Tensor]):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What __metadata__ of the safetensors files says."""
+        """The `__metadata__` of the safetensors files."""
         return self._files.metadata
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -100,17 +107,23 @@ class TensorFiles:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the files say in __metadata__."""
+        """The `__metadata__` of all files."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def require(self, name: str) -> None:
-        """Raise FormatError unless what a tensor is read from is there."""
+        """Check that everything is there that reading a tensor needs.
+
+        Raises:
+            FormatError: the base that the tensor is a difference to is missing or another one.
+        """
         self._home[name].require(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes `start` to `stop` of a tensor, uint8 [stop - start], on the CPU; read-only."""
         return self._home[name].read(name, start, stop)
 
     def checksum(self, name: str) -> str:
+        """Checksum of all bytes of a tensor."""
         return self._home[name].checksum(name)
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
@@ -130,7 +143,11 @@ def open_tensors(path: Path, base: TensorSource | None = None) -> TensorFiles:
     """The tensors of a safetensors file, a zipped one, or a directory of such files.
 
     In a directory, model.safetensors.index.json says which tensor is in which file, where there is one; otherwise a
-    tensor must not be in two files. Raises as `load_zipped` does.
+    tensor must not be in two files.
+
+    Raises:
+        FormatError: a file is damaged, or a tensor is in two files.
+        CheckpointError: a file cannot be read.
     """
     if not path.is_dir():
         file = _open_file(path, base)
