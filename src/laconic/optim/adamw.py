@@ -36,23 +36,25 @@ class _Update(NamedTuple):
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) with block-wise 8-bit moments (Dettmers et al., 2022).
 
-    Arguments, as in torch.optim.AdamW but for the last:
-        params: parameters, or groups of them; float32, bfloat16 or float16, plain or DTensor (FSDP2).
-        lr, betas, eps, weight_decay: weight decay is decoupled from the gradient; lr and betas may be tensors of one
-            element, which are read in each step.
-        maximize: go up instead of down.
-        foreach, fused: how torch.optim.AdamW is to compute. A step is one fused pass per parameter in any case.
-        amsgrad, capturable, differentiable: refused when True: there is no maximum of second moments in 8 bits, the
-            number of the step is read on the host, and autograd does not follow what the step writes.
-        min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
-            (norms, biases) and parameters with less than 16 elements per index of their first dimension.
-
     State of a parameter: "step" (0-dim fp32 on the host), and "exp_avg_codes", "exp_avg_sq_codes" (uint8, the
     parameter's shape), "exp_avg_scales", "exp_avg_sq_scales" (fp32, [shape[0], ceil(elements of a row / 256)]); in fp32
     "exp_avg" and "exp_avg_sq". Those of a DTensor are DTensors, which torch.distributed.checkpoint can save, load and
     reshard.
 
-    Raises ConfigError for a hyperparameter out of range.
+    Args:
+        params: parameters, or groups of them; float32, bfloat16 or float16, plain or DTensor (FSDP2).
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW: weight decay is decoupled from the gradient; lr and betas
+            may be tensors of one element, which are read in each step.
+        maximize: ascend instead of descend.
+        foreach, fused: accepted as by torch.optim.AdamW, without effect. A step is one fused pass per parameter in any
+            case.
+        amsgrad, capturable, differentiable: refused when True: there is no maximum of second moments in 8 bits, the
+            host reads the number of the step, and autograd does not follow the step's writes.
+        min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
+            (norms, biases) and parameters with less than 16 elements per index of their first dimension.
+
+    Raises:
+        ConfigError: a hyperparameter is out of range.
     """
 
     def __init__(
@@ -86,7 +88,11 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as in torch. Raises ConfigError for one out of range."""
+        """Add parameters with options of their own, as in torch.
+
+        Raises:
+            ConfigError: an option is out of range.
+        """
         _check_group({**self.defaults, **param_group})
         _check_refused(param_group)
         super().add_param_group(param_group)
@@ -107,15 +113,16 @@ class AdamW8bit(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], float] | None = None, *, gradient_factor: Tensor | None = None
     ) -> float | None:
-        """Update every parameter that has a gradient; one in codes is read as it is.
+        """Update every parameter that has a gradient; a gradient in codes is read as it is.
 
-        Arguments:
+        Args:
             closure: evaluates the model again and returns the loss.
             gradient_factor: a 0-dim tensor that every gradient is multiplied by as it is read, such as the coefficient
                 of clipping; the gradients themselves stay as they are, and the host does not wait for its value.
 
-        Raises FormatError, before anything changed, for a gradient that cannot be used, and TrainingError for one in
-        codes that has not been reduced yet.
+        Raises:
+            FormatError: a gradient cannot be used; nothing has changed then.
+            TrainingError: a gradient in codes has not been reduced yet.
         """
         loss = None
         if closure is not None:
@@ -145,10 +152,11 @@ class AdamW8bit(torch.optim.Optimizer):
         """Load what `state_dict` of an AdamW8bit returned; tensors are copied.
 
         States of torch.optim.AdamW (or Adam without weight decay) and of bitsandbytes are converted, as
-        laconic.optim.from_adamw_state and from_bitsandbytes_state do: what is larger than `min_8bit_numel` is rounded
+        laconic.optim.from_adamw_state and from_bitsandbytes_state do: moments larger than `min_8bit_numel` are rounded
         to 8 bits.
 
-        Raises FormatError, before anything changed, for a state that does not fit, and for one of another optimizer.
+        Raises:
+            FormatError: the state does not fit, or belongs to another optimizer; nothing has changed then.
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
             found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__

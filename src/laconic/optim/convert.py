@@ -1,9 +1,9 @@
-"""States of other optimizers as those of AdamW8bit, and back: bitsandbytes' AdamW8bit, torch's AdamW.
+"""Converts states of other optimizers to those of AdamW8bit, and back: bitsandbytes' AdamW8bit, torch's AdamW.
 
 An optimizer of torch that was given codes by mistake says so at its next step.
 
 bitsandbytes cuts the flat parameter into blocks, AdamW8bit its rows. Where rows are multiples of 256 long these are the
-same blocks, and codes and scales are taken over as they are; elsewhere moments are rounded once more on the way.
+same blocks, and codes and scales are copied unchanged; elsewhere the conversion rounds moments once more.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def from_adamw_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> Non
     """Load the state dict of a torch.optim.AdamW (or Adam without weight decay), its moments rounded to 8 bits.
 
     `optimizer` has the same parameters in the same groups and order. The moments of a DTensor are DTensors placed as it
-    is, or plain tensors of its global shape, then the same on every process. Options of the groups are taken over too.
-    Raises FormatError, before anything changed, for a state that does not fit, and for amsgrad.
+    is, or plain tensors of its global shape, then the same on every process. Options of the groups are copied too.
+
+    Raises:
+        FormatError: the state does not fit, or has amsgrad; nothing has changed then.
     """
     optimizer.load_state_dict(_from_adamw(optimizer, state_dict))
 
@@ -85,8 +87,10 @@ def from_bitsandbytes_state(optimizer: AdamW8bit, state_dict: Mapping[str, Any])
     """Load the state dict of a bitsandbytes AdamW8bit, Adam8bit or their 32-bit forms.
 
     `optimizer` has the same parameters in the same groups and order. For DTensors every process is given the same state
-    dict, and takes its part. Options of the groups are taken over too. Raises FormatError, before anything changed, for
-    a state that does not fit.
+    dict, and takes its part. Options of the groups are copied too.
+
+    Raises:
+        FormatError: the state does not fit; nothing has changed then.
     """
     optimizer.load_state_dict(_from_bitsandbytes(optimizer, state_dict))
 
@@ -121,9 +125,10 @@ def _from_bitsandbytes(optimizer: AdamW8bit, state_dict: Mapping[str, Any]) -> d
 
 
 def converted(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as AdamW8bit's own: one of torch's AdamW or of bitsandbytes converted, any other as it is.
+    """A state dict as AdamW8bit's own: one of torch's AdamW or of bitsandbytes converted, any other unchanged.
 
-    Raises FormatError for one of those two that does not fit.
+    Raises:
+        FormatError: a state of torch's AdamW or of bitsandbytes does not fit.
     """
     states = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
     if any("state1" in state or _BNB_NESTED in state for state in states):
@@ -174,8 +179,10 @@ def _exact(state: Mapping[str, Any], moment: str) -> Tensor:
 def to_bitsandbytes_state(optimizer: AdamW8bit) -> dict[str, Any]:
     """The state dict that a bitsandbytes AdamW8bit with the same parameters can load; tensors are copies.
 
-    DTensors are gathered, so all processes call it together, and each gets the whole state. Raises FormatError for
-    maximize=True, which bitsandbytes does not know.
+    DTensors are gathered, so all processes call it together, and each gets the whole state.
+
+    Raises:
+        FormatError: the optimizer has maximize=True, which bitsandbytes does not know.
     """
     saved = optimizer.state_dict()
     states: dict[Any, dict[str, Any]] = {}

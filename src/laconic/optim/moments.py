@@ -74,8 +74,10 @@ def is_8bit(state: Mapping[str, Any]) -> bool:
 def new_state(parameter: Tensor, min_8bit_numel: int) -> dict[str, Any]:
     """The state before the first step: both moments zero, on the parameter's device and with its placements.
 
-    "step" is a 0-dim fp32 tensor on the host, as in torch. Raises FormatError for a sharding that 8-bit moments cannot
-    follow.
+    "step" is a 0-dim fp32 tensor on the host, as in torch.
+
+    Raises:
+        FormatError: the parameter is sharded in a way that 8-bit moments cannot follow.
     """
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for name, signed in MOMENTS.items():
@@ -103,7 +105,11 @@ def dequantize_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit_numel: int) -> None:
-    """Check that a loaded state fits a parameter. Raises FormatError, which calls the parameter `name`."""
+    """Check that a loaded state fits a parameter.
+
+    Raises:
+        FormatError: it does not; the message calls the parameter `name`.
+    """
     expected = {"step"} | (
         {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales")} if is_8bit(state) else set(MOMENTS)
     )
