@@ -25,8 +25,11 @@ _KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 class Action:
     """A pass of one stage over one micro-batch.
 
-    kind: "F" forward, "B" the whole backward, or its two halves "I" (gradient of the input) and "W" (of the weights).
-    What forward kept is let go by "B" or "W".
+    Attributes:
+        stage: of the model, counted from the first layers.
+        kind: "F" forward, "B" the whole backward, or its two halves "I" (gradient of the input) and "W" (of the
+            weights). "B" or "W" frees the activations that forward saved.
+        micro_batch: of the optimizer step.
     """
 
     stage: int

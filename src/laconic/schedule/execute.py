@@ -1,9 +1,9 @@
-"""Running a plan: the tasks that were simulated, with actions, on real streams.
+"""Executes a plan: the tasks that were simulated, with actions, on real streams.
 
-`execute` issues every task once, in the plan's order, and each stream does its own in that order. What a stream is, is
-up to the caller: a thread (`ThreadStream`), the caller's own thread (`InlineStream`), a CUDA stream
-(`laconic.moe.pipeline.cuda_streams`). Ranks that execute equal plans start the tasks of a stream in the same order, so
-a stream may own a process group and issue its collectives without any further agreement.
+`execute` issues every task once, in the plan's order, and each stream does its own in that order. A stream is a thread
+(`ThreadStream`), the caller's own thread (`InlineStream`), a CUDA stream (`laconic.moe.pipeline.cuda_streams`) or any
+other `Stream`. Ranks that execute equal plans start the tasks of a stream in the same order, so a stream may own a
+process group and issue its collectives without any further agreement.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ class Work(Protocol):
     """A task that was given to a stream."""
 
     def wait(self) -> None:
-        """Hold the calling thread, or on a device the stream that is current, until the task has ended. Never raises
-        what the task raised."""
+        """Block the calling thread (on a device the current stream) until the task has ended, without raising its
+        error.
+        """
 
     def result(self) -> object:
-        """What the action returned, or raises what it raised. The result may still be under way on a device."""
+        """The action's return value, or raises its error. On a device the value may still be under way."""
 
     def span(self) -> tuple[float, float]:
-        """When it started and ended, by `time.perf_counter`. Waits for it on the host."""
+        """Start and end in seconds by `time.perf_counter`. The host waits for the task."""
 
 
 class Stream(Protocol):
-    """Does one thing at a time, in the order of `submit`."""
+    """Runs one task at a time, in the order of `submit`."""
 
     def start(self) -> None:
-        """Called once before the tasks of a plan: they come after everything that the caller did so far."""
+        """Order the tasks of a plan behind everything that the caller has done so far; called once per plan."""
 
     def submit(self, action: Action, after: Sequence[Work]) -> Work:
         """Run `action` when all of `after` and all earlier tasks of this stream have ended."""
@@ -52,7 +53,14 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """A plan that was executed. results: what each action returned, by task."""
+    """A plan that was executed.
+
+    Attributes:
+        plan: the tasks.
+        results: the return value of each action, by task.
+        works: the handle of each task.
+        started: when execution began, by `time.perf_counter`.
+    """
 
     plan: StreamPlan
     results: Mapping[str, object]
@@ -61,7 +69,7 @@ class Execution:
 
     @property
     def timeline(self) -> Timeline:
-        """When each task really ran. Waits for what is still under way on a device."""
+        """When each task ran. Waits for tasks that are still under way on a device."""
         spans = {}
         for name, work in self.works.items():
             start, end = work.span()
@@ -77,13 +85,13 @@ def execute(plan: StreamPlan, actions: Mapping[str, Action], streams: Mapping[st
     """Run the tasks of a plan.
 
     Returns when all of them have ended (on a device: when the caller's current stream waits for all of them). When an
-    action raises, no further task is started, those that run are waited for, and the error that comes first in the
-    plan is raised.
+    action raises, no further task is started, those that run are waited for, and the error that comes first in the plan
+    is raised.
 
     Args:
-        plan: what to do, where and in which order.
-        actions: by name of the task, what it does, without arguments; what it needs of earlier tasks it finds where
-            their actions have put it. Results are held until `execute` returns.
+        plan: tasks, streams and order.
+        actions: by name of the task, a callable without arguments; actions share data among themselves. Results are
+            held until `execute` returns.
         streams: by name of the stream. Two names may share a stream.
 
     Raises:
@@ -169,9 +177,11 @@ class InlineStream:
     """The caller's own thread: `submit` returns when the task has ended."""
 
     def start(self) -> None:
+        """Does nothing: tasks run in the caller's thread."""
         pass
 
     def submit(self, action: Action, after: Sequence[Work]) -> Work:
+        """Run `action` now; `after` are waited for first."""
         work = _HostWork()
         work.run(action, after)
         return work
@@ -181,12 +191,12 @@ _Item = tuple[_HostWork, Action, Sequence[Work], AbstractContextManager[object]]
 
 
 class ThreadStream:
-    """A thread of its own, which lives until `close` or until nobody knows the stream any more.
+    """A thread of its own, which lives until `close` or until the stream is garbage collected.
 
     Args:
         name: of the thread, for debuggers.
-        around: called in the caller's thread for every task; what it returns is entered around the action in the
-            stream's thread. For what belongs to a thread, such as torch's grad mode.
+        around: called in the caller's thread for every task; the context manager that it returns is entered around the
+            action in the stream's thread. It carries thread-local state, such as torch's grad mode.
     """
 
     def __init__(
@@ -199,9 +209,15 @@ class ThreadStream:
         self._close = finalize(self, _stop, self._items, thread)
 
     def start(self) -> None:
+        """Does nothing: the thread takes tasks from its queue."""
         pass
 
     def submit(self, action: Action, after: Sequence[Work]) -> Work:
+        """Queue `action`; the thread waits for `after` first.
+
+        Raises:
+            ScheduleError: the stream is closed.
+        """
         if not self._close.alive:
             raise ScheduleError("the stream is closed; make a new ThreadStream")
         work = _HostWork()
@@ -209,7 +225,7 @@ class ThreadStream:
         return work
 
     def close(self) -> None:
-        """End the thread, after the tasks that it has."""
+        """End the thread, after the tasks in its queue."""
         self._close()
 
     def __enter__(self) -> ThreadStream:

@@ -155,7 +155,7 @@ def _layout(timelines: Timeline | Mapping[str, Timeline]) -> tuple[list[str], li
 
 
 def _kind(name: str) -> str:
-    """What tasks have in common that differ by numbers: `dispatch 0` is a `dispatch`, `1F7` an `F`."""
+    """The task's name without its numbers: `dispatch 0` is a `dispatch`, `1F7` an `F`."""
     return " ".join(re.sub(r"\d+", " ", name).split()) or name
 
 
@@ -178,7 +178,7 @@ def _cycle() -> Iterator[str]:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Name of the unit that suits, and how many of it a second has."""
+    """The unit of time that suits, and how many of it a second has."""
     for unit, scale in (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6)):
         if seconds * scale >= 1:
             return unit, scale

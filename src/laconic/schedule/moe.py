@@ -1,4 +1,4 @@
-"""Schedules of mixture-of-experts layers in one place: the pipeline inside of a layer, and what idle wires can do."""
+"""Schedules of mixture-of-experts layers: the pipeline inside of a layer, and gradient reductions on idle links."""
 
 from laconic.schedule.moe_gradients import (
     BackwardPart,

@@ -39,18 +39,24 @@ class ReductionLine(Protocol):
     """seconds = alpha_seconds + seconds_per_byte * bytes, such as laconic.cost.comm.rates.Line."""
 
     @property
-    def alpha_seconds(self) -> float: ...
+    def alpha_seconds(self) -> float:
+        """Start-up of one reduction."""
+
     @property
-    def seconds_per_byte(self) -> float: ...
+    def seconds_per_byte(self) -> float:
+        """Time per byte reduced."""
 
 
 @dataclass(frozen=True)
 class BackwardPart:
     """A stretch of backward: either dense layers, or one mixture-of-experts layer between its dispatch and combine.
 
-    name: unique. gradient_nbytes: of dense parameters whose gradients are complete when the part has ended and wait for
-    their reduction. times: of the mixture layer's backward; None in a dense part. dense_seconds: of a dense part, which
-    leaves the wire between nodes free.
+    Attributes:
+        name: unique.
+        gradient_nbytes: of dense parameters whose gradients are complete when the part has ended and wait for their
+            reduction.
+        times: of the mixture layer's backward; None in a dense part.
+        dense_seconds: of a dense part, which leaves the wire between nodes free.
     """
 
     name: str
@@ -72,7 +78,15 @@ class BackwardPart:
 
 @dataclass(frozen=True)
 class Window:
-    """What one part does: its degree (None: dense), what it reduces meanwhile, and how long it takes with that."""
+    """One part of backward with the reduction that overlaps it.
+
+    Attributes:
+        part: name of the part.
+        degree: chunks of the mixture layer; None in a dense part.
+        nbytes: gradients reduced meanwhile.
+        reduction_seconds: time of that reduction.
+        seconds: time of the part with it.
+    """
 
     part: str
     degree: int | None
@@ -94,8 +108,11 @@ class GradientSlice:
 class GradientPlan:
     """When gradients are reduced.
 
-    windows: of all parts, in order. tail_nbytes: what is left after the last part, and takes tail_seconds. slices: the
-    same by origin, oldest gradients first.
+    Attributes:
+        windows: of all parts, in order.
+        tail_nbytes: left for after the last part.
+        tail_seconds: time of that last reduction.
+        slices: the same by origin, oldest gradients first.
     """
 
     windows: tuple[Window, ...]
@@ -105,7 +122,7 @@ class GradientPlan:
 
     @property
     def seconds(self) -> float:
-        """Of the whole backward, tail included."""
+        """Time of the whole backward, tail included."""
         return math.fsum(window.seconds for window in self.windows) + self.tail_seconds
 
 
@@ -120,7 +137,7 @@ class _Option:
 
 @dataclass(frozen=True)
 class _State:
-    """A way through the first parts: seconds so far, bytes that wait, and the last step."""
+    """A partial plan over the first parts: seconds so far, bytes that wait, and the last step."""
 
     seconds: float
     waiting_nbytes: float
@@ -136,17 +153,17 @@ def fill_windows(
     *,
     one_wire: bool = False,
 ) -> GradientPlan:
-    """Chooses for every part of a backward its degree and how many bytes of earlier gradients it reduces.
+    """Choose for every part of a backward its degree and how many bytes of earlier gradients it reduces.
 
-    Gradients exist when their part has ended, so a part can only reduce those of parts before it. Every part that
-    reduces anything pays the reduction's start-up. The result is the least time of the model (up to the number of
-    states that are kept, which more than about twenty layers of very different kinds may reach).
+    A part can only reduce gradients of parts before it. Every part that reduces anything pays the reduction's start-up.
+    The result is the least time of the model, up to the number of states kept, which more than about twenty layers of
+    very different kinds may reach.
 
     Args:
         parts: in the order in which backward runs them.
-        reduction: line of the reduction between nodes.
-        degrees: that are tried for every mixture layer.
-        one_wire: traffic inside a node and between nodes shares a wire.
+        reduction: time of a reduction between nodes, by bytes.
+        degrees: candidates for every mixture layer.
+        one_wire: traffic inside a node and between nodes shares a link.
 
     Raises:
         ScheduleError: names are there twice, or there are no degrees to try.
@@ -223,9 +240,10 @@ def _seconds(option: _Option, sent: float, reduction: ReductionLine) -> float:
 
 
 def _pruned(states: list[_State], alpha: float, beta: float) -> list[_State]:
-    """The states that are not surely worse than another.
+    """The states that no other dominates.
 
-    A state could do all that another does and send the bytes that it has more at the very end, as one more message.
+    One state dominates another if it could do all that the other does and send its extra bytes at the very end, as one
+    more message, in no more time.
     """
     states.sort(key=lambda state: (state.seconds, state.waiting_nbytes))
     kept: list[_State] = []

@@ -53,14 +53,16 @@ DEGREES = range(1, 17)
 class ChunkTime:
     """Seconds of one chunk when the work is cut into `degree` chunks: alpha_seconds + work_seconds / degree.
 
-    alpha_seconds: start-up, which every chunk pays. work_seconds: what all of the work takes besides.
+    Attributes:
+        alpha_seconds: start-up, which every chunk pays.
+        work_seconds: what all of the work takes besides.
     """
 
     alpha_seconds: float
     work_seconds: float
 
     def seconds(self, degree: int) -> float:
-        """Of one of `degree` chunks."""
+        """Time of one of `degree` chunks."""
         return self.alpha_seconds + self.work_seconds / degree
 
     def __mul__(self, factor: float) -> ChunkTime:
@@ -69,11 +71,15 @@ class ChunkTime:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What the steps of one layer take in one direction, on the slowest rank.
+    """Time of each step of one layer in one direction, on the slowest rank.
 
-    all_gather and reduce_scatter are None where experts are not sharded; the plan then has no such tasks. They are also
-    the steps inside nodes of a hierarchical all-to-all. share: the gather among model-parallel ranks of what came home
-    (Parm's S2), None where there is none.
+    Attributes:
+        dispatch: all-to-all of tokens to their experts.
+        experts: grouped matrix products.
+        combine: all-to-all of outputs back.
+        all_gather, reduce_scatter: inside a node; None where experts are not sharded: the plan then has no such tasks.
+            They are also the steps inside nodes of a hierarchical all-to-all.
+        share: the all-gather of combined outputs among model-parallel ranks (Parm's S2); None where there is none.
     """
 
     dispatch: ChunkTime
@@ -90,7 +96,8 @@ class LayerTimes:
     def backward(self, experts_factor: float = 2.0) -> LayerTimes:
         """The times of the backward: the transposed steps in reverse, so gather and scatter keep their places.
 
-        experts_factor: how much longer the experts take; 2 for the gradients of input and weights (paper, 4.4).
+        Args:
+            experts_factor: how much longer the experts take; 2 for the gradients of input and weights (paper, 4.4).
         """
         return replace(self, dispatch=self.combine, combine=self.dispatch, experts=self.experts * experts_factor)
 
@@ -104,10 +111,13 @@ def pipeline_tasks(
     after: tuple[str, ...] = (),
     one_wire: bool = False,
 ) -> list[Task]:
-    """The tasks of `pipeline_plan`, to be put beside others.
+    """The tasks of `pipeline_plan`, to combine with others.
 
     Args:
-        prefix: of every name. after: what the first tasks wait for. one_wire: `inter` and `intra` are the same stream.
+        times, degree, gradient_seconds: as in `pipeline_plan`.
+        prefix: of every name.
+        after: tasks that the first ones wait for.
+        one_wire: `inter` and `intra` are the same stream.
 
     Raises:
         ScheduleError: the degree is below 1.
@@ -141,17 +151,17 @@ def pipeline_tasks(
 def pipeline_plan(
     times: LayerTimes, degree: int, gradient_seconds: float | None = None, *, one_wire: bool = False
 ) -> StreamPlan:
-    """One layer in `degree` chunks: tasks `dispatch i`, `all_gather i`, `experts i`, `reduce_scatter i`, `combine i`,
-    `share i`.
+    """One layer in `degree` chunks.
 
-    The same names serve forward and backward; in backward, `dispatch` carries the gradients of what forward combined.
+    Its tasks are `dispatch i`, `all_gather i`, `experts i`, `reduce_scatter i`, `combine i` and `share i`. The same
+    names serve forward and backward; in backward, `dispatch` carries the gradients of what forward combined.
 
     Args:
         times: of the direction.
         degree: number of chunks.
         gradient_seconds: of the task `gradients`, which reduces dense gradients between dispatches and combines, where
-            the wire between nodes is idle. None leaves it out.
-        one_wire: traffic inside and between nodes shares one wire, as where both go through the same root.
+            the link between nodes is idle. None leaves it out.
+        one_wire: traffic inside and between nodes shares one link, as where both go through the same root.
 
     Raises:
         ScheduleError: the degree is below 1, or seconds are negative.
@@ -166,7 +176,7 @@ def pipeline_seconds(times: LayerTimes, degree: int, gradient_seconds: float = 0
 
 @dataclass(frozen=True)
 class DegreeChoice:
-    """The best degree, its seconds, and the seconds of all that were tried."""
+    """The best degree, its seconds, and the (degree, seconds) of all candidates."""
 
     degree: int
     seconds: float
@@ -196,14 +206,14 @@ _CASES = {1: "between nodes", 2: "compute", 3: "all-to-all", 4: "inside a node"}
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """One of the paper's four cases. bound_by: what decides the time in it."""
+    """One of the paper's four cases: its number and its time."""
 
     case: int
     seconds: float
 
     @property
     def bound_by(self) -> str:
-        """In words."""
+        """The step that decides the time, in words."""
         return _CASES[self.case]
 
 

@@ -1,7 +1,7 @@
 """A pipeline schedule: the actions of every rank in order, and what follows from them.
 
-Nothing here is known in advance about a particular schedule. How many micro-batches wait for their backward, how long a
-step takes and whether it can run at all is found by replaying the actions.
+Nothing here knows a particular schedule. A replay of the actions finds how many micro-batches are in flight, how long a
+step takes and whether the schedule can run at all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ __all__ = ["PipelineSchedule"]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What every rank does, in order.
+    """The order of actions on every rank.
 
-    name: of the schedule. actions: by rank. Stages count from the first layers of the model on; which rank holds a
-    stage is said by the actions. `make_schedule` builds the known ones, `from_torch` reads those of torch.
+    `make_schedule` builds the known schedules, `from_torch` reads those of torch.
+
+    Attributes:
+        name: of the schedule.
+        actions: by rank. Stages count from the first layers of the model on; the actions say which rank holds a stage.
     """
 
     name: str
@@ -49,7 +52,7 @@ class PipelineSchedule:
         return tuple(sorted({action.stage for action in self.actions[rank]}))
 
     def in_flight(self, rank: int) -> list[Counter[int]]:
-        """How many micro-batches wait for their backward in each stage of a rank, after each of its actions."""
+        """Micro-batches in flight (forward done, backward not) by stage of a rank, after each of its actions."""
         waiting: Counter[int] = Counter()
         states = []
         for action in self.actions[rank]:
@@ -61,13 +64,13 @@ class PipelineSchedule:
         return states
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Most stage inputs that wait for their backward at one time, by rank, whatever stage they belong to."""
+        """Most micro-batches in flight at one time, by rank, summed over its stages."""
         return tuple(max((s.total() for s in self.in_flight(rank)), default=0) for rank in range(self.num_ranks))
 
     def peak_states(self, rank: int) -> list[dict[int, int]]:
-        """The fullest moments of a rank: waiting micro-batches by stage, none of them below another in every stage.
+        """The maximal states of a rank: micro-batches in flight by stage, none of them below another in every stage.
 
-        Whatever the stages keep per micro-batch, the peak is at one of these moments.
+        Whatever the stages keep per micro-batch, the peak of memory is at one of these.
         """
         stages = self.stages_of(rank)
         seen = {tuple(state[stage] for stage in stages) for state in self.in_flight(rank)}
@@ -79,14 +82,14 @@ class PipelineSchedule:
         return [dict(zip(stages, peak, strict=True)) for peak in sorted(peaks, reverse=True)]
 
     def peak_nbytes(self, rank: int, nbytes_by_stage: Mapping[int, int]) -> int:
-        """Most bytes that wait on a rank at one time if a micro-batch keeps `nbytes_by_stage` in each stage."""
+        """Peak bytes of activations on a rank if a micro-batch keeps `nbytes_by_stage` in each stage."""
         return max(
             (sum(n * nbytes_by_stage[stage] for stage, n in state.items()) for state in self.peak_states(rank)),
             default=0,
         )
 
     def check(self) -> None:
-        """Refuses a schedule that cannot run to its end.
+        """Check that the schedule can run to its end.
 
         Raises:
             ScheduleError: a pass is missing or there twice, a stage sits on two ranks, or ranks wait for each other.
@@ -178,9 +181,9 @@ class PipelineSchedule:
         backward_seconds: float | Sequence[float],
         send_seconds: float = 0.0,
     ) -> Timeline:
-        """Runs the actions, each rank in its order, each action as soon as what it needs is there.
+        """Simulate the actions: each rank in its order, each action as soon as its inputs are there.
 
-        Takes and raises what `stream_plan` does.
+        Arguments and errors are those of `stream_plan`.
         """
         return simulate(self.stream_plan(forward_seconds, backward_seconds, send_seconds))
 
@@ -221,7 +224,7 @@ class PipelineSchedule:
 
 
 def _needs(action: Action, last_stage: int) -> list[list[Action]]:
-    """What has to be done before an action: groups, of each of which one is enough."""
+    """The prerequisites of an action: groups, of each of which one action is enough."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         return [] if stage == 0 else [[Action(stage - 1, "F", micro_batch)]]

@@ -1,4 +1,4 @@
-"""The pipeline schedules that we train with, built action by action."""
+"""The pipeline schedules that laconic trains with, built action by action."""
 
 from __future__ import annotations
 

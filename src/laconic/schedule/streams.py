@@ -1,20 +1,20 @@
 """Tasks on streams: one representation for everything that overlaps, and the one simulator.
 
-A stream is whatever does one thing at a time, in the order it was asked to: a processor, a wire, one direction of a
-link, a pipeline rank. A task takes its stream for some seconds, after the tasks that it names and after all earlier
-tasks of its stream. Nothing else is assumed, so a pipeline of layers, the chunks of a mixture-of-experts layer and a
-serving cluster are all the same kind of plan, and the plan that was simulated is the plan that runs
+A stream is whatever does one thing at a time, in the order it was asked to: a processor, a link or one direction of it,
+a pipeline rank. A task takes its stream for some seconds, after the tasks that it names and after all earlier tasks of
+its stream. Nothing else is assumed, so a pipeline of layers, the chunks of a mixture-of-experts layer and a serving
+cluster are all the same kind of plan, and the plan that was simulated is the plan that runs
 (`laconic.schedule.execute`).
 
->>> plan = StreamPlan((
-...     Task("send 0", "wire", 2.0),
-...     Task("send 1", "wire", 2.0),
-...     Task("work 0", "core", 3.0, after=("send 0",)),
-...     Task("work 1", "core", 3.0, after=("send 1",)),
-... ))
->>> timeline = simulate(plan)
->>> timeline.makespan_seconds, timeline.critical_path(), timeline.slack_seconds("send 1")
-(8.0, ('send 0', 'work 0', 'work 1'), 1.0)
+    >>> plan = StreamPlan((
+    ...     Task("send 0", "wire", 2.0),
+    ...     Task("send 1", "wire", 2.0),
+    ...     Task("work 0", "core", 3.0, after=("send 0",)),
+    ...     Task("work 1", "core", 3.0, after=("send 1",)),
+    ... ))
+    >>> timeline = simulate(plan)
+    >>> timeline.makespan_seconds, timeline.critical_path(), timeline.slack_seconds("send 1")
+    (8.0, ('send 0', 'work 0', 'work 1'), 1.0)
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ _FORMAT, _VERSION = "laconic stream plan", 1
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work.
+    """One unit of work on one stream.
 
-    name: unique in its plan. stream: who does it. seconds: how long it is expected to take. after: names of tasks that
-    must have ended before it starts, on whatever streams.
+    Attributes:
+        name: unique in its plan.
+        stream: that runs it.
+        seconds: expected duration.
+        after: names of tasks that must have ended before it starts, on whatever streams.
     """
 
     name: str
@@ -50,9 +53,9 @@ class Task:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Tasks in the order in which they are issued; every stream does its own in that order, first in, first out.
+    """Tasks in the order in which they are issued; every stream runs its own in that order, first in, first out.
 
-    A task may wait for one that is issued later, on another stream, as long as somebody can always go on.
+    A task may wait for one that is issued later, on another stream, as long as there is no cycle.
 
     Raises:
         ScheduleError: a name is there twice, a task waits for an unknown one, seconds are negative or not finite, or
@@ -86,7 +89,7 @@ class StreamPlan:
         object.__setattr__(self, "_order", self._sorted())
 
     def _sorted(self) -> tuple[int, ...]:
-        """Numbers of the tasks such that each comes after all that it waits for; as issued wherever that is one."""
+        """Indices of the tasks in topological order; the order of issue wherever that is one."""
         if all(number > one for number, found in enumerate(self._before) for one in found):
             return tuple(range(len(self.tasks)))
         missing = [len(found) for found in self._before]
@@ -119,7 +122,7 @@ class StreamPlan:
         return tuple(dict.fromkeys(task.stream for task in self.tasks))
 
     def in_order(self) -> tuple[Task, ...]:
-        """The tasks such that each comes after all that it waits for: the order in which one thread can issue them."""
+        """The tasks in topological order: one thread can issue them in this order."""
         return tuple(self.tasks[number] for number in self._order)
 
     def __getitem__(self, name: str) -> Task:
@@ -190,7 +193,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end_seconds - self.start_seconds
 
 
@@ -206,11 +209,11 @@ class Timeline:
 
     @property
     def makespan_seconds(self) -> float:
-        """When the last task ends."""
+        """End of the last task."""
         return max((span.end_seconds for span in self.spans.values()), default=0.0)
 
     def busy_seconds(self, stream: str) -> float:
-        """How long a stream works; the rest of the makespan it is idle."""
+        """Time a stream works; it is idle for the rest of the makespan."""
         return math.fsum(span.seconds for span in self.spans.values() if span.stream == stream)
 
     def critical_path(self) -> tuple[str, ...]:
@@ -228,7 +231,7 @@ class Timeline:
         return tuple(tasks[number].name for number in reversed(path))
 
     def slack_seconds(self, name: str) -> float:
-        """How much longer a task could take and the makespan stay as it is, all other tasks taking what they took."""
+        """How much longer a task could take without changing the makespan, all other tasks taking what they took."""
         plan = self.plan
         until = [self.makespan_seconds] * len(plan)
         wanted = plan._index[name]
@@ -242,7 +245,7 @@ class Timeline:
 
 
 def simulate(plan: StreamPlan) -> Timeline:
-    """Runs a plan on paper: every task starts as soon as its stream and all that it waits for are done."""
+    """Simulate a plan: every task starts as soon as its stream is free and its prerequisites have ended."""
     ends = [0.0] * len(plan)
     spans = {}
     for number in plan._order:

@@ -18,7 +18,7 @@ _MICROSECONDS = 1e6
 def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]:
     """The trace as data for JSON, in the Trace Event Format.
 
-    Every task is a complete event ("X") with what it waited for; arrows ("s", "f") lead from tasks to those of other
+    Every task is a complete event ("X") with its prerequisites; arrows ("s", "f") lead from tasks to those of other
     streams that wait for them. Times are in microseconds.
 
     Args:
@@ -62,5 +62,5 @@ def save_trace(timelines: Timeline | Mapping[str, Timeline], path: str | Path) -
 
 
 def named(timelines: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
-    """Timelines by name, a single one without one."""
+    """Timelines by name; a single one has the empty name."""
     return {"": timelines} if isinstance(timelines, Timeline) else timelines
