@@ -23,7 +23,7 @@ by gloo and CUDA tensors by NCCL, as torch's own default does."""
 
 
 def register() -> None:
-    """Make the backends known to torch. Doing so again changes nothing."""
+    """Register the backends with torch. A second call changes nothing."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """torch's refuses every group whose backend is not called gloo."""
+    """Wraps torch's barrier, which refuses every group whose backend is not called gloo."""
 
     @wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:

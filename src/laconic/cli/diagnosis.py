@@ -1,6 +1,6 @@
-"""What `laconic doctor` finds out: versions, machine, kernels, devices, backends, and whether they work.
+"""Checks this installation for `laconic doctor`: versions, machine, kernels, devices, backends, and whether they work.
 
-`problems` are what keeps laconic from working here; `hints` are extras that are missing and what they would bring.
+`problems` keep laconic from working here; `hints` name missing extras and what they would bring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`laconic doctor`: what this machine brings, and whether it works."""
+"""`laconic doctor`: reports the machine and the installation, and tests both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["run"]
 
 
 def run(args: Sequence[str]) -> int:
-    """Run `laconic doctor` with `args`; returns 1 if something that is needed is broken."""
+    """Run `laconic doctor` with `args`; returns 1 if a required part is broken."""
     parser = argparse.ArgumentParser(
         prog="laconic doctor",
         description="Show versions, kernels, devices and distributed backends, and run a short self test. "

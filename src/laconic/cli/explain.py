@@ -1,4 +1,4 @@
-"""`laconic explain`: why a message travels as it does."""
+"""`laconic explain`: predicted times of every way to send a message, and the choice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _explain_moe(options: argparse.Namespace) -> int:
-    """Candidates of a layer with balanced routing, from what `laconic profile --moe` measured."""
+    """Candidate configurations of a layer with balanced routing, by the rates that `laconic profile --moe` measured."""
     path = Path(options.record) if options.record else default_moe_path()
     if options.record is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --moe, or give --record FILE")

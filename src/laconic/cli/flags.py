@@ -29,9 +29,20 @@ def parse_flags(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse `args` over the dataclass tree `cls` whose values are `defaults` (nested, complete).
 
-    `own` are flags of the command that are no fields of the tree: name -> (bool or str, help).
-    Returns (values of the tree, values of the own flags). `--help` prints and exits 0; a value that does not parse
-    prints what was expected and exits 2; an unknown flag raises ConfigError.
+    `--help` prints and exits 0; a value that does not parse prints what was expected and exits 2.
+
+    Args:
+        cls: root of the tree.
+        args: of the command.
+        defaults: value of every field.
+        own: flags of the command that are no fields of the tree: name -> (bool or str, help).
+        prog: name of the command in the help.
+
+    Returns:
+        Values of the tree, and values of the own flags.
+
+    Raises:
+        ConfigError: a flag is not known.
     """
     import tyro
 
@@ -69,7 +80,11 @@ def _negated(name: str) -> str:
 
 
 def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """`args` as tyro spells them, and values of table flags by dotted names. Raises ConfigError on an unknown flag."""
+    """`args` as tyro spells them, and values of table flags by dotted names.
+
+    Raises:
+        ConfigError: a flag is not known.
+    """
     hyphened = {name.replace("_", "-"): kind for name, kind in kinds.items()}
     booleans = {name for name, kind in hyphened.items() if kind is bool}
     negatives = {spelling: name for name in booleans for spelling in (_negated(name), f"no-{name}")}

@@ -29,7 +29,11 @@ def add_layer(add: Callable[..., object]) -> None:
 
 
 def layer_shape(options: argparse.Namespace) -> LayerShape:
-    """What the flags say. Raises ConfigError for a layer that cannot be."""
+    """The layer and grid that the flags describe.
+
+    Raises:
+        ConfigError: the layer is not possible.
+    """
     return LayerShape(
         options.tokens,
         options.model_dim,

@@ -1,4 +1,4 @@
-"""`laconic plan`: does a run fit, and what has to be kept in how many bits so that it does."""
+"""`laconic plan`: does a run fit, and which activations must be kept in how many bits so that it does."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def integer(text: str) -> int:
-    """An integer that can be planned."""
+    """Parse an integer within the planner's range, for argparse."""
     if len(text) > 30 or not -_MOST <= int(text) <= _MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]} is more than the largest number that can be planned, {_MOST:,}")
     return int(text)

@@ -1,4 +1,4 @@
-"""`laconic profile`: measure this cluster, so that messages are coded where that pays."""
+"""`laconic profile`: measure links and codecs of this cluster, for the choice of collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A progress bar in bytes, where someone watches."""
+"""A progress bar in bytes, on terminals only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["progress_bar"]
 
 @contextlib.contextmanager
 def progress_bar(total_nbytes: Callable[[], int], what: str) -> Iterator[Callable[[int], None] | None]:
-    """A function to call with numbers of bytes that are done; None when stderr is no terminal or tqdm is missing."""
+    """A function to call with numbers of bytes done; None when stderr is no terminal or tqdm is missing."""
     if not sys.stderr.isatty():
         yield None
         return

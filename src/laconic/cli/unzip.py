@@ -1,4 +1,4 @@
-"""`laconic unzip`: what `laconic zip` wrote, restored byte for byte."""
+"""`laconic unzip`: restore byte for byte what `laconic zip` wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`laconic verify`: every checksum of what `laconic zip` wrote."""
+"""`laconic verify`: compare every checksum of what `laconic zip` wrote."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def add_zipped(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` what reading a zipped file or directory takes: its path, --base and --jobs."""
+    """Add the arguments of reading a zipped file or directory to `parser`: its path, --base and --jobs."""
     parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="what `laconic zip` wrote")
     parser.add_argument(
         "--base", metavar="BASE", type=path_of, help="the checkpoint it was zipped against with --delta"

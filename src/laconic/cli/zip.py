@@ -71,7 +71,7 @@ def path_of(text: str) -> Path:
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the flag --jobs."""
+    """Add the flag --jobs to `parser`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--jobs", metavar="N", type=_positive, default=cores, help=f"threads (default: {cores})")
 
