@@ -1,4 +1,4 @@
-"""What a run costs, by arithmetic: bytes by rank and kind, seconds by step, and the plan that fits a budget.
+"""Cost of a run by arithmetic: bytes by rank and kind, seconds by step, and the plan that fits a budget.
 
 Pure Python at import; nothing here needs torch.
 """

@@ -1,4 +1,4 @@
-"""Bytes in words: "24GB" to a number and back."""
+"""Parses and formats byte counts: "24GB" to a number and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """With three or four digits, in powers of 1000: "1.23 GB"."""
+    """Bytes with three or four digits, in powers of 1000: "1.23 GB"."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"

@@ -1,1 +1,1 @@
-"""Collectives: how fast links and codecs are, what an operation takes raw and coded, and which of the two pays."""
+"""Cost of collectives: rates of links and codecs, seconds of an operation raw and coded, and the faster of the two."""

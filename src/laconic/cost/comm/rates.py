@@ -1,4 +1,4 @@
-"""How fast a cluster's links and codecs are: what `laconic profile` measures, as data that prints, saves and loads.
+"""Rates of a cluster's links and codecs: what `laconic profile` measures, as data that prints, saves and loads.
 
 A link is a line, seconds = alpha + beta * bytes, per operation and kind of group (Hockney's model). A codec is three
 such lines, for encoding, decoding and decoding into a sum, and the ratio it reaches on Gaussian data.
@@ -68,39 +68,40 @@ class Line:
     """Largest relative error of the line at the measured sizes."""
 
     def seconds(self, nbytes: float) -> float:
-        """Predicted for `nbytes`."""
+        """Predicted time of `nbytes`."""
         return self.alpha_seconds + self.seconds_per_byte * nbytes
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """One kind of group, as measured with `world` ranks of it. Bytes count what one process sends, see `sent_nbytes`
-    in laconic.cost.comm.seconds."""
+    """Rates of one kind of group, measured with `world` ranks.
+
+    Bytes count what one process sends, see `sent_nbytes` in laconic.cost.comm.seconds.
+    """
 
     world: int
     operations: Mapping[str, Line]
-    """Raw operations, as the backend has them."""
+    """Raw operations of the backend."""
     chunk_seconds: float
-    """What each further chunk of a message costs besides its bytes: calls, latency that is not hidden, and where
-    lengths have to be told, telling them."""
+    """Fixed overhead of each further chunk of a message: calls, latency that is not overlapped, and the exchange of
+    lengths where one is needed."""
     overlap: float
-    """Share of the shorter one that is hidden when coding and the wire go on at once: 0 where they use the same
-    core, 1 where neither notices the other."""
+    """Share of the shorter of coding and transfer that overlaps the longer: 0 where they use the same core, 1 where
+    they are independent."""
     extra: Mapping[str, Line] = field(default_factory=dict)
-    """Seconds of a coded operation that its parts do not explain, by raw bytes sent."""
+    """Seconds of a coded operation that its phases do not explain, by raw bytes sent."""
     travels: Mapping[str, Line] = field(default_factory=dict)
-    """How messages of coded operations travel: `all_to_all`, ... as exchanges between every two ranks, and `RING`, one
-    message to the next rank and one from the rank before. Where one is missing, `operations` has what comes closest."""
+    """Transport of coded messages: `all_to_all`, ... as exchanges between every two ranks, and `RING`, one message to
+    the next rank and one from the previous. Where one is missing, `operations` has the closest line."""
 
     def at(self, world: int) -> LinkRates:
-        """For a group of `world` ranks: what a message costs grows with the number of peers, what a byte costs does
-        not."""
+        """Rates for a group of `world` ranks: latency grows with the number of peers, time per byte does not."""
         if world == self.world:
             return self
         scale = (world - 1) / (self.world - 1)
 
         def scaled(lines: Mapping[str, Line]) -> dict[str, Line]:
-            # Two ranks talk to each other, however many there are.
+            # Point to point: the number of ranks does not matter.
             return {
                 name: line if name in (SEND, RING) else replace(line, alpha_seconds=line.alpha_seconds * scale)
                 for name, line in lines.items()
@@ -110,11 +111,11 @@ class LinkRates:
         return LinkRates(world, operations, self.chunk_seconds * scale, self.overlap, extra, travels)
 
     def line(self, operation: str) -> Line:
-        """The operation's line; that of all_to_all for one that was not measured."""
+        """The operation's line; that of all_to_all for an operation that was not measured."""
         return self.operations.get(operation) or self.operations["all_to_all"]
 
     def travel(self, operation: str) -> Line:
-        """How messages of an operation travel."""
+        """The line of an operation's coded messages."""
         return self.travels.get(operation) or self.line(operation)
 
 
@@ -161,13 +162,17 @@ class WireRates:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The rates as JSON values."""
         values = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         return values | {"layout": list(self.layout), "hosts": list(self.hosts)}
 
     @classmethod
     def from_dict(cls, data: Any) -> WireRates:
-        """The inverse of `to_dict`. Raises ConfigError naming what is missing or impossible."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: a field is missing or impossible; the message names it.
+        """
         check_format(data, _FORMAT, _VERSION)
         links = {kind: read_link(value, f"links.{kind}") for kind, value in read_table(data, "links", "").items()}
         codecs = read_codecs(data)
@@ -187,27 +192,35 @@ class WireRates:
         return cls(links, codecs, device, (layout[0], layout[1]), tuple(hosts), source)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the rates as JSON, whole or not at all."""
         save_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> WireRates:
-        """Read what `save` wrote. Raises ConfigError when it cannot be read."""
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: the file cannot be read or is not valid.
+        """
         return load_json(path, "wire rates", cls.from_dict)
 
 
 def default_path() -> Path:
-    """Where `laconic profile` writes and choices look: $LACONIC_WIRE_RATES, or laconic/wire_rates.json in
-    $XDG_CACHE_HOME (~/.cache)."""
+    """The file that `laconic profile` writes and choices read.
+
+    $LACONIC_WIRE_RATES, or laconic/wire_rates.json in $XDG_CACHE_HOME (~/.cache).
+    """
     return cached_path(_PATH_VARIABLE, "wire_rates.json")
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
-    """The line through (nbytes, seconds) with alpha, beta >= 0 whose squared *relative* errors are least, so that the
-    small sizes, which decide alpha, count as much as the large ones.
+    """The line through (nbytes, seconds) with alpha, beta >= 0 and the least squared *relative* errors.
 
-    With two unknowns the constrained optimum is the free one or one of those on the two edges.
-    Raises ValueError without a point of positive time.
+    Relative, so that the small sizes, which decide alpha, count as much as the large ones. With two unknowns the
+    constrained optimum is the free one or one of those on the two edges.
+
+    Raises:
+        ValueError: no point has a positive time.
     """
     kept = [(nbytes, seconds) for nbytes, seconds in points if seconds > 0]
     if not kept:
@@ -237,16 +250,24 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def read_line(data: Any, where: str) -> Line:
-    """The line at `where` in a file. Raises ConfigError as `WireRates.from_dict` does, and so do the next two."""
+    """The line at `where` in a file.
+
+    Raises:
+        ConfigError: a number is missing or out of range.
+    """
     alpha, beta, error = (read_number(data, name, where) for name in ("alpha_seconds", "seconds_per_byte", "error"))
     return Line(alpha, beta, error)
 
 
 def read_link(data: Any, where: str) -> LinkRates:
-    """The link at `where`."""
+    """The link at `where` in a file.
+
+    Raises:
+        ConfigError: a field is missing or impossible.
+    """
     tables = {}
     for name in ("operations", "extra", "travels"):
-        # Files that are older than rings have no travels.
+        # Files written before rings existed have no travels.
         lines = read_table({"travels": {}, **read_table(data, None, where)}, name, where)
         check_known(lines, (*OPERATIONS, RING) if name == "travels" else OPERATIONS, f"{where}.{name}")
         tables[name] = {key: read_line(value, f"{where}.{name}.{key}") for key, value in lines.items()}
@@ -260,7 +281,11 @@ def read_link(data: Any, where: str) -> LinkRates:
 
 
 def read_codecs(data: Any) -> dict[str, dict[str, CodecRates]]:
-    """The table `codecs` of a file of rates: by dtype and name."""
+    """The table `codecs` of a file of rates: by dtype and name.
+
+    Raises:
+        ConfigError: a field is missing or impossible.
+    """
     return {
         dtype: {
             name: _read_codec(value, f"codecs.{dtype}.{name}") for name, value in read_table(table, None, dtype).items()

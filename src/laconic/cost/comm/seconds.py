@@ -1,13 +1,13 @@
 """Seconds of a collective raw and coded, and which of the two a message should take.
 
-A coded collective is encode, wire, decode. In one piece these follow each other; cut into chunks, coding one chunk
-hides behind the wire of another (papers: ZipCCL 4, and the pipelining rule of 4.1):
+A coded collective encodes, sends and decodes. In one chunk these follow each other; cut into chunks, the coding of one
+overlaps the transfer of another (papers: ZipCCL 4, and the pipelining rule of 4.1):
 
     seconds(K) = alpha + (c + x) + (K - 1) * (max(c, x) + (1 - overlap) * min(c, x) + chunk)
 
-c is the coding of a chunk (encode and decode: one thread or stream does both), x its bytes on the wire, `chunk` what a
-chunk costs besides. The first terms are latency and fill, the last is the slowest stage, as far as coding and wire do
-not share a core.
+c is the coding of a chunk (encode and decode: one thread or stream does both), x its bytes on the wire, `chunk` the
+fixed overhead of a chunk. The first terms are latency and fill, the last is the slowest stage, as far as coding and
+transfer do not share a core.
 
 Everything here is arithmetic on numbers that all ranks have, in the same order, without libm: equal inputs give equal
 choices on every machine.
@@ -48,12 +48,12 @@ __all__ = [
 RAW = "raw"
 
 MIN_GAIN = 0.05
-"""A message is coded when that is predicted to take at least this share less time, and half a latency less:
-predictions are a few per cent off, those of short messages by more, and no message may lose."""
+"""Least predicted gain, as a share of the raw time, at which a message is coded; half a latency must be gained besides.
+Predictions are a few per cent off, those of short messages by more, and no message may lose."""
 
 MIN_CODED_NBYTES = 1 << 16
-"""Smaller messages are never coded: notices, headers and threads cost more than any code saves at 100 Mbit/s and more,
-and asking for rates would cost more than the message."""
+"""Smaller messages are never coded: handshake, headers and threads cost more than any code saves at 100 Mbit/s and
+more, and looking up rates would cost more than the message."""
 
 MIN_CHUNK_NBYTES = 1 << 18
 """Raw bytes on the wire below which a message is not cut further."""
@@ -83,25 +83,25 @@ PROBE_CODED = "measuring what coding takes"
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a group, as machines: the same number of ranks on each node, or 1 node."""
+    """Machines of a group: the same number of ranks on each node, or 1 node."""
 
     num_ranks: int
     ranks_per_node: int = 1
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """Machines of the group."""
         return self.num_ranks // self.ranks_per_node
 
     @property
     def kind(self) -> str:
-        """Which links it uses: one of `GROUP_KINDS`."""
+        """The kind of links that the group uses: one of `GROUP_KINDS`."""
         return "node" if self.num_nodes == 1 else "across" if self.ranks_per_node == 1 else "all"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How one message travels."""
+    """The algorithm of one message."""
 
     codec: str
     """raw, window or tiered."""
@@ -110,19 +110,19 @@ class Choice:
     """1: between all ranks at once; 2: raw inside nodes, `codec` between them."""
     predicted_seconds: float
     raw_seconds: float
-    """Predicted for the best raw way."""
+    """Predicted for the best raw algorithm."""
     reason: str
     ring: bool = False
-    """Whether coded messages go around, from rank to rank, and not between every two."""
+    """Whether coded messages go around a ring instead of between every two ranks."""
 
     @property
     def saved_seconds(self) -> float:
-        """What the model expects to be saved."""
+        """Predicted gain over the best raw algorithm."""
         return self.raw_seconds - self.predicted_seconds
 
 
 class Candidate(NamedTuple):
-    """One way to send a message and what it is predicted to take."""
+    """One algorithm for a message and its predicted time."""
 
     codec: str
     num_chunks: int
@@ -132,13 +132,15 @@ class Candidate(NamedTuple):
 
 
 def left_raw(reason: str, seconds: float = 0.0) -> Choice:
-    """The choice of a message that travels as it is."""
+    """The choice of a message that is sent uncoded."""
     return Choice(RAW, 1, 1, seconds, seconds, reason)
 
 
 def sent_nbytes(operation: str, nbytes: float, world: int) -> float:
-    """Bytes a process sends for an operation whose input has `nbytes`, by the bandwidth-optimal algorithm; for
-    broadcast, gather and scatter, those of the process that sends or receives most."""
+    """Bytes a process sends for an operation whose input has `nbytes`, by the bandwidth-optimal algorithm.
+
+    For broadcast, gather and scatter, those of the process that sends or receives most.
+    """
     if operation in ("all_gather", "gather"):
         return nbytes * (world - 1)
     if operation == "all_reduce":
@@ -157,19 +159,20 @@ def decide(
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
 ) -> Choice:
-    """Choose for one message.
+    """Choose the algorithm of one message.
 
-    Arguments:
+    Args:
         operation: one of `OPERATIONS`.
         numel: elements of the input of one rank: the shard of all_gather, all chunks of reduce_scatter, all_to_all and
             scatter, the whole of the others.
         dtype: "bfloat16", ...
         world: the group.
-        rates: what was measured.
+        rates: measured rates.
         ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
-        levels: which numbers of levels the caller can carry out.
+        levels: numbers of levels that the caller can carry out.
 
-    Raises ConfigError for an operation that is none.
+    Raises:
+        ConfigError: the operation is not known.
     """
     if operation not in OPERATIONS:
         raise ConfigError(f"operation is {operation!r}, but it must be one of {', '.join(OPERATIONS)}")
@@ -190,7 +193,7 @@ def candidates(
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
 ) -> Iterator[Candidate]:
-    """Every way `decide` compares, the simplest one first: raw, on the fewest levels."""
+    """The algorithms that `decide` compares, the simplest one first: raw, on the fewest levels."""
     allowed = _possible(levels, operation, world, rates)
     nbytes = numel * ITEM_NBYTES.get(dtype, 1)
     for level in allowed:
@@ -232,7 +235,7 @@ class _Call(NamedTuple):
 
 
 def _choose(call: _Call) -> tuple[Candidate, Candidate]:
-    """The best raw way, and the one to take."""
+    """The best raw candidate, and the one to take."""
     found = list(candidates(*call))
     simple = found[0]
     raw = min((c for c in found if c.codec == RAW), key=lambda candidate: candidate.seconds)
@@ -251,7 +254,7 @@ def _possible(levels: tuple[int, ...], operation: str, world: World, rates: Wire
 # --- seconds ---
 
 RINGS = ("reduce_scatter", "all_reduce")
-"""What can go around a ring."""
+"""Operations that can go around a ring."""
 
 _TWO_LEVEL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -296,7 +299,7 @@ def _seconds_of(
 def coded_seconds(
     operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
 ) -> float:
-    """Predicted for one coded operation on one level, whose input on each of `world` ranks has `nbytes`."""
+    """Predicted time of one coded operation on one level, whose input on each of `world` ranks has `nbytes`."""
     alpha, coding, wire = 0.0, 0.0, 0.0
     for phase in _phases(operation, nbytes, world):
         decode = codec.decode_add if phase.sums else codec.decode
@@ -313,8 +316,11 @@ def coded_seconds(
 def ring_seconds(
     operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
 ) -> float:
-    """Predicted for one operation whose coded messages go around: in each of W - 1 hops of a reduction a rank decodes a
-    W-th, adds its own and encodes, all-reduces go around once more with what was encoded once."""
+    """Predicted time of one operation whose coded messages go around a ring.
+
+    In each of W - 1 hops of a reduction a rank decodes a W-th, adds its own and encodes; an all-reduce goes around once
+    more with the encoded sums.
+    """
     part = nbytes / world / num_chunks
     hop = codec.encode.seconds(part) + codec.decode_add.seconds(part)
     hops, coding = world - 1, (world - 1) * hop
@@ -322,7 +328,7 @@ def ring_seconds(
         hops += world - 1
         coding += codec.encode.seconds(part) + (world - 1) * codec.decode.seconds(part)
     line = link.travel(RING)
-    # All chunks are on their way around at once: each rank's wire and core do the hops of all of them.
+    # All chunks go around at once: each rank's link and core do the hops of all of them.
     wire = hops * line.seconds_per_byte * part / ratio
     slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + hops * link.chunk_seconds / (world - 1)
     extra = link.extra.get(operation)
@@ -331,7 +337,7 @@ def ring_seconds(
 
 
 class _Phase(NamedTuple):
-    """Encode, send, decode: original bytes of each on the rank that has most to do, and how messages travel."""
+    """One encode-send-decode phase: original bytes of each step on the busiest rank, and the transport of messages."""
 
     encoded: float
     sent: float
@@ -361,7 +367,7 @@ def _phases(operation: str, nbytes: float, world: int) -> tuple[_Phase, ...]:
 
 
 def chunk_numbers(sent_nbytes: float) -> Iterator[int]:
-    """Into how many chunks a message may be cut of which a process sends so many bytes."""
+    """Candidate numbers of chunks for a message of which a process sends so many bytes."""
     number = 1
     while number < MAX_CHUNKS and sent_nbytes / number > MAX_CHUNK_NBYTES:
         number *= 2

@@ -16,9 +16,14 @@ SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
 
 
 def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: WireRates) -> str:
-    """Every way that was compared for one message, best first, and the choice.
+    """Every candidate for one message, best first, and the choice.
 
-    nbytes: of the input of one rank, see `decide`. Raises ConfigError for an operation or dtype that is none.
+    Args:
+        operation, dtype, world, rates: as in `decide`.
+        nbytes: of the input of one rank, see `decide`.
+
+    Raises:
+        ConfigError: the operation or dtype is not known.
     """
     numel = _numel(nbytes, dtype)
     levels = (1, 2)
@@ -41,7 +46,8 @@ def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: Wi
 def explain_sweep(operation: str, dtype: str, world: World, rates: WireRates) -> str:
     """For each size the best prediction with each codec, and the choice.
 
-    Raises ConfigError for an operation or dtype that is none.
+    Raises:
+        ConfigError: the operation or dtype is not known.
     """
     rows = []
     for nbytes in SWEEP_NBYTES:
@@ -56,7 +62,7 @@ def explain_sweep(operation: str, dtype: str, world: World, rates: WireRates) ->
 
 
 def rates_text(rates: WireRates) -> str:
-    """What was measured: a table of links and one of codecs."""
+    """The measured rates: a table of links and one of codecs."""
     parts = [rates.source] if rates.source else []
     for kind, link in rates.links.items():
         rows = [
@@ -84,7 +90,7 @@ def rates_text(rates: WireRates) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """With three digits: 12.3 ms."""
+    """Seconds with three digits and a unit: 12.3 ms."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -102,7 +108,7 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def _gigabytes(line: Line) -> str:
-    """Per second, for large messages."""
+    """Gigabytes per second of large messages."""
     return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"
 
 
@@ -121,7 +127,7 @@ def _choice_text(choice: Choice) -> str:
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A table with a line under its header; the columns numbered `left` are set left, the others right."""
+    """A table with a line under its header; the columns numbered `left` are aligned left, the others right."""
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]

@@ -1,1 +1,1 @@
-"""What computing takes: measured rates of machines and codecs, seconds of a step."""
+"""Cost of computing: measured rates of machines and codecs, seconds of a step."""

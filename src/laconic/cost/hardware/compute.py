@@ -1,4 +1,4 @@
-"""What a choice costs besides bytes: error of the gradient and seconds, from numbers that name their source.
+"""Cost of a choice besides bytes: error of the gradient and seconds, from numbers that name their source.
 
 The numbers are data files in `laconic/cost/data/`; `laconic plan --calibrate` writes one of the same form for the model
 and data at hand.
@@ -25,7 +25,7 @@ EXPOSED_OFFLOAD = 0.25
 
 @dataclass(frozen=True)
 class Hardware:
-    """How fast a device is. Bytes count what is read and written, in the dtype of the activations."""
+    """Rates of a device. Bytes count what is read and written, in the dtype of the activations."""
 
     name: str
     matmul_flops_per_second: float
@@ -34,7 +34,11 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """One of the devices that are shipped. Raises PlanError for another name."""
+        """One of the devices that are shipped.
+
+        Raises:
+            PlanError: no device of this name is.
+        """
         known = _data("hardware.json")
         if name not in known:
             raise PlanError(f"hardware is {name!r}, but it must be one of {', '.join(known)}")
@@ -43,11 +47,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much the gradient suffers when all units of one kind are kept in one format and nothing else is.
+    """Error of the gradient when all units of one kind are kept in one format and nothing else is.
 
-    errors: kind -> code -> norm of the gradient's error over norm of the gradient, all parameters together. source: who
-    measured it, on what and when. time_shares: kind -> code -> added seconds over seconds of the exact step, where
-    measured; else time is estimated from `Hardware`.
+    Attributes:
+        errors: kind -> code -> norm of the gradient's error over norm of the gradient, all parameters together.
+        source: who measured it, on what and when.
+        time_shares: kind -> code -> added seconds over seconds of the exact step, where measured; else time is
+            estimated from `Hardware`.
     """
 
     errors: Mapping[str, Mapping[str, float]]
@@ -56,12 +62,16 @@ class Sensitivity:
 
     @classmethod
     def default(cls) -> Sensitivity:
-        """What is shipped: a small Llama on text (see `source`)."""
+        """The table that is shipped: a small Llama on text (see `source`)."""
         return cls.from_dict(_data("sensitivity.json"))
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
-        """Reads what `laconic plan --calibrate` wrote. Raises PlanError if it cannot be read."""
+        """Read what `laconic plan --calibrate` wrote.
+
+        Raises:
+            PlanError: the file cannot be read or is no such table.
+        """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:

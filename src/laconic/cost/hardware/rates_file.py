@@ -1,4 +1,4 @@
-"""Files of measured rates: JSON written whole, found where the user or the cache has it, every value checked."""
+"""Files of measured rates: JSON written whole, in the user's cache or at a given path, every value checked."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ def save_json(values: Any, path: str | Path) -> None:
 
 
 def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
-    """What `read` makes of the values of a file of `noun`.
+    """Read a file of rates.
 
-    Raises ConfigError when it cannot be read, is not JSON, or `read` refuses it.
+    Args:
+        path: of the file.
+        noun: what errors call it.
+        read: turns the JSON values into the result.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or `read` refuses it.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -52,7 +58,11 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
 
 
 def check_format(data: Any, name: str, version: int) -> None:
-    """Raises ConfigError unless `data` is a table of the format `name` in this version."""
+    """Check that `data` is a table of the format `name` in this version.
+
+    Raises:
+        ConfigError: it is another format or version.
+    """
     if not isinstance(data, dict) or data.get("format") != name:
         raise ConfigError(f"this is no {name} file; write one with laconic profile")
     if data.get("version") != version:
@@ -63,7 +73,11 @@ def check_format(data: Any, name: str, version: int) -> None:
 
 
 def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:
-    """The table `name` of `data`, or `data` itself. Raises ConfigError if it is none."""
+    """The table `name` of `data`, or `data` itself.
+
+    Raises:
+        ConfigError: it is not a table.
+    """
     value = data if name is None else data.get(name)
     if not isinstance(value, dict):
         raise ConfigError(f"{name or where} is {value!r}, but it must be a table; run laconic profile again")
@@ -71,7 +85,11 @@ def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:
 
 
 def read_number(data: Any, name: str, where: str, least: float = 0.0, most: float = math.inf) -> float:
-    """The number `name` of `data`, finite and between `least` and `most`. Raises ConfigError if it is none."""
+    """The number `name` of `data`, finite and between `least` and `most`.
+
+    Raises:
+        ConfigError: it is not such a number.
+    """
     value = data.get(name) if isinstance(data, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
         rule = f"between {least:g} and {most:g}" if most < math.inf else f"finite and at least {least:g}"
@@ -80,7 +98,11 @@ def read_number(data: Any, name: str, where: str, least: float = 0.0, most: floa
 
 
 def check_known(found: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raises ConfigError for a name that is not allowed."""
+    """Check that all `found` names are `allowed`.
+
+    Raises:
+        ConfigError: one is not; the message names it and `where`.
+    """
     allowed = list(allowed)
     for name in found:
         if name not in allowed:

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: layers' seconds, what recomputing and packing add, and the pipeline's order."""
+"""Seconds of an optimizer step: forward and backward of layers, recomputation, packing, and the pipeline's order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step_seconds(
 
     Args:
         schedule: order of passes.
-        layer: seconds of one layer; packing is in it where layers pack.
+        layer: seconds of one layer, packing included.
         layers_per_stage: decoder layers of each stage.
         recomputed_per_stage: how many of them run their forward again in backward; empty is none.
         send_seconds: between neighbouring stages.

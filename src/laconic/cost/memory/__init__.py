@@ -1,1 +1,1 @@
-"""Bytes of a run on every rank: what models are, what they keep, and when a rank is fullest."""
+"""Memory of a run on every rank: persistent state, saved activations, and the peak."""

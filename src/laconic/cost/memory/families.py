@@ -1,4 +1,4 @@
-"""How the layers of model families differ, and what their configurations mean when they leave a field out."""
+"""Model families: how their layers differ, and the defaults of fields that their configurations leave out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ __all__ = ["FAMILIES", "Family", "Names"]
 
 @dataclass(frozen=True)
 class Names:
-    """Names of modules: of the list of layers, and in a layer of attention, its projections and the feed-forward block.
+    """Module names of a family.
 
-    gate_up: the linears that read the block's input. final_norm, head: behind the layers.
+    Attributes:
+        layers: the list of decoder layers.
+        attention, qkv, output: in a layer, the attention module, and in that its projections.
+        gate_up, down: in a layer, the linears that read the feed-forward block's input, and the one behind.
+        final_norm, head: behind the layers.
     """
 
     layers: str = "model.layers"
@@ -30,21 +34,29 @@ class Names:
 class Family:
     """How the layers of a model family differ from Llama's.
 
-    norm: "cast" rounds the normalized value to the model's dtype before the weight multiplies it (Llama), "wide"
-    multiplies in fp32 (OLMo2), "offset" multiplies by 1 + weight in fp32 (Gemma), "layer" is torch's layer norm.
-    input_norms: whether attention and feed-forward block each read the output of a norm. output_norms: names of norms
-    behind the two blocks. qk_norm: whether queries and keys are normalized, per "head" or over the "full" projection.
-    fused_qkv: whether q, k, v are one linear. gated: whether the feed-forward block has a gate; fused_gate: whether
-    gate and up are one linear. attention_copies: whether the attention output is copied before its projection reads
-    it. eager: attention materializes scores [heads, sequence, sequence]. wide_rotary: its tables are fp32.
-    layer_rotary: tables differ between layers with a window and those without. experts: a router and fused experts in
-    place of the feed-forward block. parallel_norms: of the norms in front, how many there are where both blocks read
-    the same residual stream.
-
-    Of the configuration: qkv_bias, output_bias, mlp_bias are the field that says whether linears have biases, or a
-    constant. rotary_share: the share of a head that is rotated if nothing is said. window: which layers can have a
-    sliding window. softcaps: fields that cap attention scores or logits. defaults: what absent fields mean, where
-    that differs from Llama's.
+    Attributes:
+        norm: "cast" rounds the normalized value to the model's dtype before the weight multiplies it (Llama), "wide"
+            multiplies in fp32 (OLMo2), "offset" multiplies by 1 + weight in fp32 (Gemma), "layer" is torch's layer
+            norm.
+        input_norms: names of the norms in front of attention and feed-forward block.
+        output_norms: names of norms behind the two blocks.
+        qk_norm: whether queries and keys are normalized, per "head" or over the "full" projection.
+        fused_qkv: whether q, k, v are one linear.
+        gated: whether the feed-forward block has a gate.
+        fused_gate: whether gate and up are one linear.
+        attention_copies: whether the attention output is copied before its projection reads it.
+        eager: attention materializes scores [heads, sequence, sequence].
+        wide_rotary: rotary tables are fp32.
+        layer_rotary: rotary tables differ between layers with a window and those without.
+        experts: a router and fused experts replace the feed-forward block.
+        parallel_norms: number of input norms where both blocks read the same residual stream.
+        qkv_bias, output_bias, mlp_bias: the field of the configuration that says whether linears have biases, or a
+            constant.
+        rotary_share: default share of a head that is rotated.
+        window: which layers can have a sliding window.
+        softcaps: fields that cap attention scores or logits.
+        defaults: meaning of absent fields, where that differs from Llama's.
+        names: of modules.
     """
 
     norm: Literal["cast", "wide", "offset", "layer"] = "cast"

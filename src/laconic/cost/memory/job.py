@@ -1,4 +1,4 @@
-"""What is to be predicted: a model, a micro-batch, how they are spread over processes, and in how many bits."""
+"""The subject of a prediction: a model, a micro-batch, their distribution over processes, and bits per state."""
 
 from __future__ import annotations
 
@@ -30,11 +30,17 @@ __all__ = ["Job", "Layout", "Settings", "Stage", "kept_nbytes", "recomputed_nbyt
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run is spread over processes.
+    """Distribution of a run over processes.
 
-    data_parallel: replicas of the model, or processes it is sharded over. sharded: FSDP2 instead of DDP. stages: ranks
-    of the pipeline. stages_per_rank: chunks of layers each holds. split: layers per chunk; empty is balanced by
-    parameters. tensor_parallel: with sequence parallelism, for estimates only.
+    Attributes:
+        data_parallel: replicas of the model, or processes it is sharded over.
+        sharded: FSDP2 instead of DDP.
+        stages: ranks of the pipeline.
+        stages_per_rank: chunks of layers each holds.
+        schedule: name of the pipeline schedule.
+        micro_batches: of one optimizer step and replica.
+        split: layers per chunk; empty is balanced by parameters.
+        tensor_parallel: with sequence parallelism, for estimates only.
     """
 
     data_parallel: int = 1
@@ -57,7 +63,7 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Pieces that the layers are cut into."""
+        """Chunks of layers over all ranks of the pipeline."""
         return self.stages * self.stages_per_rank
 
     @property
@@ -72,11 +78,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is kept in how many bits, apart from activations.
+    """Precision and optimizer of a run: bits of everything but activations.
 
-    precision: "fp32", "bf16" (autocast over fp32 parameters) or "bf16-pure". optimizer: AdamW with fp32 states
-    ("adamw") or 8-bit ones. gradient_bits: 32, 16, 12 or 8. loss: "exact" keeps the log-probabilities, "chunked" does
-    not. device: "cuda" or "cpu", which has no other memory to offload to.
+    Attributes:
+        precision: "fp32", "bf16" (autocast over fp32 parameters) or "bf16-pure".
+        optimizer: AdamW with fp32 states ("adamw") or 8-bit ones ("adamw8bit").
+        gradient_bits: 32, 16, 12 or 8.
+        loss: "exact" keeps the log-probabilities, "chunked" does not.
+        device: "cuda" or "cpu", which has no other memory to offload to.
     """
 
     precision: Literal["fp32", "bf16", "bf16-pure"] = "bf16"
@@ -102,7 +111,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be predicted: a model, a micro-batch, a layout and settings."""
+    """The subject of a prediction: a model, a micro-batch, a layout and settings."""
 
     shape: ModelShape
     batch: Batch
@@ -153,14 +162,14 @@ class Stage:
     is_last: bool
 
     def units(self) -> list[Unit]:
-        """What can be decided in this chunk."""
+        """The units of this chunk: what a plan decides."""
         job = self.job
         units = [unit for layer in self.layers for unit in layer_units(job.shape, layer, job.batch, job.precision)]
         chunked = job.settings.loss == "chunked"
         return [*units, head_unit(job.shape, job.batch, job.precision, chunked)] if self.is_last else units
 
     def fixed_nbytes(self) -> dict[str, int]:
-        """What a waiting micro-batch keeps whatever is decided: by kind."""
+        """Bytes per micro-batch in flight that no choice changes, by kind."""
         job = self.job
         kept = {"attention": rotary_nbytes(job.shape, job.batch, job.precision, self.layers)}
         if self.is_first:
@@ -186,7 +195,7 @@ class Stage:
 def kept_nbytes(
     stage: Stage, choices: Mapping[str, Choice], recomputed: Mapping[int, Choice]
 ) -> dict[str, tuple[str, int, int]]:
-    """What one waiting micro-batch keeps in a stage: name -> (kind, bytes on the device, bytes on the host)."""
+    """Saved bytes of one micro-batch in flight in a stage: name -> (kind, bytes on the device, bytes on the host)."""
     job = stage.job
     kept: dict[str, tuple[str, int, int]] = {}
     for kind, nbytes in stage.fixed_nbytes().items():
@@ -207,7 +216,7 @@ def kept_nbytes(
 
 
 def recomputed_nbytes(job: Job, choice: Choice) -> int:
-    """What a decoder layer that runs again in backward keeps of its input, per micro-batch."""
+    """Bytes per micro-batch of the saved input of a decoder layer that runs again in backward."""
     tokens, hidden = job.batch.tokens, job.shape.hidden_size
     if choice.code is None:
         return tokens * hidden * job.precision.residual_nbytes

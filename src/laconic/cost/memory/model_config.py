@@ -1,8 +1,8 @@
-"""What a Hugging Face configuration says about bytes, and what in it the planner cannot account for.
+"""Reads sizes from a Hugging Face configuration, and refuses what the planner cannot account for.
 
-Two questions: which sizes a model has, with the defaults of its family for what is absent, and whether something in
-the configuration changes bytes that nothing here predicts. The second is never passed over: a wrong prediction without
-a word is worse than none.
+It answers two questions: which sizes a model has, with its family's defaults for absent fields, and whether any field
+changes bytes that nothing here predicts. Such a field is always refused: a silently wrong prediction is worse than
+none.
 """
 
 from __future__ import annotations
@@ -203,7 +203,11 @@ def _rotary_share(config: Mapping[str, Any], traits: Family) -> float:
 
 
 def _full_layers(family: str, value: Any, num_layers: int) -> tuple[int, ...]:
-    """Layers whose attention has no window, though others have one. Raises PlanError for kinds that are not known."""
+    """Layers whose attention has no window, though others have one.
+
+    Raises:
+        PlanError: a kind of layer is not known.
+    """
     kinds = value("layer_types")
     if kinds is not None:
         strange = sorted(set(kinds) - set(_ATTENTION))

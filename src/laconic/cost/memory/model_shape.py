@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only model, and what its family does differently: all that arithmetic needs to know of it."""
+"""The sizes of a decoder-only model and the traits of its family: all that the cost model needs to know of it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ __all__ = ["FAMILIES", "Family", "ModelShape"]
 class ModelShape:
     """Sizes of a model.
 
-    hidden_size, intermediate_size: width of the residual stream and of the feed-forward layer, or of one expert.
-    num_heads, num_kv_heads, head_dim: of attention. rotary_size: features of a head that are rotated, None for the
-    family's share. tied: whether embedding and output projection share their matrix. sliding_window: tokens that
-    attention looks back, None without limit; full_layers: layers without that limit. softcap, logit_softcap: whether
-    attention scores, and logits, pass through tanh. qkv_bias, output_bias, mlp_bias: whether linears have biases;
-    parallel: whether attention and feed-forward block read the same residual stream; None for what the family has.
-    num_experts, experts_per_token: of a mixture of experts, 0 elsewhere.
+    Attributes:
+        family: key of `FAMILIES`.
+        hidden_size, intermediate_size: width of the residual stream and of the feed-forward layer, or of one expert.
+        num_layers: decoder layers.
+        num_heads, num_kv_heads, head_dim: of attention.
+        vocab_size: rows of the embedding.
+        tied: whether embedding and output projection share their matrix.
+        sliding_window: tokens that attention looks back, None without limit.
+        full_layers: layers without that limit.
+        softcap, logit_softcap: whether attention scores, and logits, pass through tanh.
+        rotary_size: features of a head that are rotated, None for the family's share.
+        qkv_bias, output_bias, mlp_bias: whether linears have biases; None for the family's default.
+        parallel: whether attention and feed-forward block read the same residual stream; None for the family's default.
+        num_experts, experts_per_token: of a mixture of experts, 0 elsewhere.
 
-    Raises PlanError if the family is not known or a size is not positive.
+    Raises:
+        PlanError: the family is not known or a size is not positive.
     """
 
     family: str = "llama"
@@ -95,7 +103,7 @@ class ModelShape:
 
     @property
     def traits(self) -> Family:
-        """What the family does differently."""
+        """How the family's layers differ from Llama's."""
         return FAMILIES[self.family]
 
     @property
@@ -106,7 +114,7 @@ class ModelShape:
 
     @property
     def active_width(self) -> int:
-        """Width of what a token meets in the feed-forward layer, over all its experts."""
+        """Width of the feed-forward layer that a token passes, summed over its experts."""
         return self.intermediate_size * max(1, self.experts_per_token)
 
     @property
@@ -156,7 +164,7 @@ class ModelShape:
 
     @property
     def layer_linear_parameters(self) -> int:
-        """Parameters of the weight matrices of one layer that one token meets."""
+        """Parameters of the weight matrices of one layer that one token uses."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
         matrices = 3 if self.traits.gated else 2
         feed_forward = matrices * self.hidden_size * self.intermediate_size

@@ -1,4 +1,4 @@
-"""The memory tables of AGoQ (arXiv 2605.00539), by its own account: what a Llama layer keeps in units of U.
+"""Memory tables of AGoQ (arXiv 2605.00539), by its own account: bytes that a Llama layer keeps, in U.
 
 U is batch x sequence x hidden x 2 bytes. The paper counts a norm's input in fp32, the sigmoid of SwiGLU as a tensor of
 its own, attention with q, k, v, output and one more U that it does not name, four bits without scales, and no logits.
@@ -87,7 +87,7 @@ class PaperRun:
         return 6 * self.num_parameters
 
     def optimizer_nbytes(self, bits: Literal[8, 32]) -> float:
-        """Both moments."""
+        """Bytes of Adam's first and second moment."""
         return self.num_parameters * (8 if bits == 32 else 2 * (1 + 4 / 256))
 
     def gradients_nbytes(self, bits: Literal[8, 16, 32]) -> float:

@@ -1,9 +1,10 @@
-"""When a rank is fullest: the candidates, and what is alive at each beside what waits for backward.
+"""Peak points of a rank: the moments at which its memory can be largest, and the workspace alive at each.
 
-While as many micro-batches wait as the schedule ever lets wait, a chunk of the model computes. The candidates are the
-end of its forward (the last layer's tensors are there, the loss's not yet), the loss, the start of its backward (the
-loss's tensors are gone, the last layer's are rebuilt) and, where gradients start from nothing, its end. What is alive
-then was read off torch's memory profiler for Llama; tests/cost/test_moments.py compares the peak with the profiler's.
+The peak occurs while a chunk computes and as many micro-batches are in flight as the schedule ever has. The candidates
+are the end of its forward (the last layer's tensors are there, the loss's not yet), the loss, the start of its backward
+(the loss's tensors are gone, the last layer's are rebuilt) and, where gradients start from nothing, its end. The
+workspace at each was read off torch's memory profiler for Llama; tests/cost/test_peak.py compares the peak with the
+profiler's.
 """
 
 from __future__ import annotations
@@ -12,24 +13,29 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from laconic.cost.memory.job import Job, Stage
-from laconic.cost.memory.persistent import lasting_nbytes
+from laconic.cost.memory.persistent import persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT, Choice, layer_units
 
-__all__ = ["Moment", "moments_of"]
+__all__ = ["PeakPoint", "peak_points"]
 
 _TILES = {"cpu": (1 << 10, 1 << 20), "cuda": (1 << 12, 1 << 24)}
 """Tokens of a tile of the chunked loss, and the most logits it holds, as in laconic.activations."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One candidate.
+class PeakPoint:
+    """One candidate for the peak.
 
-    name: for tables. stage: the chunk that computes. loss_is_kept: whether what its current micro-batch keeps for head
-    and loss counts. only_first_layer: whether of the current micro-batch only that is left. gradients_nbytes: that are
-    there. workspace_nbytes: alive beside it if every feed-forward block is exact and no layer runs again;
-    `packed_nbytes` more if one is not exact, `again_nbytes` more if one runs again. casts: whether autocast's copies of
-    weights are alive, which exact units are counted with already.
+    Attributes:
+        name: for tables.
+        stage: the chunk that computes.
+        loss_is_kept: whether tensors of head and loss of its current micro-batch are alive.
+        only_first_layer: whether only the first layer of the current micro-batch is still alive.
+        gradients_nbytes: gradients that are there.
+        workspace_nbytes: workspace if every feed-forward block is exact and no layer runs again.
+        packed_nbytes: added to it if a feed-forward block is not exact.
+        again_nbytes: added to it if a layer runs again.
+        casts: whether autocast's copies of weights are alive, which exact units include already.
     """
 
     name: str
@@ -43,7 +49,7 @@ class Moment:
     casts: bool
 
     def workspace(self, stages: Sequence[Stage], choices: Mapping[str, Choice], recomputed: Collection[int]) -> int:
-        """Bytes alive beside what waits, for these choices."""
+        """Bytes of workspace for these choices."""
         total = self.workspace_nbytes
         units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
         if any(unit.is_feed_forward and choices.get(unit.name, EXACT) != EXACT for unit in units):
@@ -55,12 +61,12 @@ class Moment:
         return max(0, total // stages[0].job.layout.tensor_parallel)
 
 
-def moments_of(job: Job, stages: Sequence[Stage]) -> list[Moment]:
-    """The candidates of a rank that holds `stages`."""
+def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
+    """The peak points of a rank that holds `stages`."""
     shape, precision, tokens = job.shape, job.precision, job.batch.tokens
     element, residual = precision.compute_nbytes, precision.residual_nbytes
     narrow, wide = tokens * shape.hidden_size, tokens * shape.active_width
-    all_gradients = lasting_nbytes(job, list(stages))["gradients"]
+    all_gradients = persistent_nbytes(job, list(stages))["gradients"]
     # Gradients of earlier micro-batches are there, and DDP and FSDP2 keep what they have allocated.
     start = 0 if job.layout.micro_batches == 1 and job.layout.data_parallel == 1 else all_gradients
     casts = 0
@@ -99,11 +105,11 @@ def moments_of(job: Job, stages: Sequence[Stage]) -> list[Moment]:
         waits = shape.tied and stage.is_first and stage.is_last
         with_head = start + (head if stage.is_last else 0)
         with_head = with_head if waits else min(all_gradients, with_head)
-        found.append(Moment("forward", index, False, False, start, forward, packed_forward, again, cast))
-        found.append(Moment("backward", index, False, False, with_head, backward, packed_backward, again, False))
+        found.append(PeakPoint("forward", index, False, False, start, forward, packed_forward, again, cast))
+        found.append(PeakPoint("backward", index, False, False, with_head, backward, packed_backward, again, False))
         if stage.is_last:
-            found.append(Moment("loss", index, True, False, start, loss + casts, 0, 0, cast))
-            found.append(Moment("loss", index, True, False, start, loss_backward, 0, 0, False))
+            found.append(PeakPoint("loss", index, True, False, start, loss + casts, 0, 0, cast))
+            found.append(PeakPoint("loss", index, True, False, start, loss_backward, 0, 0, False))
         if start == 0:
-            found.append(Moment("end", index, False, True, all_gradients, backward, packed_backward, again, False))
+            found.append(PeakPoint("end", index, False, True, all_gradients, backward, packed_backward, again, False))
     return found

@@ -1,4 +1,4 @@
-"""Bytes that last from step to step: parameters, gradients, optimizer state, tensor by tensor."""
+"""Persistent memory: parameters, gradients, optimizer state, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
 
-__all__ = ["adamw8bit_nbytes", "gradient_nbytes", "lasting_nbytes"]
+__all__ = ["adamw8bit_nbytes", "gradient_nbytes", "persistent_nbytes"]
 
 
-def lasting_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
+def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of a rank that holds `stages`."""
     layout, settings = job.layout, job.settings
     element = job.precision.parameter_nbytes

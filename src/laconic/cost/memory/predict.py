@@ -1,8 +1,8 @@
-"""Bytes of every rank of a training run, by kind, from sizes alone.
+"""Predicted bytes of every rank of a training run, by kind, from sizes alone.
 
-What lasts (parameters, gradients, optimizer state) is counted tensor by tensor. What waits for backward is a sum over
-units per micro-batch, times the micro-batches that a replay of the schedule finds waiting. Buffers and workspace
-(gathered layers, receive buffers, the tensors alive inside of one forward or backward) are estimates and stand apart.
+Persistent memory (parameters, gradients, optimizer state) is counted tensor by tensor. Activations are a sum over units
+per micro-batch, times the micro-batches that a replay of the schedule finds in flight. Buffers and workspace (gathered
+layers, receive buffers, the tensors alive inside of one forward or backward) are estimates and reported apart.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from laconic.cost.memory.job import Job, Layout, Settings, Stage, kept_nbytes
-from laconic.cost.memory.peak import Moment, moments_of
-from laconic.cost.memory.persistent import lasting_nbytes
+from laconic.cost.memory.peak import PeakPoint, peak_points
+from laconic.cost.memory.persistent import persistent_nbytes
 from laconic.cost.memory.saved_tensors import Choice
 from laconic.errors import PlanError
 from laconic.schedule import PipelineSchedule
@@ -27,12 +27,19 @@ REDUCTION_BUCKET_NBYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted bytes of one rank of the pipeline at its fullest moment; its data-parallel copies are alike.
+    """Predicted bytes of one rank of the pipeline at its peak; its data-parallel replicas are alike.
 
-    in_flight: most micro-batches that wait, over its stages. moment: what it is doing when it is fullest ("forward",
-    "loss", "backward" or "end" of it). gradients_nbytes: once all are there; `gradients_now_nbytes` at the moment.
-    activations_nbytes: by kind of site, at the moment. buffers_nbytes, workspace_nbytes: estimates. host_nbytes:
-    offloaded.
+    Attributes:
+        rank: of the pipeline.
+        stages: that it holds.
+        in_flight: most micro-batches in flight, summed over its stages.
+        moment: name of its peak point: "forward", "loss", "backward" or "end" of backward.
+        parameters_nbytes, optimizer_nbytes: persistent.
+        gradients_nbytes: once all are there.
+        gradients_now_nbytes: at the peak.
+        activations_nbytes: by kind of site, at the peak.
+        buffers_nbytes, workspace_nbytes: estimates.
+        host_nbytes: offloaded.
     """
 
     rank: int
@@ -50,7 +57,7 @@ class RankMemory:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """All bytes on the device at the fullest moment by kind: a row of a table."""
+        """All bytes on the device at the peak by kind: a row of a table."""
         activations = dict(self.activations_nbytes)
         logits = activations.pop("logits", 0)
         return {
@@ -75,7 +82,13 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of every rank, and what one waiting micro-batch keeps: by unit over all stages, and in sum by stage."""
+    """Predicted bytes of all ranks.
+
+    Attributes:
+        ranks: of the pipeline.
+        saved_nbytes: saved for backward by one micro-batch, by unit over all stages.
+        stage_saved_nbytes: the same, in sum by stage.
+    """
 
     ranks: tuple[RankMemory, ...]
     saved_nbytes: Mapping[str, int]
@@ -83,12 +96,12 @@ class Prediction:
 
     @property
     def peak_nbytes(self) -> int:
-        """Of the fullest rank."""
+        """Peak of the rank that takes most."""
         return max(rank.total_nbytes for rank in self.ranks)
 
     @property
     def saved_total_nbytes(self) -> int:
-        """What one micro-batch keeps for backward in the whole model."""
+        """Bytes that one micro-batch keeps for backward in the whole model."""
         return sum(self.saved_nbytes.values())
 
 
@@ -97,12 +110,12 @@ def predict(
     choices: Mapping[str, Choice] | None = None,
     recomputed: Mapping[int, Choice] | None = None,
 ) -> Prediction:
-    """Bytes of every rank.
+    """Predict the bytes of every rank.
 
     Args:
-        job: what runs.
+        job: the run.
         choices: by name of the unit; units without one are exact.
-        recomputed: decoder layers that run again in backward, with how their input is kept.
+        recomputed: decoder layers that run again in backward, with the format of their saved input.
 
     Raises:
         PlanError: layers and stages do not fit, or a choice is for a unit that the model does not have.
@@ -118,27 +131,27 @@ def predict(
     ranks = []
     for rank in range(schedule.num_ranks):
         own = [stages[index] for index in schedule.stages_of(rank)]
-        lasting = lasting_nbytes(job, own)
+        persistent = persistent_nbytes(job, own)
         candidates = []
         for state in schedule.peak_states(rank):
-            for moment in moments_of(job, own):
-                if state[moment.stage] > 0:
-                    activations = _waiting(job, own, kept, state, moment)
-                    workspace = moment.workspace(own, choices, recomputed)
-                    total = sum(activations.values()) + workspace + moment.gradients_nbytes
-                    candidates.append((total, moment, activations, workspace))
-        _, moment, activations, workspace = max(candidates, key=lambda candidate: candidate[0])
+            for point in peak_points(job, own):
+                if state[point.stage] > 0:
+                    activations = _activations_nbytes(job, own, kept, state, point)
+                    workspace = point.workspace(own, choices, recomputed)
+                    total = sum(activations.values()) + workspace + point.gradients_nbytes
+                    candidates.append((total, point, activations, workspace))
+        _, point, activations, workspace = max(candidates, key=lambda candidate: candidate[0])
         on_host = {stage.index: sum(n for _, _, n in kept[stage.index].values()) for stage in own}
         ranks.append(
             RankMemory(
                 rank=rank,
                 stages=tuple(stage.index for stage in own),
                 in_flight=schedule.peak_in_flight()[rank],
-                moment=moment.name,
-                parameters_nbytes=lasting["parameters"],
-                gradients_nbytes=lasting["gradients"],
-                gradients_now_nbytes=moment.gradients_nbytes,
-                optimizer_nbytes=lasting["optimizer"],
+                moment=point.name,
+                parameters_nbytes=persistent["parameters"],
+                gradients_nbytes=persistent["gradients"],
+                gradients_now_nbytes=point.gradients_nbytes,
+                optimizer_nbytes=persistent["optimizer"],
                 activations_nbytes=dict(activations),
                 buffers_nbytes=_buffers_nbytes(job, own, schedule, rank),
                 workspace_nbytes=workspace,
@@ -149,30 +162,30 @@ def predict(
     return Prediction(tuple(ranks), saved, tuple(sum(nbytes for _, nbytes, _ in one.values()) for one in kept))
 
 
-def _waiting(
+def _activations_nbytes(
     job: Job,
     stages: list[Stage],
     kept: list[dict[str, tuple[str, int, int]]],
     state: Mapping[int, int],
-    moment: Moment,
+    point: PeakPoint,
 ) -> Counter[str]:
-    """Bytes that wait on the device at a moment, by kind."""
+    """Bytes of activations on the device at a peak point, by kind."""
     activations: Counter[str] = Counter()
     for stage in stages:
         for name, (kind, nbytes, _) in kept[stage.index].items():
             count = state[stage.index]
-            if stage.index == moment.stage:
+            if stage.index == point.stage:
                 loss_side = kind in ("logits", "head")
                 first = job.shape.layer_name(stage.layers[0])
                 inside = name.startswith(f"{job.shape.traits.names.layers}.") and not name.startswith(f"{first}.")
-                if (loss_side and not moment.loss_is_kept) or (inside and moment.only_first_layer):
+                if (loss_side and not point.loss_is_kept) or (inside and point.only_first_layer):
                     count -= 1
             activations[kind] += count * nbytes // job.layout.tensor_parallel
     return activations
 
 
 def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, rank: int) -> dict[str, int]:
-    """Estimate of what communication holds."""
+    """Estimated bytes of communication buffers."""
     layout, shape, tokens = job.layout, job.shape, job.batch.tokens
     buffers: dict[str, int] = {}
     if layout.sharded and layout.data_parallel > 1:
@@ -183,17 +196,13 @@ def _buffers_nbytes(job: Job, stages: list[Stage], schedule: PipelineSchedule, r
         buffers["gathered parameters"] = gathered * (ends + 2 * shape.layer_parameters)
         buffers["gradient reduction"] = (gathered + 4) * shape.layer_parameters
     elif layout.data_parallel > 1 and job.settings.gradient_bits < 16:
-        grads = lasting_nbytes(job, stages)["gradients"]
+        grads = persistent_nbytes(job, stages)["gradients"]
         buffers["gradient reduction"] = 2 * min(REDUCTION_BUCKET_NBYTES, grads)
     if layout.stages > 1:
         boundary = tokens * shape.hidden_size * job.precision.residual_nbytes // layout.tensor_parallel
-        waiting = max(schedule.peak_in_flight()[rank], 1)
+        in_flight = max(schedule.peak_in_flight()[rank], 1)
         inner = sum(not stage.is_first for stage in stages), sum(not stage.is_last for stage in stages)
         # torch.distributed.pipelining allocates what it receives for all micro-batches at once.
         buffers["pipeline receive"] = sum(inner) * layout.micro_batches * boundary
-        buffers["pipeline outputs"] = (waiting if inner[1] else 0) * boundary
+        buffers["pipeline outputs"] = (in_flight if inner[1] else 0) * boundary
     return buffers
-
-
-REDUCTION_BUCKET_NBYTES = 8 * 2**20
-"""Bytes of codes that one reduction of compressed gradients takes at a time (laconic.compress_gradients)."""

@@ -1,4 +1,4 @@
-"""What each part of a model keeps for backward, in bytes, under every choice that can be made for it.
+"""Bytes that each unit of a model saves for backward, under every choice that can be made for it.
 
 A unit is the smallest set of sites that are decided together: a norm with the linears that read it, the pair of gate
 and up with the down projection, attention, its output projection. Formulas are those of the code in
@@ -41,7 +41,8 @@ _DEFAULT_CODES = {4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 class Precision:
     """Element sizes in bytes: of parameters, of the residual stream, and of what matrix products read.
 
-    autocast: whether linears cast their input and their weight; autograd then keeps both casts.
+    Attributes:
+        autocast: whether linears cast their input and their weight; autograd then keeps both casts.
     """
 
     name: str
@@ -61,10 +62,13 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done with the tensors of a unit.
+    """How the tensors of a unit are saved.
 
-    code: block format, None to keep them exact. recompute: kept not at all, made again in backward. offload: packed
-    bytes wait in host memory.
+    Attributes:
+        code: block format, None to keep them exact.
+        block_size, scale_dtype: of the block format.
+        offload: packed bytes are moved to host memory.
+        recompute: nothing is saved; backward computes the tensors again.
     """
 
     code: str | None = None
@@ -86,7 +90,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """A word for tables: "exact", "nf4", "int8 offload", "recompute"."""
+        """The choice in a word, for tables: "exact", "nf4", "int8 offload", "recompute"."""
         own = "recompute" if self.recompute else self.code or "exact"
         return f"{own} offload" if self.offload else own
 
@@ -106,7 +110,11 @@ class Choice:
 
     @classmethod
     def from_json(cls, entry: Any) -> Choice:
-        """Reads what `to_json` wrote. Raises PlanError if it is no such entry."""
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: the entry is not valid.
+        """
         if entry is None:
             return EXACT
         if not isinstance(entry, dict) or not set(entry) <= {
@@ -121,7 +129,11 @@ class Choice:
 
     @classmethod
     def from_bits(cls, bits: int, block_size: int = 64) -> Choice:
-        """nf4, int5, int6 or int8; 16 keeps exactly. Raises PlanError for other numbers of bits."""
+        """nf4, int5, int6 or int8; 16 keeps exactly.
+
+        Raises:
+            PlanError: there is no format of so many bits.
+        """
         if bits == 16:
             return EXACT
         if bits not in _DEFAULT_CODES:
@@ -155,12 +167,20 @@ class Batch:
 class Unit:
     """Sites that are decided together.
 
-    name: of the site that says most about it. kind: "norm", "linear", "mlp", "attention" or "head". layer: None outside
-    of the stack. sites: modules that get the choice. exact_nbytes: kept per micro-batch if nothing is done. rows: (rows
-    per token, length) of the tensors that a choice packs. weight_nbytes: part of `exact_nbytes` that does not grow with
-    tokens (casts of weights). beside_nbytes: kept beside what a choice packs (what routers decided). minimum_bits:
-    fewer are not offered. rebuilt_with: a unit whose backward makes this one's tensor again if that one is not exact;
-    then nothing is kept here, or `input_nbytes` more if this one is exact.
+    Attributes:
+        name: of the site that says most about it.
+        kind: "norm", "linear", "mlp", "attention" or "head".
+        layer: None outside of the stack.
+        sites: modules that get the choice.
+        exact_nbytes: saved per micro-batch if nothing is packed.
+        rows: (rows per token, length) of the tensors that a choice packs.
+        tokens: of a micro-batch.
+        weight_nbytes: part of `exact_nbytes` that does not grow with tokens (casts of weights).
+        beside_nbytes: saved in addition to what a choice packs (decisions of routers).
+        minimum_bits: fewer are not offered.
+        rebuilt_with: a unit whose backward rebuilds this one's tensor if that one is not exact; then nothing is saved
+            here, or `input_nbytes` more if this one is exact.
+        input_nbytes: see `rebuilt_with`.
     """
 
     name: str
@@ -191,7 +211,7 @@ class Unit:
         return sum(choice.packed_nbytes(count * self.tokens, length) for count, length in self.rows)
 
     def nbytes(self, choice: Choice) -> int:
-        """Bytes on the device per micro-batch that waits for its backward."""
+        """Bytes on the device per micro-batch in flight."""
         if choice.recompute or choice.offload:
             return self.beside_nbytes
         return self.exact_nbytes if choice.code is None else self.packed_nbytes(choice) + self.beside_nbytes
@@ -203,7 +223,7 @@ class Unit:
         return self.exact_nbytes + self.input_nbytes if choice == EXACT else 0
 
     def host_nbytes(self, choice: Choice) -> int:
-        """Bytes in host memory per micro-batch that waits for its backward."""
+        """Bytes in host memory per micro-batch in flight."""
         return self.packed_nbytes(choice) if choice.offload else 0
 
 
@@ -336,7 +356,7 @@ def head_unit(shape: ModelShape, batch: Batch, precision: Precision, chunked: bo
 
 
 def _norm_nbytes(shape: ModelShape, element_nbytes: int, rows: int, length: int) -> int:
-    """What autograd keeps of a norm.
+    """Bytes that autograd saves of a norm.
 
     Of a Hugging Face RMS norm: fp32 input, normalized value, inverse root mean square; of a layer norm its input, the
     mean and the inverse standard deviation.
@@ -398,7 +418,7 @@ def _attention_units(shape: ModelShape, layer: int, batch: Batch, precision: Pre
 
 
 def loss_nbytes(shape: ModelShape, batch: Batch, precision: Precision, chunked: bool) -> int:
-    """What the loss keeps: log-probabilities in fp32 and labels, with capped logits the tanh as well.
+    """Bytes that the loss saves: log-probabilities in fp32 and labels, with capped logits the tanh as well.
 
     Computed in chunks: the hidden states, a log-sum-exp per token and labels.
     """
@@ -417,7 +437,7 @@ def rotary_nbytes(shape: ModelShape, batch: Batch, precision: Precision, layers:
 
 
 def arguments_nbytes(shape: ModelShape, batch: Batch, precision: Precision, layers: Sequence[int]) -> int:
-    """What attention that runs again in backward was given besides its tensors, shared by the layers of a stage.
+    """Bytes of the arguments besides tensors of attention that runs again in backward, shared by the layers of a stage.
 
     Positions, and the mask: none for plain causal attention, one of bools that all sequences share for a sliding
     window, for eager attention one of numbers for each sequence and each of the two kinds of layers (Gemma2).

@@ -39,7 +39,7 @@ def _cheapest(
 ) -> tuple[int, tuple[int, ...]]:
     """The smallest cost of a split whose chunks are no larger than `limit`, and its counts.
 
-    add: from the cost of some chunks and the size of one more to the cost of all of them.
+    `add` takes the cost of some chunks and the size of one more and gives the cost of all of them.
     """
     count = len(sizes)
     # found[n]: cost and counts of the best chunks so far that hold n layers.

@@ -1,1 +1,1 @@
-"""The choice of bits, recomputation and offload under a budget, and the plan file."""
+"""Chooses bits, recomputation and offload under a memory budget; the plan file."""

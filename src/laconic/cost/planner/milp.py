@@ -13,12 +13,12 @@ from math import inf
 from typing import Protocol
 
 from laconic.cost.memory.job import Job, Stage, kept_nbytes, recomputed_nbytes
-from laconic.cost.memory.peak import Moment, moments_of
+from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.predict import predict
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
 from laconic.errors import PlanError
 
-__all__ = ["LAYER_INPUT", "Costs", "Program"]
+__all__ = ["LAYER_INPUT", "Costs", "IntegerProgram"]
 
 LAYER_INPUT = Choice("int8")
 """How a decoder layer that runs again in backward keeps its input."""
@@ -28,7 +28,7 @@ _SCALE = 2.0**20
 
 
 class Costs(Protocol):
-    """What the program minimizes."""
+    """The objective of the integer program."""
 
     def of(self, unit: Unit, choice: Choice) -> float:
         """Cost of a choice for one unit."""
@@ -39,7 +39,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class _Option:
-    """One choice for a group, with its bytes per waiting micro-batch and its cost."""
+    """One choice for a group, with its bytes per micro-batch in flight and its cost."""
 
     choice: Choice
     nbytes: int
@@ -87,15 +87,15 @@ def _kinds(stage: Stage) -> dict[int | None, list[int]]:
     return kinds
 
 
-class Program:
-    """The choices of a rank that holds `stages`.
+class IntegerProgram:
+    """The choices of a rank that holds `stages`, as a mixed-integer linear program.
 
     Args:
         job: whose rank.
         rank, stages: of the pipeline.
-        states: the fullest moments of its schedule, micro-batches that wait by stage.
-        costs: what is minimized.
-        words: what may be chosen, see `choose.CHOICES`.
+        states: micro-batches in flight by stage, at the maximal states of its schedule.
+        costs: the objective.
+        words: allowed choices, see `policy.CHOICES`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Program:
         self._layers_may_run_again = "recompute" in words
         packed = {unit.name: Choice("int8") for stage in stages for unit in stage.units()}
         memory = predict(job, packed).ranks[rank]
-        self._lasting = memory.parameters_nbytes + memory.optimizer_nbytes + sum(memory.buffers_nbytes.values())
+        self._persistent = memory.parameters_nbytes + memory.optimizer_nbytes + sum(memory.buffers_nbytes.values())
         # What a stage keeps whatever is chosen, and what more as soon as attention is packed in one of its layers.
         self._fixed = {stage.index: _shared_nbytes(stage, {}) for stage in stages}
         self._arguments = {stage.index: _shared_nbytes(stage, packed) - self._fixed[stage.index] for stage in stages}
@@ -122,7 +122,7 @@ class Program:
         self._rules += self._the_peak_is_never_exceeded()
 
     def solve(self, budget_nbytes: int) -> tuple[dict[str, Choice], dict[int, Choice]] | None:
-        """The cheapest choices by unit, and layers that run again, within the budget; None if there are none."""
+        """The cheapest choices by unit, and layers that run again, within the budget; None if no choice fits."""
         cost: dict[Hashable, float] = {
             _again(stage, kind): self._layer_cost for stage in self._stages for kind in _kinds(stage)
         }
@@ -134,7 +134,7 @@ class Program:
         return None if values is None else self._named(values)
 
     def smallest_budget_nbytes(self) -> int:
-        """The least with which `solve` finds something.
+        """The smallest budget that `solve` can meet.
 
         Raises:
             PlanError: no budget suffices, as some unit has no choice.
@@ -145,7 +145,7 @@ class Program:
         return round(values[_PEAK] * _SCALE)
 
     def _every_unit_is_decided(self) -> Iterable[_Rule]:
-        """It has one choice, or its layer runs again."""
+        """Each unit has one choice, or its layer runs again."""
         stage_of = {stage.index: stage for stage in self._stages}
         for group in self._groups:
             terms: dict[Hashable, float] = {(group, option): 1 for option in group.options}
@@ -178,7 +178,7 @@ class Program:
             )
 
     def _gate_and_up_can_be_made(self) -> Iterable[_Rule]:
-        """They are made again from the packed input of their norm, so no more of them than of these."""
+        """Gate and up are recomputed from the packed input of their norm: no more of them than of packed inputs."""
         for group in self._groups:
             again: dict[Hashable, float] = {(group, o): 1 for o in group.options if o.choice.recompute}
             packed = {
@@ -196,35 +196,35 @@ class Program:
         tp = self._job.layout.tensor_parallel
         layer_input = recomputed_nbytes(self._job, LAYER_INPUT)
         for state in self._states:
-            for moment in self._moments_in(state):
+            for point in self._peak_points(state):
                 nbytes: dict[Hashable, float] = {}
                 for group in self._groups:
                     for option in group.options:
-                        nbytes[group, option] = self._num_waiting(group, state, moment) * option.nbytes
-                        if moment.casts and option.choice == EXACT:
+                        nbytes[group, option] = self._num_in_flight(group, state, point) * option.nbytes
+                        if point.casts and option.choice == EXACT:
                             nbytes[group, option] -= group.units[0].weight_nbytes
                 for stage in self._stages:
                     nbytes |= {_again(stage, kind): state[stage.index] * layer_input for kind in _kinds(stage)}
                     nbytes[_packs(stage)] = state[stage.index] * self._arguments[stage.index]
-                nbytes[_ANY_AGAIN] = moment.again_nbytes
-                nbytes[_ANY_MLP] = moment.packed_nbytes
-                fixed = moment.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
-                fixed -= 0 if moment.loss_is_kept else self._loss[moment.stage]
+                nbytes[_ANY_AGAIN] = point.again_nbytes
+                nbytes[_ANY_MLP] = point.packed_nbytes
+                fixed = point.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
+                fixed -= 0 if point.loss_is_kept else self._loss[point.stage]
                 terms: dict[Hashable, float] = {key: value / tp / _SCALE for key, value in nbytes.items()}
-                known = self._lasting + moment.gradients_nbytes + fixed / tp
+                known = self._persistent + point.gradients_nbytes + fixed / tp
                 yield _Rule(terms | {_PEAK: -1}, -inf, -known / _SCALE)
 
-    def _moments_in(self, state: Mapping[int, int]) -> list[Moment]:
-        return [moment for moment in moments_of(self._job, self._stages) if state[moment.stage] > 0]
+    def _peak_points(self, state: Mapping[int, int]) -> list[PeakPoint]:
+        return [point for point in peak_points(self._job, self._stages) if state[point.stage] > 0]
 
-    def _num_waiting(self, group: _Group, state: Mapping[int, int], moment: Moment) -> float:
-        """How many micro-batches of a group's units wait at a moment."""
+    def _num_in_flight(self, group: _Group, state: Mapping[int, int], point: PeakPoint) -> float:
+        """Micro-batches of a group's units in flight at a peak point."""
         count = state[group.stage]
-        if group.stage != moment.stage:
+        if group.stage != point.stage:
             return count
         if group.units[0].layer is None:
-            return count if moment.loss_is_kept else count - 1
-        if moment.only_first_layer:
+            return count if point.loss_is_kept else count - 1
+        if point.only_first_layer:
             # Of the current micro-batch one layer is left, which keeps at most the average.
             return count - 1 + 1 / next(len(stage.layers) for stage in self._stages if stage.index == group.stage)
         return count
@@ -280,7 +280,7 @@ class Program:
 
 
 def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:
-    """What a waiting micro-batch keeps in a stage that belongs to no unit."""
+    """Saved bytes of one micro-batch in flight in a stage that belong to no unit."""
     return sum(nbytes for name, (_, nbytes, _) in kept_nbytes(stage, choices, {}).items() if name.startswith("("))
 
 

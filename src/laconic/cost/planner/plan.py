@@ -1,6 +1,6 @@
-"""A plan as a file: which model, which world, what every site keeps, and the bytes that were predicted.
+"""A plan as a file: model, layout, the choice of every site, and the predicted bytes.
 
-docs/planning.md has the format. A plan is made for one model and one world; whoever executes it checks both.
+docs/planning.md has the format. A plan is made for one model and one layout; whoever executes it checks both.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _VERSION = 1
 class Plan:
     """A job with its choices.
 
-    choices: by name of the unit; recomputed: decoder layers that run again in backward, with the format of their input.
-    policy: who decided. budget_nbytes: of each device, None if none was given. predicted: for the reader; `prediction`
-    computes it again.
+    Attributes:
+        job: the run.
+        choices: by name of the unit.
+        recomputed: decoder layers that run again in backward, with the format of their saved input.
+        policy: who decided.
+        budget_nbytes: of each device, None if none was given.
     """
 
     job: Job
@@ -41,13 +44,13 @@ class Plan:
 
     @classmethod
     def of(cls, job: Job, chosen: Chosen, budget_nbytes: int | None = None) -> Plan:
-        """The plan of what a policy or the solver chose; how layers are split becomes explicit."""
+        """The plan of what a policy or the solver chose, with the split of layers made explicit."""
         job = replace(job, layout=replace(job.layout, split=job.split))
         return cls(job, chosen.choices, chosen.recomputed, chosen.policy, budget_nbytes)
 
     @property
     def prediction(self) -> Prediction:
-        """Bytes of every rank."""
+        """Predicted bytes of every rank, computed again from the choices."""
         return predict(self.job, self.choices, self.recomputed)
 
     @property
@@ -108,9 +111,10 @@ class Plan:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON; a file of that name is replaced only when the new one is complete.
+        """Write the plan as JSON; a file of that name is replaced only when the new one is complete.
 
-        Raises PlanError when it cannot be written; then nothing is left behind.
+        Raises:
+            PlanError: it cannot be written; nothing is left behind then.
         """
         target = Path(path)
         text = json.dumps(self.to_dict(), indent=1) + "\n"
@@ -126,10 +130,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Reads what `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
-            PlanError: it is no plan, of another version, or says something that cannot be.
+            PlanError: the data is no plan, of another version, or says something impossible.
         """
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise PlanError("the file is no laconic plan; write one with laconic plan")
@@ -163,7 +167,7 @@ class Plan:
         return plan
 
     def check(self, model: ModelShape, **world: Any) -> None:
-        """Refuses to be executed for another model or in another world.
+        """Check that the plan was made for this model and this layout.
 
         Args:
             model: of the run.
@@ -192,7 +196,7 @@ class Plan:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads a plan from a file.
+    """Read a plan from a file.
 
     Raises:
         PlanError: there is no such file, or see `Plan.from_dict`.

@@ -1,7 +1,7 @@
-"""Chooses what every unit keeps: the cheapest choices under a budget of bytes per rank, or a policy.
+"""Chooses how every unit is saved: the cheapest choices under a budget of bytes per rank, or a policy.
 
-A choice costs the squared error that it adds to the gradient and the time that it adds to the step; both are weighed in
-one sum. Ranks do not depend on each other, so each is an integer program of its own.
+A choice costs the squared error that it adds to the gradient and the time that it adds to the step, in one weighted
+sum. Ranks do not depend on each other, so each is an integer program of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from laconic.cost.hardware.compute import Hardware, Sensitivity, layer_forward_f
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.predict import Prediction, predict
 from laconic.cost.memory.saved_tensors import EXACT, Choice, Unit
-from laconic.cost.planner.milp import Program
+from laconic.cost.planner.milp import IntegerProgram
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 
 __all__ = ["CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]
 
 CHOICES = ("16", "8", "6", "5", "4", "recompute", "offload")
-"""What may be chosen, by the word used on the command line."""
+"""Choices by their word on the command line."""
 
 _ERROR_UNIT = 0.05
 _TIME_UNIT = 0.02
@@ -28,7 +28,7 @@ _TIME_UNIT = 0.02
 
 @dataclass(frozen=True)
 class Weights:
-    """What the planner minimizes: (relative gradient error / 0.05)^2 + time * (share of the step's time / 0.02).
+    """The planner's objective: (relative gradient error / 0.05)^2 + time * (share of the step's time / 0.02).
 
     So with a time weight of 1, two per cent of the step are worth a gradient that is off by five per cent.
     """
@@ -42,11 +42,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Chosen:
-    """An assignment and what it means.
+    """An assignment of choices with its predicted memory, error and time.
 
-    choices: by name of the unit; recomputed: layers that run again in backward, with the format of their input.
-    relative_error: predicted norm of the gradient's error over that of the gradient. time_share: predicted seconds
-    added over seconds of the layers' forward and backward, in the slowest stage. policy: who decided.
+    Attributes:
+        choices: by name of the unit.
+        recomputed: layers that run again in backward, with the format of their saved input.
+        relative_error: predicted norm of the gradient's error over that of the gradient.
+        time_share: predicted seconds added over seconds of the layers' forward and backward, in the slowest stage.
+        prediction: bytes of every rank.
+        policy: who decided.
     """
 
     choices: Mapping[str, Choice]
@@ -69,10 +73,10 @@ def choose(
     """The cheapest choices with which no rank exceeds its budget.
 
     Args:
-        job: what runs.
+        job: the run.
         budget_nbytes: of each rank's device.
         allowed: words of `CHOICES`.
-        sensitivity, hardware: what choices cost; None takes what is shipped, for an H100.
+        sensitivity, hardware: cost of choices; None takes the shipped tables, for an H100.
         weights: of error against time.
 
     Raises:
@@ -93,7 +97,7 @@ def choose(
     smallest = 0
     for rank in range(schedule.num_ranks):
         own = [stages[index] for index in schedule.stages_of(rank)]
-        program = Program(job, rank, own, schedule.peak_states(rank), costs, words)
+        program = IntegerProgram(job, rank, own, schedule.peak_states(rank), costs, words)
         found = program.solve(budget_nbytes)
         if found is None:
             smallest = max(smallest, program.smallest_budget_nbytes())
@@ -111,7 +115,7 @@ def choose(
 
 
 def by_bits(job: Job, bits_of_stage: Sequence[int], attention: Choice = EXACT, policy: str = "uniform") -> Chosen:
-    """The same format in a whole stage, attention apart, at least 8 bits for the head. Policies are made of it."""
+    """The same format in a whole stage, except attention; at least 8 bits for the head. Policies are built on it."""
     choices = {}
     for stage in job.stages():
         for unit in stage.units():
@@ -121,7 +125,7 @@ def by_bits(job: Job, bits_of_stage: Sequence[int], attention: Choice = EXACT, p
 
 
 def agoq(job: Job, attention: Choice = EXACT) -> Chosen:
-    """The paper's rule: 4 bits on the rank with the most micro-batches in flight, more where fewer wait.
+    """AGoQ's rule: 4 bits on the rank with the most micro-batches in flight, more bits where fewer are.
 
     Rank r gets 4 N_max / N_r bits (Eq. 22, with N counted from the schedule, as Eq. 21 is printed with its index
     reversed), rounded to the nearest of 4, 5, 6 and 8, down if two are as near. Four ranks of interleaved 1F1B with two
@@ -189,11 +193,11 @@ class _Costs:
         return pack_seconds(self._job, self._hardware, unit, choice)
 
     def of(self, unit: Unit, choice: Choice) -> float:
-        """What the solver minimizes, for one unit."""
+        """The objective for one unit."""
         return self.squared_error(unit, choice) / _ERROR_UNIT**2 + self._time(self.seconds(unit, choice))
 
     def of_recomputed_layer(self) -> float:
-        """What the solver minimizes, for one layer that runs again."""
+        """The objective for one layer that runs again."""
         return self._time(self.layer_seconds)
 
     def _time(self, seconds: float) -> float:

@@ -1,1 +1,1 @@
-"""Sizes, plans and predictions as text and pictures."""
+"""Plans and predictions as text and pictures."""

@@ -1,4 +1,4 @@
-"""A picture of a prediction: stacked bytes by rank, and the budget they have to stay under."""
+"""A chart of a prediction: stacked bytes by rank, and the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as text: who holds how many bytes, and what is kept where."""
+"""A plan as text: bytes of every rank, and the choices of every stage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe_job(job: Job) -> str:
 
 
 def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
-    """The whole answer for a terminal, in plain ASCII."""
+    """The plan for a terminal, in plain ASCII."""
     parts = [describe_job(job), _memory_table(chosen), _choice_table(job, chosen)]
     error, time = f"{chosen.relative_error:.1%}", f"{chosen.time_share:.1%}"
     parts.append(
@@ -88,7 +88,7 @@ def _memory_table(chosen: Chosen) -> str:
 
 
 def _choice_table(job: Job, chosen: Chosen) -> str:
-    """For every stage, how many of each kind of site keep what."""
+    """For every stage, the choices of each kind of site with their counts."""
     header = ["stage", "layers", "norm", "attention", "mlp", "other", "run again"]
     rows = []
     for stage in job.stages():

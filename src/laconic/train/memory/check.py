@@ -1,4 +1,4 @@
-"""Predicted bytes beside measured ones, for a run that is under way."""
+"""Compares predicted bytes with measured ones, for a run that is under way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.cost import Batch, Choice, Job, Layout, ModelShape, Prediction, Settings
-from laconic.cost.memory.persistent import lasting_nbytes
+from laconic.cost.memory.persistent import persistent_nbytes
 from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.sizes import format_nbytes
 from laconic.formats import quantized_gradient
@@ -21,7 +21,7 @@ __all__ = ["MemoryCheck", "check_memory", "choices_of", "job_of"]
 
 
 def job_of(config: TrainConfig, model_config: Mapping[str, Any], world_size: int, **settings: Any) -> Job:
-    """What the planner predicts for a run.
+    """The planner's description of a run.
 
     Args:
         config: of the run.
@@ -53,7 +53,7 @@ def job_of(config: TrainConfig, model_config: Mapping[str, Any], world_size: int
 def choices_of(
     job: Job, bits: int, code: str | None = None, block_size: int = 64, attention: str = "exact"
 ) -> dict[str, Choice]:
-    """What `laconic.compress_activations(model, bits, format=code, attention=attention)` keeps, by unit.
+    """The choices of `laconic.compress_activations(model, bits, format=code, attention=attention)`, by unit.
 
     Args:
         job: whose units.
@@ -101,11 +101,11 @@ def check_memory(
     stages: Sequence[int] = (0,),
     rank: int = 0,
 ) -> MemoryCheck:
-    """Compares a prediction with what a process holds. Call it when gradients are there, before they are cleared.
+    """Compare a prediction with the memory of a process. Call it when gradients are there, before they are cleared.
 
     Args:
         job, prediction: of the run.
-        saved_nbytes: what one micro-batch's forward keeps on this process, summed over its chunks
+        saved_nbytes: saved for backward by one micro-batch's forward on this process, summed over its chunks
             (`SavedTensorTracker.nbytes`).
         parameters: of this process; of DTensors the local shard counts. Their gradients are dense or quantized.
         optimizer: its state counts, once it has made a step; None leaves it out.
@@ -113,17 +113,17 @@ def check_memory(
         rank: of the pipeline, for the allocator's peak on a GPU.
     """
     own = list(parameters)
-    lasting = lasting_nbytes(job, [job.stages()[index] for index in stages])
+    persistent = persistent_nbytes(job, [job.stages()[index] for index in stages])
     gradients = sum(_gradient_nbytes(parameter) for parameter in own)
     predicted = {
         "saved per micro-batch": sum(prediction.stage_saved_nbytes[index] for index in stages),
-        "parameters": lasting["parameters"],
+        "parameters": persistent["parameters"],
     }
     measured = {"saved per micro-batch": saved_nbytes, "parameters": sum(local_part(p).nbytes for p in own)}
     if gradients:
-        predicted["gradients"], measured["gradients"] = lasting["gradients"], gradients
+        predicted["gradients"], measured["gradients"] = persistent["gradients"], gradients
     if optimizer is not None and optimizer.state:
-        predicted["optimizer"] = lasting["optimizer"]
+        predicted["optimizer"] = persistent["optimizer"]
         measured["optimizer"] = sum(tensor.nbytes for tensor in _state_tensors(optimizer.state))
     if own and own[0].device.type == "cuda":
         # Includes what the others list, so it stands alone.
