@@ -244,8 +244,8 @@ class Distance:
 
 def test_offloaded_tensors_are_fetched_once_and_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     far = Distance()
-    lane = offload.Lane(far)
-    monkeypatch.setattr(kept, "lane_of", lambda device: lane)
+    lane = offload.Offloader(far)
+    monkeypatch.setattr(kept, "offloader_of", lambda device: lane)
     model, ids = make_model("llama", num_hidden_layers=4), make_ids()
     twin = copy.deepcopy(model)
     laconic.compress_activations(model, policy=lambda site: INT8)
@@ -264,8 +264,8 @@ def test_offloaded_tensors_are_fetched_once_and_before_they_are_needed(monkeypat
 
 
 def test_offloaded_tensors_come_again_for_a_retained_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = offload.Lane(Distance())
-    monkeypatch.setattr(kept, "lane_of", lambda device: lane)
+    lane = offload.Offloader(Distance())
+    monkeypatch.setattr(kept, "offloader_of", lambda device: lane)
     model, ids = make_model("llama"), make_ids()
     laconic.compress_activations(model, policy=lambda site: Offload(INT8))
     loss, other = loss_of(model, ids), loss_of(model, ids)

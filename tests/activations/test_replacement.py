@@ -215,10 +215,10 @@ def blocks(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Tensor]:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for jvp
 @pytest.mark.parametrize("options", [{}, {"mode": "hooks"}])
 def test_functional_transforms_are_exact(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    from laconic.activations.derivatives import _say_it_is_exact
+    from laconic.activations.derivatives import _warn_it_is_exact
 
     model, twin, x = blocks(options)
-    _say_it_is_exact.cache_clear()
+    _warn_it_is_exact.cache_clear()
 
     def of(module: nn.Module) -> list[Tensor]:
         parameters = {name: p.detach() for name, p in module.named_parameters()}

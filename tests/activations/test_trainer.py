@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.activations.head import say_inactive
+from laconic.activations.head import warn_inactive
 from tests.activations.models import make_ids, make_model
 
 
@@ -43,7 +43,7 @@ def test_label_smoothing_leaves_the_chunked_loss_without_a_part_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("accelerate")
-    say_inactive.cache_clear()
+    warn_inactive.cache_clear()
     expected = losses_of(tmp_path, None, label_smoothing_factor=0.1)
     with caplog.at_level(logging.WARNING, logger="laconic"):
         got = losses_of(tmp_path, {"bits": 8, "loss": "chunked"}, label_smoothing_factor=0.1)
@@ -57,7 +57,7 @@ def test_a_loss_past_the_head_leaves_the_chunked_loss_without_a_part_and_says_so
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As TRL's SFTTrainer computes it: hidden states of the base model, and a loss of its own."""
-    say_inactive.cache_clear()
+    warn_inactive.cache_clear()
     model = make_model("llama").train()
     laconic.compress_activations(model, bits=8, loss="chunked")
     ids = make_ids(batch=1)

@@ -1,4 +1,4 @@
-"""Activations kept for backward in about four bits: sites, policies, plans, and the functions that make it so."""
+"""Activation compression: saved tensors in about four bits, by sites, policies, plans and hand-written backwards."""
 
 from laconic.activations.apply import compress_activations, decompress_activations
 from laconic.activations.checkpoint import checkpoint

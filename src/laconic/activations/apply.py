@@ -1,4 +1,4 @@
-"""Puts compressed activations into a model and takes them out again."""
+"""`compress_activations` converts a model, `decompress_activations` converts it back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compress_activations(
     example_inputs: Mapping[str, Any] | None = None,
     sequence_length: int = 128,
 ) -> Report:
-    """Makes a model keep packed tensors for backward instead of exact ones.
+    """Make a model save packed tensors for backward instead of exact ones.
 
     The layer-aware activation quantization of AGoQ (arXiv 2605.00539): one packed input per norm, from which the inputs
     of the linear layers behind it are rebuilt; the packed gate and up projections, from which the activation product
@@ -63,8 +63,8 @@ def compress_activations(
         model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.
         bits: 4, 5, 6, 8, or 16 for leaving everything as it is. At 4 bits the input of the final norm, which the output
             projection depends on, is kept at 8 (see `careful_head`).
-        format: "nf4" (default at 4 bits), "e2m1" or "int4"; 5, 6 and 8 bits have one format each:
-            "int5", "int6" and "int8".
+        format: "nf4" (default at 4 bits), "e2m1" or "int4"; 5, 6 and 8 bits have one format each: "int5", "int6" and
+            "int8".
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         attention: how query, key and value are kept: "exact" leaves attention as it is; "int8", "nf4" (any code) or a
@@ -85,13 +85,14 @@ def compress_activations(
             positions.
 
     Returns:
-        What was found and what is kept; `print` it. `left_exact` names what keeps tensors as before; `unmeasured` says
-        why there are no measured bytes, if so.
+        The sites found and what each saves; `print` it. `left_exact` names modules that save tensors as before;
+        `unmeasured` says why there are no measured bytes, if so.
 
-    Raises, and then leaves the model as it was:
-        FormatError: bits, format, block_size, scale_dtype, attention or checkpoint is not supported.
-        ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have,
-            the loss is not one that can be chunked, or the model is no module.
+    Raises:
+        FormatError: bits, format, block_size, scale_dtype, attention or checkpoint is not supported. As for the other
+            error, the model stays as it was.
+        ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have, the
+            loss is not one that can be chunked, or the model is no module.
     """
     check_module(model)
     if mode not in ("sites", "hooks"):
@@ -178,7 +179,7 @@ def _convert(
 
 
 def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
-    """Gives modules that are sites the forwards that their choices ask for."""
+    """Gives each module the forward that the choice for its site asks for."""
     recomputed = []
     for module, site, choice in chosen:
         if isinstance(choice, Recompute):
@@ -217,7 +218,7 @@ def _report(
 
 
 def decompress_activations(model: nn.Module) -> nn.Module:
-    """Gives every module of `model` the forward it had before `compress_activations`; returns the model.
+    """Restore the forward that every module of `model` had before `compress_activations`; returns the model.
 
     Raises:
         ModelError: nothing in the model is compressed, or it is no module.
@@ -246,7 +247,7 @@ def _format(argument: str, value: str | BlockFormat, block_size: int, scale_dtyp
 
 
 def _forwards(model: nn.Module) -> list[Replacement | AttentionCore]:
-    """What is ours in a model; of several forwards of one module the outermost first."""
+    """The replaced forwards of a model; of several forwards of one module the outermost first."""
     found: list[Replacement | AttentionCore] = []
     for module in model.modules():
         found += replacements_of(module)

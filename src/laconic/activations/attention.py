@@ -35,7 +35,7 @@ from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative, is_transformed
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
-from laconic.activations.replay import Replay, forgetting
+from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
 from laconic.errors import ModelError
@@ -47,7 +47,7 @@ _ATTRIBUTE = "_laconic_attention"
 
 
 def attention_core_of(module: nn.Module) -> AttentionCore | None:
-    """What stands in for a module's attention, if it has been converted."""
+    """The `AttentionCore` of a module, or None if its attention is not converted."""
     # Not by __dict__: torch.compile guards attributes, but not a key that is missing there.
     core = getattr(module, _ATTRIBUTE, None)
     return core if isinstance(core, AttentionCore) else None
@@ -73,7 +73,7 @@ class AttentionCore:
         _serve_attention_modules()
 
     def remove(self) -> None:
-        """Lets the module run its attention as before."""
+        """Restore the module's own attention."""
         del self.module.__dict__[_ATTRIBUTE]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,11 +120,11 @@ class AttentionCore:
 
         # 2. What backward gets instead of it.
         context = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        rest = tuple(_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        rest = tuple(_SLOT if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         packed = tuple(pack(x, self.format, "attention") for x in qkv)
         codes = tuple(tensor for kept in packed for tensor in kept.tensors)
         memos = tuple(kept.memo for kept in packed)
-        run = _Run(
+        run = _AttentionCall(
             core=self,
             attend=attend,
             module=module,
@@ -151,7 +151,7 @@ class AttentionCore:
         return tree_unflatten(outputs, results_spec)
 
     def check(self, outputs: Tensors, leaves: Tensors) -> None:
-        """Looks once whether the code reaches parameters that get no gradient from us.
+        """Check once that the code uses no parameters that this backward gives no gradient.
 
         Raises:
             ModelError: it does.
@@ -185,15 +185,15 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return (*args, *(kwargs[name] for name in missing)), rest
 
 
-class _Here:
-    """Marks where a tensor stood among the arguments."""
+class _Slot:
+    """Placeholder of a tensor among the arguments."""
 
 
-_HERE = _Here()
+_SLOT = _Slot()
 
 
 @dataclass(frozen=True)
-class _Second:
+class _SecondRun:
     """The second run: its outputs with their graph, and the leaves of that graph in the order of the first inputs."""
 
     outputs: Tensors
@@ -201,12 +201,17 @@ class _Second:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """All about one call of the attention code that is not a tensor.
+class _AttentionCall:
+    """One call of the attention code: everything about it that is not a tensor.
 
-    memos, counts: how query, key and value are rebuilt, each from how many saved tensors. own: names of the module's
-    own parameters. requires_grad: of query, key, value, own parameters and the tensors among the other arguments. rest,
-    spec: the other arguments, with marks for the tensors. found: which results are tensors.
+    Attributes:
+        core, attend, module: the arguments of the call.
+        memos, counts: rebuild query, key and value, each from so many saved tensors.
+        own: names of the module's own parameters.
+        requires_grad: of query, key, value, own parameters and the tensors among the other arguments.
+        rest, spec: the other arguments, with `_SLOT` for the tensors.
+        found: indices of the results that are tensors.
+        replay: random state, autocast and modes of the first run.
     """
 
     core: AttentionCore
@@ -222,7 +227,7 @@ class _Run:
     replay: Replay
 
     def rebuild(self, saved: Tensors, *_: object) -> Any:
-        """Runs the attention code again, under autograd, on what `saved` stands for."""
+        """Run the attention code again, under autograd, on the tensors that `saved` rebuilds."""
         codes, saved = saved[: sum(self.counts)], saved[sum(self.counts) :]
         inputs = (*take_all(self.memos, self.counts, codes), *saved[: len(self.requires_grad) - 3])
         leaves = tuple(
@@ -230,35 +235,20 @@ class _Run:
         )
         random_state = saved[len(self.requires_grad) - 3 :]
         qkv, own, context = leaves[:3], leaves[3 : 3 + len(self.own)], iter(leaves[3 + len(self.own) :])
-        others, kwargs = tree_unflatten([next(context) if x is _HERE else x for x in self.rest], self.spec)
-        parameters = _Swapped(self.module, dict(zip(self.own, own, strict=True)))
+        others, kwargs = tree_unflatten([next(context) if x is _SLOT else x for x in self.rest], self.spec)
+        parameters = swapped_parameters(self.module, dict(zip(self.own, own, strict=True)))
         with torch.enable_grad(), self.replay.again(random_state), parameters:
             results, _spec = tree_flatten(self.attend(self.module, *qkv, *others, **kwargs))
         outputs = tuple(results[index] for index in self.found)
         self.core.check(outputs, leaves)
-        return _Second(outputs, leaves)
-
-
-class _Swapped:
-    """Puts other tensors in the place of a module's own parameters for a while."""
-
-    def __init__(self, module: nn.Module, others: dict[str, Tensor]) -> None:
-        self._parameters: dict[str, Any] = module._parameters
-        self._others = others
-
-    def __enter__(self) -> None:
-        self._before = {name: self._parameters[name] for name in self._others}
-        self._parameters.update(self._others)
-
-    def __exit__(self, *_: object) -> None:
-        self._parameters.update(self._before)
+        return _SecondRun(outputs, leaves)
 
 
 class _Attention(torch.autograd.Function):
     """Inputs: query, key, value, then what is saved: packed tensors, own parameters, tensors among other arguments."""
 
     @staticmethod
-    def forward(ctx: Any, memo: Memo, run: _Run, values: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, memo: Memo, run: _AttentionCall, values: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         memo.announce()
         ctx.memo, ctx.run = memo, run
         ctx.set_materialize_grads(False)
@@ -299,7 +289,7 @@ def _packable(x: Any) -> bool:
 
 
 def _serve_attention_modules() -> None:
-    """Lets what `AttentionInterface.get_interface` hands out look for our cores; done once per process."""
+    """Make the functions of `AttentionInterface.get_interface` look for our cores; done once per process."""
     interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     if interface is None:
         return

@@ -2,7 +2,7 @@
 
 A checkpointed region saves nothing but its input and runs again in backward. Here the input is kept in 8 or 4 bits; the
 first run, and so every forward value, stays exact, and the second starts from the dequantized input. Inside of a region
-sites keep their tensors exact: they live for one layer's backward only, and what was quantized once need not be again.
+sites save exact tensors: these live for one layer's backward only, and the input has been quantized once already.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "runs_twice"]
 
 
 def runs_twice() -> bool:
-    """Whether what is kept now lives for one layer's backward, or is not kept at all.
+    """Whether tensors saved now live for one layer's backward only, or not at all.
 
-    So it is inside of a checkpointed region, in its first run or in the second one in backward, and where code runs for
-    its value alone.
+    That is so inside of a checkpointed region, in its first run or in the second one in backward, and where code runs
+    for its value alone.
     """
     if torch.compiler.is_compiling():
         return False
@@ -62,7 +62,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | N
 
 @contextmanager
 def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
-    """Inside, whoever saves one of the tensors in `inputs` (any nest) that require grad saves it packed."""
+    """While the block runs, autograd saves the tensors in `inputs` (any nest) that require grad in packed form."""
     tensors = [x for x in tree_leaves(inputs) if _packable(x)]
     if format is None or not tensors:
         yield
@@ -113,6 +113,7 @@ class LayerForward(Replacement):
         return self.module.training and bool(getattr(self.module, "gradient_checkpointing", False))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward; in training, checkpointed with its input packed where the layer is checkpointed."""
         args, kwargs = self.positional(args, kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.is_checkpointed:
             return self.original(*args, **kwargs)
@@ -123,7 +124,7 @@ class LayerForward(Replacement):
                 return self.original(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             # The second run would write to the cache again. Hugging Face's own checkpointing drops it as well.
-            _say_no_cache(type(self.module).__name__)
+            _warn_no_cache(type(self.module).__name__)
             kwargs = {**kwargs, "past_key_values": None}
         return checkpoint(self.original, *args, format=self.format, **kwargs)
 
@@ -134,7 +135,7 @@ def is_checkpointed_layer(module: nn.Module) -> bool:
 
 
 @cache
-def _say_no_cache(layer: str) -> None:
+def _warn_no_cache(layer: str) -> None:
     logging.getLogger("laconic").warning(
         "%s is computed again in backward, so it runs without the cache of keys and values; pass use_cache=False", layer
     )

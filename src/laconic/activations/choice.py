@@ -1,4 +1,4 @@
-"""What can be decided about a site, and how each decision is written in JSON."""
+"""Choices for a site, and their form in JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Choice", "Offload", "Packing", "Recompute", "entry_of", "choice_of"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Packed as `format` says, and moved to the host's memory until backward (see `laconic.activations.offload`)."""
+    """Packed as `format` says, and moved to host memory until backward (see `laconic.activations.offload`)."""
 
     format: BlockFormat
 
@@ -27,10 +27,10 @@ argument_class(Offload)
 
 @dataclass(frozen=True)
 class Recompute:
-    """Nothing is kept: what backward needs is computed again from whatever the site's input is rebuilt from.
+    """Nothing is saved: backward computes the tensors again from the rebuilt input of the site.
 
-    For feed-forward blocks: gate and up are projected a second time. A norm or linear keeps nothing but its input
-    anyway; to compute attention or a whole decoder layer again, see `ActivationPlan.layers`.
+    For feed-forward blocks: gate and up are projected a second time. A norm or linear saves nothing but its input
+    anyway; to recompute attention or a whole decoder layer, see `ActivationPlan.layers`.
     """
 
 
@@ -64,7 +64,7 @@ def choice_of(entry: dict[str, Any] | None) -> Choice:
 
     Raises:
         FormatError: a value is not allowed, or a key is not known.
-        KeyError, TypeError, AttributeError: the entry is not made like this at all.
+        KeyError, TypeError, AttributeError: the entry has another structure.
     """
     if entry is None:
         return None

@@ -1,8 +1,8 @@
-"""Which derivatives compressed activations serve: the first one, by backward.
+"""Supports first derivatives by backward, and no others.
 
-Backward of what is kept packed is written out by hand, so it can be neither differentiated again nor transformed by
-torch.func, and there is no forward-mode formula. Under such transforms the original code runs, exactly and without
-saving anything; a second derivative, which is noticed too late for that, is refused.
+Backward of packed tensors is written by hand, so it can be neither differentiated again nor transformed by torch.func,
+and there is no forward-mode formula. Under such transforms the original code runs, exactly and without saving anything;
+a second derivative, which is noticed too late for that, is refused.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["first_derivative", "is_transformed"]
 
 
 def is_transformed() -> bool:
-    """Whether torch.func transforms or forward-mode AD differentiate what runs now; says so at the first time."""
+    """Whether torch.func transforms or forward-mode AD differentiate the running code; warns at the first time."""
     if torch.compiler.is_compiling():
         return False
     # torch has no public name for either; both are numbers of levels.
     if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
         return False
-    _say_it_is_exact()
+    _warn_it_is_exact()
     return True
 
 
 @cache
-def _say_it_is_exact() -> None:
+def _warn_it_is_exact() -> None:
     logging.getLogger("laconic").warning(
         "torch.func transforms and forward-mode AD run the original forwards of compressed models: derivatives are "
         "exact, and nothing is saved"

@@ -1,8 +1,7 @@
 """Forwards for mixture-of-experts blocks: routing exact, experts run again in backward.
 
-[Note: experts]
-What a token chose is saved, never found again: the indices and weights that the router made stay as they are, and so
-does everything between its logits and them. The router's linear layer is like any other: the gradient of its weight
+[Note: experts] Routing is saved, never recomputed: the indices and weights that the router made stay as they are, and
+so does everything between its logits and them. The router's linear layer is like any other: the gradient of its weight
 takes the input from what is kept for the norm in front.
 
 The experts keep the same packed input, so a block of experts costs no bytes of its own. Their backward dequantizes it
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -27,7 +26,7 @@ from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import Memo, keep
-from laconic.activations.replay import Replay, forgetting
+from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 
 __all__ = ["ExpertsForward", "RouterForward"]
@@ -37,10 +36,12 @@ class RouterForward(SiteForward):
     """Runs the router's own code; its linear layer keeps what rebuilds the input."""
 
     def keeps(self, x: Tensor) -> bool:
+        """Whether the router's weight needs a gradient."""
         weight = self.module.weight
         return isinstance(weight, Tensor) and weight.requires_grad
 
     def run(self, x: Tensor) -> Any:
+        """The router's own forward, whose linear layer saves what rebuilds its input."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
         if not torch.compiler.is_compiling():
@@ -72,9 +73,10 @@ class _LinearOf(TorchFunctionMode):
 
 
 class ExpertsForward(SiteForward):
-    """Keeps what rebuilds the tokens' hidden states; the rest is made again in backward."""
+    """Saves what rebuilds the tokens' hidden states; backward recomputes the rest."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; in training, one that saves the packed hidden states only."""
         args, kwargs = self.positional(args, kwargs)
         if not args:
             return self.original(**kwargs)
@@ -103,7 +105,7 @@ class ExpertsForward(SiteForward):
         own = dict(self.module.named_parameters())
         others = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         inputs = (x, *own.values(), *others)
-        run = _Run(
+        run = _ExpertsCall(
             forward=self,
             memo=kept.memo,
             own=tuple(own),
@@ -118,11 +120,17 @@ class ExpertsForward(SiteForward):
 
 
 @dataclass(frozen=True)
-class _Run:
-    """All about one call of experts that is not a tensor.
+class _ExpertsCall:
+    """One call of experts: everything about it that is not a tensor.
 
-    memo: rebuilds the hidden states, from `num_kept` saved tensors. own: names of the parameters. requires_grad: of
-    hidden states, parameters and other tensors. rest, spec: the other arguments, None where a tensor stands.
+    Attributes:
+        forward: whose call.
+        memo: rebuilds the hidden states, from `num_kept` saved tensors.
+        own: names of the parameters.
+        requires_grad: of hidden states, parameters and other tensors.
+        rest, spec: the other arguments, None in the place of a tensor.
+        num_kept: see `memo`.
+        replay: random state, autocast and modes of the first run.
     """
 
     forward: ExpertsForward
@@ -135,11 +143,11 @@ class _Run:
     replay: Replay
 
     def again(self, leaves: tuple[Tensor, ...], random_state: tuple[Tensor, ...]) -> Tensor:
-        """The module's own code on `leaves`, under autograd."""
+        """Run the module's own code on `leaves`, under autograd."""
         x, own, others = leaves[0], leaves[1 : 1 + len(self.own)], iter(leaves[1 + len(self.own) :])
         args, kwargs = tree_unflatten([next(others) if leaf is None else leaf[0] for leaf in self.rest], self.spec)
-        parameters = dict(zip(self.own, own, strict=True))
-        with torch.enable_grad(), self.replay.again(random_state), _Swapped(self.forward.module, parameters):
+        parameters = swapped_parameters(self.forward.module, dict(zip(self.own, own, strict=True)))
+        with torch.enable_grad(), self.replay.again(random_state), parameters:
             y: Tensor = self.forward.original(x, *args, **kwargs)
         return y
 
@@ -148,7 +156,7 @@ class _Experts(torch.autograd.Function):
     """Inputs: hidden states, parameters and other tensors (routing weights, indices), then what is kept."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, value: tuple[Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, run: _ExpertsCall, value: tuple[Tensor], *inputs: Tensor) -> Tensor:
         run.memo.announce()
         ctx.run = run
         ctx.save_for_backward(*inputs[1:])
@@ -157,7 +165,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: _ExpertsCall = ctx.run
         saved = ctx.saved_tensors
         num_given = len(run.requires_grad) - 1
         given, kept, random_state = (
@@ -173,22 +181,3 @@ class _Experts(torch.autograd.Function):
         grads = iter(torch.autograd.grad(run.again(leaves, random_state), wanted, grad, allow_unused=True))
         given_grads = [next(grads) if leaf.requires_grad else None for leaf in leaves]
         return (None, None, *given_grads, *[None] * (len(kept) + len(random_state)))
-
-
-class _Swapped:
-    """Puts other tensors in the place of a module's parameters for a while."""
-
-    def __init__(self, module: nn.Module, others: dict[str, Tensor]) -> None:
-        self._others: list[tuple[dict[str, Any], str, Tensor]] = []
-        for name, tensor in others.items():
-            owner, _, leaf = name.rpartition(".")
-            self._others.append((module.get_submodule(owner)._parameters, leaf, tensor))
-
-    def __enter__(self) -> None:
-        self._before = [parameters[name] for parameters, name, _ in self._others]
-        for parameters, name, tensor in self._others:
-            parameters[name] = tensor
-
-    def __exit__(self, *_: object) -> None:
-        for (parameters, name, _tensor), before in zip(self._others, self._before, strict=True):
-            parameters[name] = before

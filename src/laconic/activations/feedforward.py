@@ -1,9 +1,9 @@
-"""Forwards for feed-forward blocks: the block's own code runs, and its activation and its product keep packed tensors.
+"""Forwards for feed-forward blocks: the block's own code runs, and its activation and its product save packed tensors.
 
-[Note: feed-forward blocks]
-A block is recognized by a formula, down(act(gate(x)) * up(x)), but no formula runs in its place: dropout wherever it
-stands, noise, scales, casts and whatever else the block does, in training or from some later moment on, is the block's
-own code. Only two operations inside of it are stood in for, each by one with the same value and its own backward:
+[Note: feed-forward blocks] A block is recognized by a formula, down(act(gate(x)) * up(x)), but no formula replaces it:
+dropout wherever it stands, noise, scales, casts and whatever else the block does, in training or from some later moment
+on, is the block's own code. Only two operations inside of it are replaced, each by one with the same value and its own
+backward:
 
 - its activation module, which packs its input and leaves a note that its output can be rebuilt from that;
 - the product of two tensors of one shape of which one carries such a note: the other one is packed.
@@ -27,14 +27,14 @@ from laconic.activations.kept import attach, derive, found, found_or_held
 from laconic.activations.replacement import replacements_of
 from laconic.activations.replay import Replay
 from laconic.activations.sites import MlpSpec, Site
-from laconic.activations.trial import Settings
+from laconic.activations.trial import PlainAttributes
 from laconic.formats import BlockFormat
 
 __all__ = ["ActivationForward", "MlpForward", "ProjectionForward", "RecomputedMlpForward"]
 
 
 class MlpForward(SiteForward):
-    """Runs the block's own code; its activation and its product keep packed gate and up projections."""
+    """Runs the block's own code; its activation and its product save packed gate and up projections."""
 
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
@@ -43,6 +43,7 @@ class MlpForward(SiteForward):
         self.activation = ActivationForward.of(module.get_submodule(site.spec.act), site, format)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward; in training, with its activation and its product replaced while it runs."""
         if not torch.is_grad_enabled() or self.stays_exact():
             return self.original(*args, **kwargs)
         outer, self.activation.block = self.activation.block, self
@@ -55,7 +56,7 @@ class MlpForward(SiteForward):
             self.activation.block = outer
 
     def may_keep(self, x: Tensor) -> bool:
-        """Whether what operations inside of the block need of `x` may be kept in the block's way."""
+        """Whether operations inside of the block may save `x` in the block's format."""
         return True
 
 
@@ -68,11 +69,11 @@ class ActivationForward(SiteForward):
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
         self.block: MlpForward | None = None
-        self.settings = Settings(module)
+        self.attributes = PlainAttributes(module)
 
     @classmethod
     def of(cls, module: nn.Module, site: Site, format: Packing) -> ActivationForward:
-        """That of a module, which gets one if it has none."""
+        """The replaced forward of a module, which gets one if it has none."""
         known = next(replacements_of(module), None)
         if isinstance(known, cls):
             return known
@@ -81,10 +82,12 @@ class ActivationForward(SiteForward):
         return forward
 
     def keeps(self, x: Tensor) -> bool:
+        """Whether a block runs that may pack this input, and the module still computes what was recognized."""
         block = self.block
-        return block is not None and x.requires_grad and self.settings.hold(self.module) and block.may_keep(x)
+        return block is not None and x.requires_grad and self.attributes.unchanged(self.module) and block.may_keep(x)
 
     def run(self, x: Tensor) -> Tensor:
+        """The activation of x, saving x packed."""
         assert self.block is not None
         y = functions.activate(x, self.value(x), self.block.spec.activation, self.block.format)
         return self.block._noting_origin(y)
@@ -142,13 +145,14 @@ def _part(func: Callable[..., Any], args: Any, kwargs: Any, index: int) -> Calla
 
 
 class RecomputedMlpForward(MlpForward):
-    """Keeps neither gate nor up: backward projects the rebuilt input again, which takes two products of matrices."""
+    """Saves neither gate nor up: backward projects the rebuilt input again, at the price of two matrix products."""
 
     def __init__(self, module: nn.Module, site: Site) -> None:
         super().__init__(module, site, BlockFormat())
         self.running = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward, during which gate and up note how to recompute their outputs."""
         outer, self.running = self.running, True
         try:
             return super().__call__(*args, **kwargs)
@@ -156,11 +160,12 @@ class RecomputedMlpForward(MlpForward):
             self.running = outer
 
     def may_keep(self, x: Tensor) -> bool:
+        """Whether `x` can be rebuilt; anything else stays exact. A compiled graph packs gate and up instead."""
         # Nothing is packed here but in a compiled graph: what cannot be made again stays exact.
         return torch.compiler.is_compiling() or found(x) is not None
 
     def note_projections(self) -> None:
-        """Lets gate and up note what they are made of; called when they have their own forwards."""
+        """Make gate and up note how to recompute their outputs; called when they have their own forwards."""
         for name in (self.spec.gate, self.spec.up):
             if name is not None:
                 layer = self.module.get_submodule(name)
@@ -168,16 +173,18 @@ class RecomputedMlpForward(MlpForward):
 
 
 class ProjectionForward(SiteForward):
-    """Notes on gate or up that they can be projected again from what is kept of the input."""
+    """Notes on gate or up that backward can project them again from the rebuilt input."""
 
     def __init__(self, module: nn.Module, block: RecomputedMlpForward) -> None:
         super().__init__(module, block.site, block.format)
         self.block = block
 
     def keeps(self, x: Tensor) -> bool:
+        """Whether the block runs outside of compiled graphs, which pack gate and up instead."""
         return self.block.running and not torch.compiler.is_compiling()  # a compiled graph packs gate and up instead
 
     def run(self, x: Tensor) -> Tensor:
+        """The projection of x by the module's own code, with the note on its output."""
         replay = Replay(x.device, self.module)
         y, random_state = replay.run(lambda: self.original(x))
         if y.requires_grad:

@@ -1,7 +1,7 @@
-"""Sites that come after the conversion: adapters (LoRA), and layers that are put in the place of converted ones.
+"""Converts modules that are added after the conversion: adapters (LoRA), and replacements of converted layers.
 
 A new layer under the name of a converted site, or below it (`q_proj` becomes `q_proj.base_layer` and `q_proj.lora_A`),
-is converted with that site's choice before the next training forward. What is new elsewhere stays exact, and the log
+is converted with that site's choice before the next training forward. New modules elsewhere stay exact, and the log
 says so once.
 """
 
@@ -26,7 +26,7 @@ Install = Callable[[Sequence[tuple[nn.Module, Site, Choice]]], None]
 
 
 class _Follower:
-    """Knows the modules of a converted model and converts those that come later.
+    """Records the modules of a converted model and converts those that are added later.
 
     Args:
         model: the converted model.
@@ -41,7 +41,7 @@ class _Follower:
         self.modules = list(model.modules())
 
     def look(self) -> None:
-        """Converts what is new among the modules."""
+        """Convert the new ones among the modules."""
         modules = list(self.model.modules())
         if modules == self.modules:
             return
@@ -79,7 +79,7 @@ class _Follower:
                     yield replace(site, name=f"{name}.{site.name}".rstrip(".")), child
 
     def _inherited(self, site: Site) -> Choice:
-        """The choice for the site in whose place this one is; None if there was none, or it is nothing for this one."""
+        """The choice for the site that this one replaces; None without one, or if it does not apply to this one."""
         name = site.name
         while name and name not in self.choices:
             name = name.rpartition(".")[0]
@@ -99,13 +99,14 @@ class FollowingForward(ModelReplacement):
         self.follower = follower
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert new sites if gradients are wanted, then run the original forward."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed():
             self.follower.look()
         return self.original(*args, **kwargs)
 
 
 def follow(model: nn.Module, choices: Mapping[str, Choice], install: Install) -> None:
-    """Installs forwards that convert sites which come later.
+    """Install forwards that convert sites added later.
 
     On the model and on the child that holds most of its sites, because hosts may call only the latter: TRL computes the
     loss from the base model's hidden states.

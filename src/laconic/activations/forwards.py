@@ -1,7 +1,7 @@
-"""The forwards that take the place of a site's own; those of feed-forward blocks are in feedforward.py.
+"""Forwards that replace those of norms and linear layers; those of feed-forward blocks are in feedforward.py.
 
-Wherever nothing has to be kept (no gradient wanted, in evaluation and generation, for frozen weights) the original code
-runs as if we were not there.
+Wherever nothing has to be saved (no gradient wanted, in evaluation and generation, for frozen weights) the original
+code runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from laconic.activations.functions import NormSpec
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import forgetting
 from laconic.activations.sites import LinearSpec, Site
-from laconic.activations.trial import Settings
+from laconic.activations.trial import PlainAttributes
 from laconic.ops import DTYPES
 
 __all__ = ["LinearForward", "NormForward", "SiteForward"]
@@ -29,12 +29,12 @@ __all__ = ["LinearForward", "NormForward", "SiteForward"]
 class SiteForward(Replacement):
     """Base of the forwards of sites.
 
+    After a forward, `origin` says what the input was rebuilt from: "norm", "mlp", "linear" or "attention".
+
     Args:
         module: whose forward is replaced.
-        site: what it is.
+        site: its description.
         format: how a tensor is packed if this site has to pack it.
-
-    `origin` says after a forward what the input was rebuilt from: "norm", "mlp", "linear" or "attention".
     """
 
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
@@ -44,19 +44,19 @@ class SiteForward(Replacement):
         self.origin: str | None = None
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether a call with this input has to keep something for backward."""
+        """Whether a call with this input has to save something for backward."""
         return True
 
     def stays_exact(self) -> bool:
-        """Whether what this call keeps is not worth packing, because it lives for one layer's backward only."""
+        """Whether the saved tensors are not worth packing, because they live for one layer's backward only."""
         return runs_twice() or is_transformed()
 
     def run(self, x: Tensor) -> Any:
-        """The forward of a call that keeps something."""
+        """The forward of a call that saves something."""
         raise TypeError(f"{type(self).__name__} has to define run")
 
     def value(self, x: Tensor) -> Tensor:
-        """What the module's own code computes where a gradient is wanted, saving nothing for it."""
+        """The output of the module's own code, where a gradient is wanted, without saving anything for it."""
         with forgetting():
             result: Tensor = self.original(x)
         return result.detach()
@@ -67,6 +67,7 @@ class SiteForward(Replacement):
         return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`run` where the call has to save something that is worth packing, else the original forward."""
         args, kwargs = self.positional(args, kwargs)
         if len(args) != 1 or kwargs or not self.ours(args[0]) or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
@@ -80,17 +81,19 @@ class SiteForward(Replacement):
 
 
 class NormForward(SiteForward):
-    """Keeps the packed input; the output, that is the input of what follows, is rebuilt from it."""
+    """Saves the packed input; the output, which is the input of the layers behind, is rebuilt from it."""
 
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
-        self.settings = Settings(module)
+        self.attributes = PlainAttributes(module)
 
     def keeps(self, x: Tensor) -> bool:
+        """Whether input or parameters need a gradient and the module still computes what was recognized."""
         wanted = any(t.requires_grad for t in (x, *self.module.parameters(recurse=False)))
-        return wanted and self.settings.hold(self.module)
+        return wanted and self.attributes.unchanged(self.module)
 
     def run(self, x: Tensor) -> Tensor:
+        """The norm of x, saving x packed."""
         spec = self.site.spec
         assert isinstance(spec, NormSpec)
         weight, bias = self.module._parameters.get("weight"), self.module._parameters.get("bias")
@@ -98,14 +101,15 @@ class NormForward(SiteForward):
 
 
 class LinearForward(SiteForward):
-    """Keeps whatever can rebuild the input, for the gradient of the weight."""
+    """Saves whatever can rebuild the input, for the gradient of the weight."""
 
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
-        self.settings = Settings(module)
+        self.attributes = PlainAttributes(module)
 
     def keeps(self, x: Tensor) -> bool:
-        return self.weight.requires_grad and self.settings.hold(self.module)
+        """Whether the weight needs a gradient and the module still computes what was recognized."""
+        return self.weight.requires_grad and self.attributes.unchanged(self.module)
 
     @property
     def weight(self) -> Tensor:
@@ -115,6 +119,7 @@ class LinearForward(SiteForward):
         return weight
 
     def run(self, x: Tensor) -> Tensor:
+        """The linear layer of x, saving what rebuilds x."""
         spec = self.site.spec
         assert isinstance(spec, LinearSpec)
         bias = self.module._parameters["bias"]

@@ -1,9 +1,8 @@
-"""Autograd functions that compute the module's own forward and keep only packed tensors for backward.
+"""Autograd functions that return the module's own forward value and save only packed tensors for backward.
 
 Each one is given the value that the original code computed, so forward is bit-identical to the unmodified model.
-Backward is written out on values rebuilt from what was kept (see [Note: kept tensors]): the layer-aware activation
-quantization of AGoQ. Whatever a gradient needs beyond the kept tensors (inverse root mean square, sigmoid) is computed
-again in fp32.
+Backward is written out on values rebuilt from the saved tensors (see [Note: kept tensors]): the layer-aware activation
+quantization of AGoQ. Everything else that a gradient needs (inverse root mean square, sigmoid) is recomputed in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm"
 
 
 def origin_of(y: Tensor) -> str:
-    """What the input that was kept for the output `y` of one of these functions is rebuilt from: a kind of site."""
+    """The kind of site whose saved tensors rebuild the input of `y`, an output of one of these functions."""
     node: Any = y.grad_fn  # the context of an autograd function is its node in the graph
     origin: str = node.origin
     return origin
@@ -35,9 +34,10 @@ def origin_of(y: Tensor) -> str:
 class NormSpec:
     """Which normalization over the last dimension a module computes.
 
-    kind: "rms" is x / sqrt(mean(x^2) + eps) * w, "layer" is torch's layer norm.
-    eps: added to the mean square or the variance.
-    unit_offset: the stored weight is w - 1 (Gemma).
+    Attributes:
+        kind: "rms" is x / sqrt(mean(x^2) + eps) * w, "layer" is torch's layer norm.
+        eps: added to the mean square or the variance.
+        unit_offset: the stored weight is w - 1 (Gemma).
     """
 
     kind: Literal["rms", "layer"]
@@ -52,7 +52,9 @@ argument_class(NormSpec)
 class Activation:
     """An elementwise function and its derivative.
 
-    forward: x -> f(x). backward: (grad, x) -> grad * f'(x).
+    Attributes:
+        forward: x -> f(x).
+        backward: (grad, x) -> grad * f'(x).
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -101,13 +103,13 @@ def norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`value`, the norm of x, with a backward that keeps x packed; the result can be rebuilt from that too.
+    """`value`, the norm of x, with a backward that saves x packed; the result can be rebuilt from that too.
 
     Args:
         x: [..., features].
-        value: [..., features], what the module computed from x without gradients.
-        spec: what it computed.
-        format: how x is packed if nobody keeps it yet.
+        value: [..., features], the module's output for x, without gradients.
+        spec: which normalization.
+        format: how x is packed if it is not saved already.
         weight, bias: [features] or None.
     """
     kept = keep(x, format, "norm")
@@ -195,12 +197,13 @@ def _layer_backward(
 def linear(
     x: Tensor, weight: Tensor, value: Tensor, transposed: bool, format: Packing, *, bias: Tensor | None = None
 ) -> Tensor:
-    """`value`, the output of a linear layer, with a backward that keeps what rebuilds x.
+    """`value`, the output of a linear layer, with a backward that saves what rebuilds x.
 
     Args:
         x: [..., in_features].
         weight: [out_features, in_features], or [in_features, out_features] if `transposed` (GPT-2's Conv1D).
-        value: [..., out_features], what the module computed from x without gradients.
+        value: [..., out_features], the module's output for x, without gradients.
+        transposed: see `weight`.
         format: how x is packed if it has to be packed.
         bias: [out_features] or None.
     """
@@ -252,7 +255,7 @@ class _Linear(torch.autograd.Function):
 
 @traceable
 def cast(x: Tensor, y: Tensor) -> Tensor:
-    """`y`, which is x in another dtype, noting that it can be rebuilt if x can."""
+    """`y`, which is x in another dtype, with a note how to rebuild it if x can be rebuilt."""
     kept = found(x)
     if kept is not None:
         dtype = y.dtype
@@ -262,13 +265,13 @@ def cast(x: Tensor, y: Tensor) -> Tensor:
 
 @traceable
 def activate(x: Tensor, value: Tensor, activation: str, format: Packing) -> Tensor:
-    """`value`, an activation of x, with a backward that keeps x packed; the result can be rebuilt from that too.
+    """`value`, an activation of x, with a backward that saves x packed; the result can be rebuilt from that too.
 
     Args:
         x: [..., features].
-        value: [..., features], what the module computed from x.
+        value: [..., features], the module's output for x.
         activation: a name in `ACTIVATIONS`.
-        format: how x is packed if nobody keeps it yet.
+        format: how x is packed if it is not saved already.
     """
     kept = keep(x, format, "mlp")
     y: Tensor = _Activate.apply(x, kept, activation, (value,), *kept.tensors)
@@ -294,7 +297,7 @@ class _Activate(torch.autograd.Function):
 
 @traceable
 def multiply(a: Tensor, b: Tensor, format: Packing) -> Tensor:
-    """a * b, with a backward that keeps what rebuilds the two if one can be rebuilt; then the product can be too.
+    """a * b, with a backward that saves what rebuilds the two if one can be rebuilt; then the product can be too.
 
     Args:
         a, b: [..., features], alike in shape and dtype.

@@ -1,12 +1,12 @@
 """The head of a Hugging Face causal language model, with its loss computed in chunks (see loss.py).
 
-The model's own forward runs as it is, whatever else it does: only its output projection and its loss function are
-stood in for while it runs with labels. The projection is handed the labels, computes the loss on the spot (inside of
-its own forward, where FSDP2's hooks have gathered its weight) and returns logits of no tokens, [batch, 0, vocabulary],
-which pass through whatever the model does to logits. The loss function returns what the projection computed.
+The model's own forward runs unchanged; only its output projection and its loss function are replaced while it runs with
+labels. The projection takes the labels, computes the loss (inside of its own forward, where FSDP2's hooks have gathered
+its weight) and returns logits of no tokens, [batch, 0, vocabulary], which pass through whatever the model does to
+logits. The loss function returns the projection's loss.
 
-Which models can be served is found out by trying: the forward runs on made-up hidden states and logits, with labels,
-and has to give the loss that the formula gives.
+A trial decides which models can be served: the forward runs on made-up hidden states and logits, with labels, and has
+to give the loss of the formula.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from laconic.activations.sites import Site
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["BodyForward", "CausalForward", "CausalHead", "HeadForward", "find_head", "say_inactive"]
+__all__ = ["BodyForward", "CausalForward", "CausalHead", "HeadForward", "find_head", "warn_inactive"]
 
 _IGNORED = -100
 """The label of tokens that do not count, in every Hugging Face loss for causal language models."""
@@ -42,9 +42,12 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class CausalHead:
-    """Where a model has its head: names of the causal language model in it and of its output projection, and the loss.
+    """The place of a model's head.
 
-    name: "" if the model itself is the language model. projection: qualified.
+    Attributes:
+        name: of the causal language model inside; "" if the model itself is it.
+        projection: qualified name of the output projection.
+        spec: the loss.
     """
 
     name: str
@@ -54,9 +57,12 @@ class CausalHead:
 
 @dataclass
 class _Request:
-    """Labels on their way to the projection, and the loss on its way back.
+    """Labels for the projection, and the loss that it returns.
 
-    labels: one for each token of the hidden states, shifted already. num_items: what the sum is divided by.
+    Attributes:
+        labels: one for each token of the hidden states, shifted already.
+        num_items: divisor of the sum.
+        loss: None until it is computed.
     """
 
     labels: Tensor
@@ -82,21 +88,24 @@ class HeadForward(LinearForward):
         self.request: _Request | None = None
 
     def keeps(self, x: Tensor) -> bool:
+        """Whether a loss is requested, or the linear layer has to save its input."""
         if self.request is not None and not isinstance(self.weight, DTensor):
             return True
         return self.packs and super().keeps(x)
 
     def stays_exact(self) -> bool:
+        """Whether the input is not worth packing; a requested loss is computed in any case."""
         return self.request is None and super().stays_exact()
 
     def run(self, x: Tensor) -> Tensor:
+        """The requested loss, as logits of no tokens, or the linear layer of x."""
         if self.request is None or isinstance(self.weight, DTensor):
             return super().run(x)
         return self._answer(self.request, x)
 
     @torch.compiler.disable(reason="laconic: a loop over tiles is no graph worth compiling")
     def _answer(self, request: _Request, x: Tensor) -> Tensor:
-        """Leaves the loss of x [..., hidden_size] with the request; returns logits of no tokens."""
+        """Computes the loss of x [..., hidden_size] for the request; returns logits of no tokens."""
         rows = x.reshape(-1, x.shape[-1])
         labels = request.labels.reshape(-1).to(x.device, torch.int64)
         if labels.shape != rows.shape[:1]:
@@ -129,6 +138,7 @@ class CausalForward(ModelReplacement):
         self.is_running = False
 
     def install(self) -> None:
+        """Replace the forwards of the model and of the model below the head."""
         super().install()
         body = _attribute(self.module, "base_model")
         if isinstance(body, nn.Module) and body is not self.module:
@@ -139,6 +149,7 @@ class CausalForward(ModelReplacement):
         recursive=False, reason="laconic: the loss is computed in chunks outside of compiled graphs"
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward, with the chunked loss where the arguments allow it."""
         request = self._request(args, kwargs)
         self.is_running = True
         try:
@@ -148,7 +159,7 @@ class CausalForward(ModelReplacement):
             self.is_running = False
 
     def _request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
-        """What the projection is asked for in this call, None if the original does everything."""
+        """The request to the projection for this call, None if the original computes the loss."""
         if not torch.is_grad_enabled() or is_transformed():
             return None
         given = inspect.signature(type(self.module).forward).bind_partial(self.module, *args, **kwargs)
@@ -157,7 +168,7 @@ class CausalForward(ModelReplacement):
         reason = self._obstacle(arguments)
         if reason is not None:
             if self.module.training:
-                say_inactive(reason)
+                warn_inactive(reason)
             return None
         labels, shifted = arguments["labels"], arguments.get("shift_labels")
         return _Request(_shift(labels) if shifted is None else shifted, arguments.get("num_items_in_batch"))
@@ -201,16 +212,17 @@ class CausalForward(ModelReplacement):
 
 
 class BodyForward(ModelReplacement):
-    """Replaces the forward of the model below the head, only to say when a host calls it past the head, as TRL does."""
+    """Replaces the forward of the model below the head, to warn when a host bypasses the head, as TRL does."""
 
     def __init__(self, module: nn.Module, causal: CausalForward) -> None:
         super().__init__(module)
         self.causal = causal
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward; warns in training if the head is bypassed."""
         past_head = self.causal.enabled and not self.causal.is_running
         if past_head and self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            say_inactive(
+            warn_inactive(
                 "the loss is computed from hidden states past the model's own head, as TRL's SFTTrainer does; how much"
                 " it keeps is the host's choice there"
             )
@@ -218,8 +230,8 @@ class BodyForward(ModelReplacement):
 
 
 @cache
-def say_inactive(reason: str) -> None:
-    """Warns once that the chunked loss has no part in what runs."""
+def warn_inactive(reason: str) -> None:
+    """Warn once that the chunked loss is not used."""
     logging.getLogger("laconic").warning("loss='chunked' is inactive: %s", reason)
 
 

@@ -1,13 +1,13 @@
-"""The generic way: pack whatever autograd saves, in any module, through saved-tensor hooks.
+"""Generic mode: packs whatever autograd saves, in any module, through saved-tensor hooks.
 
-It needs no knowledge of the model, but it can only shrink what is saved, not leave it out: a norm still saves its input
-and its output. Four bits per tensor instead of AGoQ's four bits per rebuilt group.
+It needs no knowledge of the model, but it can only shrink saved tensors, not leave them out: a norm still saves its
+input and its output. Four bits per tensor instead of AGoQ's four bits per rebuilt group.
 
-Where the exact gradient is finite the gradient of packed tensors has to be finite too. So what is packed is only what
-functions save whose backward tolerates rounding (see `laconic.activations.tolerant`); what all others save stays exact:
-divisions, logarithms, roots, attention, softmax, cross entropy, functions of one's own. Also exact: parameters and
-buffers, tensors that no format packs (integers, booleans, fp64) or that packing would not make smaller, tensors below
-`MIN_NUMEL` values, and tensors whose packed values would not be finite, which a test of the scales finds.
+Where the exact gradient is finite the gradient of packed tensors has to be finite too. So only tensors saved by
+functions whose backward tolerates rounding are packed (see `laconic.activations.tolerant`); those of all others stay
+exact: divisions, logarithms, roots, attention, softmax, cross entropy, user-defined functions. Also exact: parameters
+and buffers, tensors that no format packs (integers, booleans, fp64) or that packing would not make smaller, tensors
+below `MIN_NUMEL` values, and tensors whose packed values would not be finite, which a test of the scales finds.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ class HooksForward(ModelReplacement):
         reason="laconic: saved-tensor hooks run eagerly; compile the model with mode='sites' instead"
     )
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward under the pack and unpack hooks."""
         if not torch.is_grad_enabled() or runs_twice() or is_transformed() or _RUNNING.forward is self:
             return self.original(*args, **kwargs)
         if _RUNNING.forward is not None:

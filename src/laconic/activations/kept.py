@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from laconic.activations.choice import Offload, Packing
-from laconic.activations.offload import lane_of
+from laconic.activations.offload import offloader_of
 from laconic.formats import BlockTensor
 
 __all__ = ["Kept", "Memo", "attach", "derive", "found", "found_or_held", "in_range", "keep", "pack", "take_all"]
@@ -51,11 +51,11 @@ _SAVES_ITS_OUTPUT = (
 class Memo:
     """Rebuilds a value once for all its readers in a backward pass.
 
-    Readers `announce` themselves in forward and `take` once in backward; the value is let go with the last of them. In
-    further passes over a retained graph every `take` rebuilds.
+    Readers `announce` themselves in forward and `take` once in backward; the last one frees the value. In further
+    passes over a retained graph every `take` rebuilds.
 
     Args:
-        rebuild: from the saved tensors, and the gradient they are wanted for, to the value.
+        rebuild: from the saved tensors, and the incoming gradient, to the value.
         inner: memos that `rebuild` takes from.
     """
 
@@ -66,7 +66,7 @@ class Memo:
         self._value: Tensor | None = None
 
     def announce(self) -> None:
-        """Says in forward that one more reader will come in backward."""
+        """Register one more reader, in forward."""
         if self._readers == 0:
             for memo in self._inner:
                 memo.announce()
@@ -76,8 +76,8 @@ class Memo:
         """The value, rebuilt from the saved `tensors` unless an earlier reader had it rebuilt.
 
         Args:
-            tensors: what was saved.
-            after: the incoming gradient of the backward that asks.
+            tensors: saved for it.
+            after: the incoming gradient of the reader's backward.
         """
         value = self._value if self._value is not None else in_range(self._rebuild(tensors, after))
         self._readers -= 1
@@ -86,7 +86,7 @@ class Memo:
 
 
 def in_range(value: Tensor) -> Tensor:
-    """A rebuilt value whose rounding has not led out of the range of float16; all other dtypes have room enough."""
+    """Clamp a rebuilt fp16 value whose rounding left the range of its dtype; other dtypes have room enough."""
     if not isinstance(value, Tensor) or value.dtype != torch.float16:
         return value
     largest = torch.finfo(torch.float16).max
@@ -95,7 +95,7 @@ def in_range(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """The saved `tensors` that stand for a value, the `memo` that rebuilds it, and its `origin`, a kind of site."""
+    """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site."""
 
     tensors: Tensors
     memo: Memo
@@ -104,7 +104,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a tensor carries: `kept` stands for it as long as its version is `version`."""
+    """The attribute on a tensor: `kept` rebuilds it as long as its version is `version`."""
 
     kept: Kept
     version: int
@@ -116,7 +116,7 @@ class _Note:
 
 
 def keep(x: Tensor, format: Packing, origin: str) -> Kept:
-    """What to save for `x`: what is already kept for it, or the tensor its producer holds anyway, or packed codes.
+    """The `Kept` of `x`: what is saved for it already, the tensor its producer holds anyway, or packed codes.
 
     Args:
         x: floating-point tensor of any shape.
@@ -138,12 +138,12 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
 
 
 def found_or_held(x: Tensor) -> Kept:
-    """What is kept for `x` already, or else `x` itself, for a value that somebody holds anyway."""
+    """The `Kept` of `x`, or else one that holds `x` itself, for a value that another function holds anyway."""
     return found(x) or Kept((x,), Memo(lambda tensors, after: tensors[0]), "linear")
 
 
 def pack(x: Tensor, format: Packing, origin: str) -> Kept:
-    """Packed codes and scales of `x`, whatever else is kept for it; in the host's memory if `format` says so."""
+    """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so."""
     block_format = format.format if isinstance(format, Offload) else format
     packed = block_format.quantize(x.detach())
     dtype, shape = x.dtype, x.shape
@@ -151,9 +151,9 @@ def pack(x: Tensor, format: Packing, origin: str) -> Kept:
     fetch: Callable[[Tensors], Tensors] | None = None
     # torch.compile traces on tensors of other classes; its graphs keep them on the device.
     if isinstance(format, Offload) and type(packed.codes) is Tensor:
-        lane = lane_of(x.device)
-        saved, parcel = lane.send(saved)
-        fetch = partial(lane.fetch, parcel=parcel)
+        offloader = offloader_of(x.device)
+        saved, handle = offloader.send(saved)
+        fetch = partial(offloader.fetch, handle=handle)
 
     def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
         codes, scales = tensors if fetch is None else fetch(tensors)
@@ -163,7 +163,7 @@ def pack(x: Tensor, format: Packing, origin: str) -> Kept:
 
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:
-    """What to save for a value that `function` makes of other kept values, followed by `parameters`."""
+    """The `Kept` of a value that `function` makes of other kept values, followed by `parameters`."""
     memos = tuple(kept.memo for kept in inner)
     counts = tuple(len(kept.tensors) for kept in inner)
 
@@ -177,7 +177,7 @@ def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters:
 def take_all(
     memos: tuple[Memo, ...], counts: tuple[int, ...], tensors: Tensors, after: Tensor | None = None
 ) -> list[Tensor]:
-    """The values of several memos whose saved tensors stand in a row, `counts` of them for each."""
+    """The values of several memos whose saved tensors are concatenated, `counts` of them for each."""
     values = []
     start = 0
     for memo, count in zip(memos, counts, strict=True):
@@ -187,12 +187,12 @@ def take_all(
 
 
 def attach(x: Tensor, kept: Kept) -> None:
-    """Notes on `x` that `kept` can rebuild it; whoever would save `x` for backward saves `kept.tensors` instead."""
+    """Note on `x` that `kept` rebuilds it: functions that would save `x` for backward save `kept.tensors` instead."""
     setattr(x, _ATTRIBUTE, _Note(kept, x._version))
 
 
 def found(x: Tensor) -> Kept | None:
-    """What is kept for `x` already, or for a tensor that `x` is a full view of (logits of all tokens are a slice)."""
+    """The `Kept` of `x`, or of a tensor that `x` is a full view of (logits of all tokens are a slice), or None."""
     note = getattr(x, _ATTRIBUTE, None)
     base = x._base
     of_base = False

@@ -95,8 +95,9 @@ def linear_cross_entropy(
         num_items: with "mean", what the sum is divided by instead, such as the tokens of all micro-batches.
         format: how the hidden states are kept for backward; None keeps them as they are.
 
-    Returns fp32 (fp64 for fp64): a 0-d tensor, or [...] without reduction. If no token counts, the mean is NaN and all
-    gradients are zero, as torch has it.
+    Returns:
+        fp32 (fp64 for fp64): a 0-d tensor, or [...] without reduction. If no token counts, the mean is NaN and all
+        gradients are zero, as torch has it.
 
     Raises:
         DataError: a label is out of range (on CUDA the device reports it, as in torch), or labels do not fit hidden.
@@ -397,7 +398,11 @@ def _check(
 
 
 def check_range(labels: Tensor, num_entries: int, ignore_index: int) -> None:
-    """Refuses labels outside of the vocabulary with a DataError; on CUDA the device does, so that nobody waits."""
+    """Check that labels lie in the vocabulary; on CUDA the device checks, so that the host does not wait.
+
+    Raises:
+        DataError: a label is out of range.
+    """
     fits = ((labels >= 0) & (labels < num_entries)) | (labels == ignore_index)
     rule = f"but it must be in [0, {num_entries}), the vocabulary, or {ignore_index} (ignore_index)"
     if labels.is_cuda:

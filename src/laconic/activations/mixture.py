@@ -1,6 +1,6 @@
-"""Recognizes the two parts of a mixture-of-experts block that hold weights of their own: router and experts.
+"""Recognizes the two parts of a mixture-of-experts block that have weights of their own: router and experts.
 
-Like every site they are told by what they compute, tried on a few random numbers with small random weights.
+Like every site they are recognized by what they compute, tried on a few random numbers with small random weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ __all__ = ["ExpertsSpec", "RouterSpec", "experts_of", "router_of"]
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Experts in fused parameters: forward(hidden [tokens, features], index [tokens, k], weights [tokens, k]), or
-    forward(rows [q, features] sorted by expert, counts [experts])."""
+    """Experts in fused parameters.
+
+    Their forward takes (hidden [tokens, features], index [tokens, k], weights [tokens, k]), or (rows [q, features]
+    sorted by expert, counts [experts]).
+    """
 
     num_experts: int
     hidden_size: int
@@ -35,7 +38,7 @@ class RouterSpec:
 
 
 def experts_of(module: nn.Module) -> ExpertsSpec | None:
-    """What a module of fused experts computes, or None if it is no such module.
+    """The description of a module of fused experts, or None if it is no such module.
 
     Its parameters all begin with the dimension of the experts. Its output is, for each token, the sum over its experts
     times their weights, in whatever order they are named; or for rows sorted by expert, each row's own expert's.
@@ -111,7 +114,10 @@ def _narrow_parameters(module: nn.Module, narrow: int, wide: int) -> Iterator[tu
 
 
 def router_of(module: nn.Module) -> RouterSpec | None:
-    """What a router computes, or None if the module is none: logits of its weight, and integer choices among them."""
+    """The description of a router, or None if the module is none.
+
+    A router returns the logits of its weight, and integer choices among them.
+    """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or any(True for _ in module.children()) or isinstance(module, nn.Linear):
         return None

@@ -1,8 +1,8 @@
-"""Packed bytes in the host's memory while they wait for backward.
+"""Offloads packed bytes to host memory until backward.
 
-On a GPU, codes and scales are copied to pinned memory on a stream of their own while forward goes on. In backward they
-come back on another stream, and asking for one starts the copies of those that will be asked for next, so that the way
-back hides behind the computation as well. For tensors that are in the host's memory already there is nothing to do.
+On a GPU, codes and scales are copied to pinned memory on a side stream while forward goes on. In backward they are
+copied back on another stream, and fetching one prefetches those that will be asked for next, so that computation
+overlaps both directions. Tensors in host memory stay where they are.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AHEAD", "Copier", "Lane", "Parcel", "lane_of"]
+__all__ = ["AHEAD", "Copier", "Offloader", "OffloadHandle", "offloader_of"]
 
 AHEAD = 8
-"""How many parcels are fetched before they are asked for; a decoder layer sends about that many."""
+"""How many offloaded values are prefetched; a decoder layer sends about that many."""
 
 Tensors = tuple[Tensor, ...]
 
 
 class Copier(Protocol):
-    """Moves tensors between a device and the host. What it starts runs in the background."""
+    """Copies tensors between a device and the host in the background."""
 
     def send(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Starts copies to the host: the host tensors, and a mark of the moment they are complete."""
+        """Start copies to the host: the host tensors, and an event of their completion."""
         ...
 
     def fetch(self, tensors: Tensors, sent: Any) -> tuple[Tensors, Any]:
-        """Starts copies to the device once `sent` has come: the device tensors, and a mark of their completion."""
+        """Start copies to the device after the event `sent`: the device tensors, and an event of their completion."""
         ...
 
     def wait(self, tensors: Tensors, fetched: Any) -> None:
-        """Lets the computation wait for `fetched`, of which `tensors` are the result."""
+        """Make the computation wait for the event `fetched`, of which `tensors` are the result."""
         ...
 
 
-class Parcel:
-    """Tensors of one kept value on their way to the host and back. The host tensors belong to whoever saves them.
+class OffloadHandle:
+    """State of one offloaded value. Whoever saves the host tensors owns them.
 
     Args:
-        host: the tensors in the host's memory.
-        sent: the copier's mark.
-        before: what was sent before it.
+        host: the tensors in host memory.
+        sent: the copier's event.
+        before: the handle of the value offloaded before.
     """
 
-    def __init__(self, host: Tensors, sent: Any, before: weakref.ref[Parcel] | None) -> None:
+    def __init__(self, host: Tensors, sent: Any, before: weakref.ref[OffloadHandle] | None) -> None:
         self.host = tuple(weakref.ref(tensor) for tensor in host)
         self.sent = sent
         self.before = before
@@ -55,8 +55,8 @@ class Parcel:
         self.was_asked_for = False
 
 
-class Lane:
-    """The way between one device and the host.
+class Offloader:
+    """Offloads values of one device and prefetches them in backward.
 
     Args:
         copier: does the copying; None if there is nothing to copy.
@@ -64,39 +64,39 @@ class Lane:
 
     def __init__(self, copier: Copier | None) -> None:
         self._copier = copier
-        self._last: weakref.ref[Parcel] | None = None
+        self._last: weakref.ref[OffloadHandle] | None = None
 
-    def send(self, tensors: Tensors) -> tuple[Tensors, Parcel | None]:
-        """What to save for backward in place of `tensors`, and the parcel that `fetch` wants to see."""
+    def send(self, tensors: Tensors) -> tuple[Tensors, OffloadHandle | None]:
+        """The tensors to save for backward in place of `tensors`, and the handle to pass to `fetch`."""
         if self._copier is None:
             return tensors, None
         host, sent = self._copier.send(tensors)
-        parcel = Parcel(host, sent, self._last)
-        self._last = weakref.ref(parcel)
-        return host, parcel
+        handle = OffloadHandle(host, sent, self._last)
+        self._last = weakref.ref(handle)
+        return host, handle
 
-    def fetch(self, host: Tensors, parcel: Parcel | None) -> Tensors:
-        """The tensors on their device again, and a start for those that were sent before them."""
-        if self._copier is None or parcel is None:
+    def fetch(self, host: Tensors, handle: OffloadHandle | None) -> Tensors:
+        """The tensors on their device again; starts to prefetch those sent before them."""
+        if self._copier is None or handle is None:
             return host
-        tensors, fetched = parcel.back or self._copier.fetch(host, parcel.sent)
-        parcel.back, parcel.was_asked_for = None, True
-        self._fetch_ahead(parcel)
+        tensors, fetched = handle.back or self._copier.fetch(host, handle.sent)
+        handle.back, handle.was_asked_for = None, True
+        self._fetch_ahead(handle)
         self._copier.wait(tensors, fetched)
         return tensors
 
-    def _fetch_ahead(self, parcel: Parcel) -> None:
-        """Backward asks for parcels from the last to the first, so those sent before this one come next."""
+    def _fetch_ahead(self, handle: OffloadHandle) -> None:
+        """Prefetches values sent before this one: backward asks for them from the last to the first."""
         assert self._copier is not None
         for _ in range(AHEAD):
-            earlier = None if parcel.before is None else parcel.before()
+            earlier = None if handle.before is None else handle.before()
             if earlier is None:
                 return
             host = tuple(tensor for tensor in (reference() for reference in earlier.host) if tensor is not None)
             # A second pass over a retained graph fetches when it asks: it may be the last, or not come at all.
             if earlier.back is None and not earlier.was_asked_for and len(host) == len(earlier.host):
                 earlier.back = self._copier.fetch(host, earlier.sent)
-            parcel = earlier
+            handle = earlier
 
 
 class CudaCopier:
@@ -111,6 +111,7 @@ class CudaCopier:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def send(self, tensors: Tensors) -> tuple[Tensors, torch.cuda.Event]:
+        """Copy to pinned memory on the outgoing stream, after the work of the current stream."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
@@ -120,12 +121,14 @@ class CudaCopier:
         return host, self._out.record_event()
 
     def fetch(self, tensors: Tensors, sent: torch.cuda.Event) -> tuple[Tensors, torch.cuda.Event]:
+        """Copy back to the device on the incoming stream, after the event `sent`."""
         self._back.wait_event(sent)
         with torch.cuda.stream(self._back):
             back = tuple(t.to(self._device, non_blocking=True) for t in tensors)
         return back, self._back.record_event()
 
     def wait(self, tensors: Tensors, fetched: torch.cuda.Event) -> None:
+        """Make the current stream wait for the event `fetched`."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(fetched)
         for tensor in tensors:
@@ -133,6 +136,6 @@ class CudaCopier:
 
 
 @cache
-def lane_of(device: torch.device) -> Lane:
-    """The lane of a device; there is one for each."""
-    return Lane(CudaCopier(device) if device.type == "cuda" else None)
+def offloader_of(device: torch.device) -> Offloader:
+    """The offloader of a device; there is one for each."""
+    return Offloader(CudaCopier(device) if device.type == "cuda" else None)

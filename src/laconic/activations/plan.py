@@ -1,8 +1,8 @@
-"""Who decides how many bits, and the decision itself as data.
+"""Policies, and their decisions as data.
 
-A policy looks at a site's description, never at tensors, and answers with a `Choice`: a format, a format in the host's
-memory, to compute it again, or None for "leave it exact". Asking it about every site of a model gives the plan: a table
-that prints, saves and loads.
+A policy looks at a site's description, never at tensors, and answers with a `Choice`: a format, a format in host
+memory, recomputation, or None for "leave it exact". Asking it about every site of a model gives the plan: a table that
+prints, saves and loads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ keys are off by a fifth (benchmarks/results/gradient_error_*).
 
 
 def uniform(format: Choice, attention: Choice = None) -> Policy:
-    """The policy that gives every site the same format, but attention its own."""
+    """The policy that gives every site the same format, except attention."""
     return lambda site: attention if site.kind == "attention" else format
 
 
@@ -51,10 +51,12 @@ def careful_head(format: BlockFormat | None, attention: Choice = None) -> Policy
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The choice for each site by name, and the layers that are computed again as a whole.
+    """The choice for each site by name, and the layers that are recomputed as a whole.
 
-    choices: of the sites; those that are not named stay exact. layers: names of decoder layers, each with the format in
-    which its input is kept (None: exact). Nothing else of such a layer is kept, whatever `choices` says.
+    Attributes:
+        choices: of the sites; those that are not named stay exact.
+        layers: names of recomputed decoder layers, each with the format of its saved input (None: exact). Nothing else
+            of such a layer is saved, whatever `choices` says.
     """
 
     choices: Mapping[str, Choice]
@@ -62,14 +64,14 @@ class ActivationPlan:
 
     @classmethod
     def make(cls, sites: Iterable[Site], policy: Policy) -> ActivationPlan:
-        """Asks the policy about every site."""
+        """The plan of a policy for these sites."""
         return cls({site.name: policy(site) for site in sites})
 
     def check(self, sites: Iterable[Site]) -> None:
-        """Refuses a plan with sites or layers that the model does not have, and choices that a site cannot follow.
+        """Check that the model has the plan's sites and layers, and that each site can follow its choice.
 
         Raises:
-            ModelError: names the first of these.
+            ModelError: names the first that does not fit.
         """
         known = {site.name: site for site in sites}
         for name, choice in self.choices.items():
@@ -93,7 +95,7 @@ class ActivationPlan:
                 )
 
     def recomputes(self, site: Site) -> bool:
-        """Whether the site is inside of a layer that is computed again as a whole."""
+        """Whether the site is inside of a layer that is recomputed as a whole."""
         return any(site.name.startswith(f"{layer}.") for layer in self.layers)
 
     def to_json(self) -> str:
@@ -109,7 +111,7 @@ class ActivationPlan:
 
     @classmethod
     def from_json(cls, text: str) -> ActivationPlan:
-        """Reads what `to_json` wrote, now or in version 1, which had neither layers nor other entries than formats.
+        """Read what `to_json` wrote, now or in version 1, which had neither layers nor other entries than formats.
 
         Raises:
             FormatError: the text is not such a plan.

@@ -1,10 +1,9 @@
-"""Runs a model's forward and leaves no trace of it in the model.
+"""Runs a model's forward and restores the model afterwards.
 
 A forward may change what it runs on: running statistics, power iterations, counters, caches, embeddings that are
-renormalized in place, a configuration in which the kind of loss is noted. What is small (attributes, containers,
-flags) is noted beforehand and put back. Buffers are copied beforehand, because batch norm does not tell that it writes
-to them. Other tensors are copied when an operation is about to write to them, so that memory is paid for those that
-change.
+renormalized in place, a configuration in which the kind of loss is noted. Small state (attributes, containers, flags)
+is recorded beforehand and put back. Buffers are copied beforehand, because batch norm does not announce its writes.
+Other tensors are copied when an operation is about to write to them, so that memory is paid only for those that change.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _DEPTH = 4
 
 @contextmanager
 def preserved(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """What runs inside leaves `model`, the tensors in `inputs` and all random generators as they were.
+    """After the block, `model`, the tensors in `inputs` and all random generators are as they were before.
 
     That is: parameters, buffers and other tensors that modules hold, with their values, gradients and requires_grad;
     modules' attributes, containers and plain objects among them (such as a configuration), modes and hooks; and the
@@ -55,7 +54,7 @@ def preserved(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
 
 
 class _State:
-    """What was found, as actions that bring it back."""
+    """The recorded state, as actions that restore it."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -64,12 +63,13 @@ class _State:
         self._note_generators()
 
     def put_back(self) -> None:
+        """Run the actions, the last one first."""
         self.writes.put_back()
         for undo in reversed(self._undo):
             undo()
 
     def note(self, value: Any, depth: int) -> None:
-        """Notes a value and what it holds."""
+        """Record a value and what it holds."""
         if depth == 0 or id(value) in self._seen or isinstance(value, _LEFT_OUT):
             return
         self._seen[id(value)] = value
@@ -152,18 +152,19 @@ class _Writes(TorchDispatchMode):
         self._copies: dict[int, torch.UntypedStorage] = {}
 
     def watch(self, tensor: Tensor) -> None:
-        """Brings this tensor's bytes back at the end."""
+        """Restore this tensor's bytes at the end."""
         storage = local_part(tensor.detach()).untyped_storage()
         if storage.device.type != "meta":
             self._watched[storage._cdata] = storage
 
     def copy(self, tensor: Tensor) -> None:
-        """Copies a watched tensor now, unless that has been done."""
+        """Copy a watched tensor now, unless that has been done."""
         key = local_part(tensor.detach()).untyped_storage()._cdata
         if key in self._watched and key not in self._copies:
             self._copies[key] = self._watched[key].clone()
 
     def put_back(self) -> None:
+        """Restore the copied tensors."""
         for key, copy in self._copies.items():
             self._watched[key].copy_(copy)
 

@@ -1,4 +1,4 @@
-"""A forward that takes the place of a module's own and looks like it from outside.
+"""A forward that replaces a module's own and looks like it from outside.
 
 It is stored as the module's `forward`, so parameters, names, hooks and checkpoints of the module stay untouched, and a
 model with such forwards can be copied and pickled. Name, documentation, signature and keyword arguments are those of
@@ -34,10 +34,11 @@ class Replacement:
         self._first_name = _first_name(self._before, is_bound=self.replaced is not None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that replaces the module's own."""
         raise TypeError(f"{type(self).__name__} has to define __call__")
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
+        """The module's forward before the replacement."""
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -72,11 +73,11 @@ class Replacement:
         return MethodType(_like(self._before) if is_own else _like_bound(self._before), self)
 
     def install(self) -> None:
-        """Puts it in the place of the module's forward."""
+        """Replace the module's forward."""
         self.module.forward = self.forward
 
     def remove(self) -> None:
-        """Gives the module the forward back that was there before."""
+        """Restore the module's forward."""
         if self.replaced is None:
             del self.module.forward
         else:
@@ -104,6 +105,7 @@ class ModelReplacement(Replacement):
         self._resemble()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`run` while this forward is enabled, else the original one."""
         if args and args[0] is self.module:  # bound to the model by a host
             args = args[1:]
         return self.run(*args, **kwargs) if self.enabled else self.original(*args, **kwargs)
@@ -113,9 +115,11 @@ class ModelReplacement(Replacement):
         raise TypeError(f"{type(self).__name__} has to define run")
 
     def install(self) -> None:
+        """Store this object as the module's forward."""
         self.module.forward = self
 
     def remove(self) -> None:
+        """Restore the module's forward, or turn this one off where a host has wrapped it."""
         if self.module.__dict__.get("forward") is self:
             super().remove()
         else:
@@ -138,7 +142,7 @@ class ModelReplacement(Replacement):
 
 
 def replacements_of(module: nn.Module) -> Iterator[Replacement]:
-    """What stands in for a module's forward, the outermost first, also under what hosts have wrapped around it."""
+    """The replaced forwards of a module, the outermost first, also below wrappers of hosts."""
     forward = module.__dict__.get("forward")
     while forward is not None:
         owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
@@ -151,7 +155,11 @@ def replacements_of(module: nn.Module) -> Iterator[Replacement]:
 
 
 def check_module(model: object) -> None:
-    """Refuses with a ModelError what is no module, such as the name of a model."""
+    """Check that `model` is a module and not, for example, its name.
+
+    Raises:
+        ModelError: it is none.
+    """
     if not isinstance(model, nn.Module):
         given = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
         raise ModelError(

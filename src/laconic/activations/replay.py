@@ -1,22 +1,22 @@
-"""Runs forward code for its value alone, and a second time, in backward, in the state it ran in the first time."""
+"""Runs forward code for its value alone, and runs it again in backward in the state of the first run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Replay", "forgets", "forgetting"]
+__all__ = ["Replay", "forgets", "forgetting", "swapped_parameters"]
 
 
 def forgetting() -> AbstractContextManager[Any]:
-    """Inside, code runs as it would for backward, and nothing is kept for it.
+    """While the block runs, code takes the path of training, but autograd saves nothing.
 
-    Not without gradients: torch picks some of its kernels by whether a gradient is wanted, and their bits differ. In a
-    graph of torch.compile, which has bits of its own, it is without gradients.
+    Gradients stay enabled: torch picks some of its kernels by whether a gradient is wanted, and their bits differ. In a
+    graph of torch.compile, which has bits of its own, they are disabled.
     """
     if torch.compiler.is_compiling():
         return torch.no_grad()
@@ -24,7 +24,7 @@ def forgetting() -> AbstractContextManager[Any]:
 
 
 def forgets() -> bool:
-    """Whether what runs now is inside of `forgetting`."""
+    """Whether the running code is inside of `forgetting`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0] is _forget
 
@@ -37,16 +37,31 @@ def _forgotten(nothing: None) -> Tensor:
     raise RuntimeError("laconic: backward through a value that is computed without keeping anything for it")
 
 
+@contextmanager
+def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of a module's parameters, by qualified name, while the block runs."""
+    owners = [module.get_submodule(name.rpartition(".")[0])._parameters for name in others]
+    places = list(zip(owners, (name.rpartition(".")[2] for name in others), others.values(), strict=True))
+    before = [parameters[name] for parameters, name, _ in places]
+    try:
+        for parameters, name, tensor in places:
+            parameters[name] = cast(nn.Parameter, tensor)  # autograd needs leaves here, not parameters
+        yield
+    finally:
+        for (parameters, name, _), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter
+
+
 class Replay:
-    """A computation's surroundings: the random state it started from, whether autocast was on, and a module's mode.
+    """The environment of a computation: its random state, autocast, and the mode of a module.
+
+    `run` calls a function for the first time. `again` wants its state back: the states of the random generators (uint8,
+    on the CPU), or none if the function drew nothing. Whoever saves tensors for backward saves them too, so that they
+    are counted and freed like any of those.
 
     Args:
         device: where the computation runs.
         module: whose code runs, in training or in evaluation.
-
-    `run` calls a function for the first time. `state` are the tensors that `again` wants back: the states of the random
-    generators (uint8, on the CPU), or none if the function drew nothing. They are held by whoever saves tensors for
-    backward, so that they are counted and freed like any of those.
     """
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
@@ -58,7 +73,7 @@ class Replay:
         self._cache = torch.is_autocast_cache_enabled()
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The value of `function()`, and the state to give to `again`."""
+        """The value of `function()`, and the state for `again`."""
         before = self._generators()
         value = function()
         drew = any(not torch.equal(old, new) for old, new in zip(before, self._generators(), strict=True))
@@ -66,7 +81,7 @@ class Replay:
 
     @contextmanager
     def again(self, state: tuple[Tensor, ...]) -> Iterator[None]:
-        """Inside, code draws and casts as it did in `run`; outside, the random state is as if nothing had happened."""
+        """While the block runs, code draws and casts as in `run`; then the random state is as before the block."""
         with ExitStack() as stack:
             if state:
                 devices = [self._device] if self._device.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""What a conversion found, what is kept at how many bits, and bytes per token before and after, by measurement.
+"""Report of a conversion: sites found, bits of each, and measured bytes per token before and after.
 
 The bytes are not computed from formulas that could drift away from the code: a forward of a few tokens runs on the
 model before and after, and a `SavedTensorTracker` counts.
@@ -28,7 +28,7 @@ __all__ = ["Measurement", "Report", "SiteReport", "measure", "saved_nbytes_per_t
 
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes kept for backward by one forward: of how many `tokens`, and `by_module` name (the root is "")."""
+    """Bytes saved for backward by one forward: of how many `tokens`, and `by_module` name (the root is "")."""
 
     tokens: int
     by_module: Mapping[str, int]
@@ -36,11 +36,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site, or one module that is no site but keeps something.
+    """One site, or one module that is no site but saves something.
 
-    shape: of the kept tensor per token. bits: per value (16: exact, 0: computed again). format: name of the block
-    format, with "on host" after it if it waits there, or "exact" or "recompute". origin: what the tensor is rebuilt
-    from if another site keeps it. The bytes are per token; None if the model could not be measured.
+    Attributes:
+        name: of the module.
+        kind: of the site.
+        shape: of the saved tensor per token.
+        bits: per value (16: exact, 0: recomputed).
+        format: name of the block format, with "on host" behind it if it is offloaded, or "exact" or "recompute".
+        origin: the kind of site whose saved tensors rebuild this one's; None if it saves its own.
+        before_nbytes_per_token, after_nbytes_per_token: None if the model could not be measured.
     """
 
     name: str
@@ -55,10 +60,15 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `compress_activations` did.
+    """The result of `compress_activations`.
 
-    rows: every site in model order, then every other module that keeps tensors, left exact. before, after: the measured
-    forwards; None if the model could not be run, and then `unmeasured` says why. dtype: of the model's parameters.
+    Attributes:
+        mode: "sites" or "hooks".
+        dtype: of the model's parameters.
+        rows: every site in model order, then every other module that saves tensors, left exact.
+        before, after: the measured forwards; None if the model could not be run, and then `unmeasured` says why.
+        kinds: kind of each module.
+        unmeasured: see `before`.
     """
 
     mode: str
@@ -81,7 +91,7 @@ class Report:
 
     @property
     def left_exact(self) -> tuple[str, ...]:
-        """Names of the modules that keep tensors exactly as before because no site covers them."""
+        """Names of the modules that save tensors exactly as before because no site covers them."""
         return tuple(row.name for row in self.rows if row.format == "exact" and row.after_nbytes_per_token)
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,7 +170,7 @@ class Report:
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measurement:
-    """Runs one forward and counts what it keeps for backward. Everything in the model stays as it was."""
+    """Run one forward and count the bytes that it saves for backward. Everything in the model stays as it was."""
     with preserved(model, inputs), torch.enable_grad(), SavedTensorTracker(model) as tracker:
         model(**inputs)
     return Measurement(tokens, dict(tracker.by_module))
@@ -305,7 +315,7 @@ def make_report(
     after: Measurement | None,
     unmeasured: str | None,
 ) -> Report:
-    """Puts sites, the input formats of layers that are computed again, and measurements together."""
+    """The report from sites, the input formats of recomputed layers, and measurements."""
     kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
     kinds |= {site.name: site.kind for site, _, _ in sites}
 

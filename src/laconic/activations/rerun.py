@@ -1,10 +1,10 @@
 """Code that runs again in backward, in graphs of torch.compile.
 
-[Note: run again in a compiled graph]
-In eager mode an autograd function runs such code (attention, experts) in its backward. In a graph it is enough to say
-what depends on what: the code is traced twice, once on the exact tensors without gradients (the value), once on tensors
-rebuilt from packed ones (the second run), and the value is given the gradient of the second run. Nothing in forward
-needs the second run, so the partitioner moves it to backward, and the smallest thing that carries it there is codes.
+[Note: run again in a compiled graph] In eager mode an autograd function runs such code (attention, experts) in its
+backward. In a graph it is enough to state the dependencies: the code is traced twice, once on the exact tensors without
+gradients (the value), once on tensors rebuilt from packed ones (the second run), and the value is given the gradient of
+the second run. Nothing in forward needs the second run, so the partitioner moves it to backward, and the smallest thing
+that carries it there is codes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["graft", "rebuilt"]
 
 @traceable
 def rebuilt(x: Tensor, format: Packing, origin: str, share: bool) -> Tensor:
-    """What backward will have in place of `x`, with the gradient of x.
+    """The tensor that backward has in place of `x`, with the gradient of x.
 
     Args:
         x: floating-point tensor of any shape.
         format: how it is packed.
         origin: kind of the site that asks.
-        share: whether what is kept for x already, or held by its producer, will do.
+        share: whether tensors that are saved for x already, or held by its producer, are used instead.
     """
     kept = keep(x, format, origin) if share else pack(x, format, origin)
     kept.memo.announce()
@@ -40,7 +40,7 @@ def rebuilt(x: Tensor, format: Packing, origin: str, share: bool) -> Tensor:
 
 @traceable
 def graft(value: Tensor, again: Tensor, origin: str) -> Tensor:
-    """`value` with the gradient of `again`; whoever needs the value in backward gets `again` instead."""
+    """`value` with the gradient of `again`; a function that saves the value for backward saves `again` instead."""
     y: Tensor = _PassOn.apply(again, (value,))
     attach(y, Kept((again.detach(),), Memo(lambda tensors, after: tensors[0]), origin))
     return y

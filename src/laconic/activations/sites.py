@@ -1,13 +1,13 @@
 """Finds the places in a model where backward needs a tensor.
 
 A module is recognized by what it computes, not by its class name: a candidate that has the right parts is run on a few
-random numbers and compared with the formula it seems to follow. So Llama's, Gemma's and OLMo's norms are told apart by
-their values, a model class nobody has heard of is recognized if it computes the same thing, and one that looks familiar
-but does something else is left alone.
+random numbers and compared with the formula it seems to follow. So Llama's, Gemma's and OLMo's norms are distinguished
+by their values, a model class nobody has heard of is recognized if it computes the same thing, and one that looks
+familiar but does something else is left alone.
 
 A formula stands only for modules without parts (norm, linear, activation), and only if they compute it in training and
-in evaluation alike. Whatever is put together from them (feed-forward block, attention, experts, router) runs its own
-code, so what that does beyond the formula, such as dropout, is done.
+in evaluation alike. Composed modules (feed-forward block, attention, experts, router) run their own code, so that
+anything they do beyond the formula, such as dropout, is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
-from laconic.activations.trial import has_settings, outcome, own_forward, settled
+from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled
 
 __all__ = ["AttentionSpec", "LinearSpec", "MlpSpec", "Site", "find_sites"]
 
@@ -39,8 +39,12 @@ class LinearSpec:
 class MlpSpec:
     """A feed-forward block: down(act(gate(x)) * up(x)), or down(act(gate(x))) if `up` is None.
 
-    gate, up, down, act: names of the children. fused: `gate` returns gate and up side by side. That is what it computes
-    in evaluation; in training there may be dropout, noise and the like anywhere in it.
+    That is the formula in evaluation; in training there may be dropout, noise and the like anywhere in it.
+
+    Attributes:
+        gate, up, down, act: names of the children.
+        activation: key of `ACTIVATIONS`.
+        fused: `gate` returns gate and up side by side.
     """
 
     gate: str
@@ -53,9 +57,10 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention through Hugging Face's `AttentionInterface`; heads: features of query, key and value heads per token.
+    """Attention through Hugging Face's `AttentionInterface`.
 
-    `heads` is None where the configuration does not tell.
+    Attributes:
+        heads: features of query, key and value heads per token; None where the configuration does not tell.
     """
 
     heads: tuple[int, int, int] | None
@@ -65,10 +70,15 @@ class AttentionSpec:
 class Site:
     """A place where backward needs a tensor.
 
-    name: the module's qualified name. kind: see the annotation. layer: index of the decoder layer,
-    None outside of the stack. features: shape per token of what the site keeps if it has to keep it itself; for an mlp
-    gate and up together, for attention query, key and value. spec: what exactly it computes. head: whether it is a norm
-    or linear behind a stack of layers, such as the final norm and the output projection of a language model.
+    Attributes:
+        name: the module's qualified name.
+        kind: of site.
+        layer: index of the decoder layer, None outside of the stack.
+        features: shape per token of the tensor that the site saves if it has to save its own; for an mlp gate and up
+            together, for attention query, key and value.
+        spec: what exactly the module computes.
+        head: whether it is a norm or linear behind a stack of layers, such as the final norm and the output projection
+            of a language model.
     """
 
     name: str
@@ -131,7 +141,7 @@ def _multiplies(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     tensors = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(3, generator=generator)}
     x = torch.randn(2, 4, generator=generator)
-    if module._parameters.keys() != tensors.keys() or not has_settings(module):
+    if module._parameters.keys() != tensors.keys() or not has_plain_attributes(module):
         return False
     got = settled(module, tensors, x, attributes={"nf": 3})
     return got is not None and _same(got, torch.addmm(tensors["bias"], x, tensors["weight"]))
@@ -151,7 +161,7 @@ def _norm(module: nn.Module) -> NormSpec | None:
     weight = module._parameters.get("weight")  # not the attribute: a parametrized one is computed anew, and may change
     if weight is None or weight.dim() != 1:
         return None
-    if any(True for _ in module.children()) or not has_settings(module):
+    if any(True for _ in module.children()) or not has_plain_attributes(module):
         return None
     if not set(module._parameters) <= {"weight", "bias"} or len(module._buffers) > 0:
         return None
@@ -261,7 +271,11 @@ def _computes(module: nn.Module, spec: MlpSpec) -> bool:
 
 def _activation(module: nn.Module) -> str | None:
     """The name in `ACTIVATIONS` of what an elementwise module without parts computes."""
-    if any(True for _ in module.parameters()) or any(True for _ in module.children()) or not has_settings(module):
+    if (
+        any(True for _ in module.parameters())
+        or any(True for _ in module.children())
+        or not has_plain_attributes(module)
+    ):
         return None
     x = torch.linspace(-8, 8, 1001)
     got = settled(module, {}, x)  # one that works in place, and would overwrite what is to be kept, is not

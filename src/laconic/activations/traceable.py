@@ -1,9 +1,9 @@
-"""How the functions of this package get into graphs of torch.compile.
+"""Makes the functions of this package traceable by torch.compile.
 
-[Note: functions under torch.compile]
-Dynamo puts a call of a `traceable` function into its graph without looking inside, and AOTAutograd runs this very
-Python code on its tracing tensors: notes on tensors, memos, autograd functions and their backward included. So a
-compiled graph computes and saves what the eager code does. A traceable function has to keep to this:
+[Note: functions under torch.compile] Dynamo puts a call of a `traceable` function into its graph without looking
+inside, and AOTAutograd runs this very Python code on its tracing tensors: notes on tensors, memos, autograd functions
+and their backward included. So a compiled graph computes and saves what the eager code does. A traceable function has
+to keep to these rules:
 
 - Tensors are arguments (parameters too; never looked up on a module), alone or in tuples and dictionaries.
 - Everything else is a number, a string, a dtype, or an object of a dataclass given to `argument_class`, guarded by

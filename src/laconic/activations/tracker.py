@@ -1,7 +1,7 @@
-"""Counts what autograd keeps for backward, and says which module kept it.
+"""Counts the bytes that autograd saves for backward, by module.
 
-A saved tensor counts once per storage, whoever else saves it: that is what memory sees. Parameters and buffers are
-there anyway and do not count. The tracker watches and changes nothing: values are handed back as they came.
+A saved tensor counts once per storage, however many functions save it: that is what memory sees. Parameters and buffers
+exist anyway and do not count. The tracker watches and changes nothing: values are handed back as they came.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPEN: list[SavedTensorTracker] = []
 
 
 def observe(*tensors: Tensor) -> None:
-    """Shows open trackers tensors that saved-tensor hooks keep; the innermost hooks hide them from all others."""
+    """Show open trackers tensors that saved-tensor hooks save: the innermost hooks hide them from all others."""
     for tracker in _OPEN:
         for tensor in tensors:
             tracker.count(tensor)
@@ -73,14 +73,14 @@ def _compiled(root: nn.Module) -> set[nn.Module]:
 class SavedTensorTracker:
     """Context manager that counts the bytes autograd saves while it is open.
 
+    After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
+    Tensors that were moved to pinned host memory count in `host_nbytes` instead.
+
+    A tensor is booked on the innermost module that was running when its storage was saved first; tensors that a
+    compiled module saves are booked on the module that called it. A checkpointed region saves its input only.
+
     Args:
         module: the model whose forward runs inside; its submodules give the names.
-
-    After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
-    What was moved to pinned memory of the host is in `host_nbytes` instead.
-
-    A tensor is booked on the innermost module that was running when its storage was saved first; what a compiled module
-    saves is booked on the module that called it. Of a region of activation checkpointing that is the input only.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -123,7 +123,7 @@ class SavedTensorTracker:
         self._parameters.update(own_storages(module))
 
     def count(self, tensor: Tensor) -> None:
-        """Books a tensor that is kept for backward, unless its storage has been booked or is a parameter's."""
+        """Book a tensor that is saved for backward, unless its storage has been booked or is a parameter's."""
         storage = local_part(tensor.detach()).untyped_storage()
         key = storage._cdata
         if key not in self._parameters and key not in self._seen:

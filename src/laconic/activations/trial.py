@@ -1,9 +1,9 @@
-"""Tries modules on a few numbers, without a trace: what runs is a twin that shares nothing but opaque objects.
+"""Tries modules on a few numbers: a twin runs that shares nothing but opaque objects, so the module stays unchanged.
 
-Values alone do not say what a module is. It may draw random numbers, or compute something else in training than in
-evaluation, or do so later, when somebody sets an attribute that was zero when the module was looked at. So a formula
-stands for a module only if both modes agree and nothing is drawn (`settled`), and only as long as its plain attributes
-are what they were then (`Settings`).
+Values alone do not identify a module. It may draw random numbers, or compute something else in training than in
+evaluation, or do so later, when somebody sets an attribute that was zero at the trial. So a formula stands for a module
+only if both modes agree and nothing is drawn (`settled`), and only as long as its plain attributes stay the same
+(`PlainAttributes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Settings", "has_settings", "outcome", "own_forward", "settled"]
+__all__ = ["PlainAttributes", "has_plain_attributes", "outcome", "own_forward", "settled"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -39,10 +39,10 @@ def outcome(
     attributes: Mapping[str, Any] | None = None,
     children: Mapping[str, nn.Module] | None = None,
 ) -> Any:
-    """What the module returns, run without gradients; None if it cannot be called like this.
+    """The output of the module, run without gradients; None if it cannot be called like this.
 
     Args:
-        module: what is tried; its hooks do not run, and nothing in it changes.
+        module: the module to try; its hooks do not run, and nothing in it changes.
         tensors: other parameters and buffers for it, by qualified name.
         args: of its forward.
         training: the mode of the module and of all that is in it; None leaves that.
@@ -55,9 +55,9 @@ def outcome(
 def settled(
     module: nn.Module, tensors: Mapping[str, Tensor], *args: Tensor, attributes: Mapping[str, Any] | None = None
 ) -> Tensor | None:
-    """The tensor that the module returns in training and in evaluation alike, drawing nothing and leaving `args` alone.
+    """The tensor that the module returns in training and in evaluation alike, without randomness or writes to `args`.
 
-    None if there is no such tensor. Arguments as of `outcome`.
+    None if there is no such tensor. Arguments are those of `outcome`.
     """
     found: list[Tensor] = []
     for training in (True, False):
@@ -130,17 +130,17 @@ def _twin(
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward that somebody else put on this very module, None if it has that of its class."""
+    """The forward set on this very module, None if it has that of its class."""
     forward: Any = module.__dict__.get("forward")
     while hasattr(getattr(forward, "__self__", forward), "replaced"):
         forward = getattr(forward, "__self__", forward).replaced
     return forward
 
 
-def has_settings(module: nn.Module) -> bool:
-    """Whether `Settings` can tell that this module still is what it was recognized as."""
+def has_plain_attributes(module: nn.Module) -> bool:
+    """Whether `PlainAttributes` can tell that this module still computes what was recognized."""
     try:
-        Settings(module)
+        PlainAttributes(module)
     except TypeError:
         return False
     return own_forward(module) is None
@@ -150,11 +150,11 @@ _NEVER = object()
 _INTERNAL = vars(nn.Module()).keys() | {"forward", "training", "_is_hf_initialized"}
 
 
-class Settings:
-    """The plain attributes that a module has now: numbers, strings and booleans, its own and those of its objects.
+class PlainAttributes:
+    """The plain attributes of a module: numbers, strings and booleans, its own and those of its objects.
 
     Args:
-        module: what was recognized; it has no children.
+        module: the recognized module; it has no children.
 
     Raises:
         TypeError: it holds something else that its forward may depend on, and is of no class of torch or transformers.
@@ -177,8 +177,8 @@ class Settings:
                 inside = getattr(value, "__dict__", {})
                 self._inside += [(name, key, item) for key, item in inside.items() if _is_plain(item)]
 
-    def hold(self, module: nn.Module) -> bool:
-        """Whether they are still the same."""
+    def unchanged(self, module: nn.Module) -> bool:
+        """Whether the module's plain attributes are still the same."""
         here = all(getattr(module, name, _NEVER) == value for name, value in self._seen)
         return here and all(
             getattr(getattr(module, name, None), key, _NEVER) == value for name, key, value in self._inside
