@@ -16,7 +16,7 @@ import torch
 
 from laconic.train.distributed.world import World, join_world, read_environment
 from laconic.train.launch.worker import leave
-from laconic.train.model_split import Chunk
+from laconic.train.model_split import ModelChunk
 from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
 
@@ -71,19 +71,19 @@ class Pipelined(Pair):
 
     def not_finite(self) -> None:
         """The second step's loss is NaN, which only the last stage sees."""
-        loss = Chunk.loss
+        loss = ModelChunk.loss
         calls = {"training": 0}
 
-        def spoilt(self: Chunk, x: torch.Tensor, labels: torch.Tensor, chunked: bool) -> torch.Tensor:
+        def spoilt(self: ModelChunk, x: torch.Tensor, labels: torch.Tensor, chunked: bool) -> torch.Tensor:
             calls["training"] += torch.is_grad_enabled()
             value = loss(self, x, labels, chunked)
             return value * float("nan") if torch.is_grad_enabled() and calls["training"] == 4 else value
 
-        Chunk.loss = spoilt  # type: ignore[method-assign]
+        ModelChunk.loss = spoilt  # type: ignore[method-assign]
         try:
             self.train(tiny_config(self.folder, "2-nan", TWO | LAYERS))
         finally:
-            Chunk.loss = loss  # type: ignore[method-assign]
+            ModelChunk.loss = loss  # type: ignore[method-assign]
 
     def refusals(self) -> None:
         self.expect_error("stages", tiny_config(self.folder, "stages", {"pipeline.stages": 3}))

@@ -12,7 +12,7 @@ import laconic
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
-from laconic.train.model_split import Chunk, Gap, balanced_split, mean_loss, split_model
+from laconic.train.model_split import Gap, ModelChunk, balanced_split, mean_loss, split_model
 from laconic.train.pipeline import StageModule
 
 VOCABULARY = 97
@@ -29,7 +29,7 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(0))
 
 
-def chained(chunks: list[Chunk], ids: Tensor) -> Tensor:
+def chained(chunks: list[ModelChunk], ids: Tensor) -> Tensor:
     x = ids[:, :-1]
     for chunk in chunks[:-1]:
         x = chunk.hidden_states(x)

@@ -96,11 +96,11 @@ def _start(num_processes: int, args: Sequence[str]) -> int:
     """Run the command in `num_processes` processes on this machine; the first exit code that is not 0."""
     if num_processes < 2:
         raise ConfigError(f"nproc is {num_processes}, but links need at least 2 processes")
-    from laconic.train.launch.rendezvous import local_meeting
+    from laconic.train.launch.rendezvous import local_rendezvous
 
     fixed = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     fixed |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with tempfile.TemporaryDirectory(prefix="laconic-") as scratch, local_meeting(Path(scratch)):
+    with tempfile.TemporaryDirectory(prefix="laconic-") as scratch, local_rendezvous(Path(scratch)):
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "laconic", "profile", *args],

@@ -1,0 +1,1 @@
+"""The reference trainer: configuration, data, distribution, steps, checkpoints and reports of a run."""

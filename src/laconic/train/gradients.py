@@ -1,10 +1,10 @@
-"""What becomes of gradients between backward and the update: kept dense or in codes, reduced, measured, clipped.
+"""Gradients between backward and the update: dense or in codes, reduced, measured, clipped.
 
-The kinds answer the same calls, so the loop is the same for both:
+All kinds have the same methods, so the loop is the same for all:
 
 - `DenseGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
-- `SpreadGradients`: the same where experts are spread over processes, whose gradients are averaged over other groups.
-- `WindowedGradients`: those again, the dense ones averaged in windows of the layers' backward.
+- `ExpertParallelGradients`: the same with expert parallelism: gradients of experts are averaged over other groups.
+- `OverlappedGradients`: those again, the dense ones averaged while backward of expert layers leaves links idle.
 - `StoredGradients`: 8 or 12 bits per element (laconic.gradients.compress_gradients), folded in after each backward and
   reduced as codes, or as FSDP2 does before they are stored.
 """
@@ -35,7 +35,14 @@ from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.data_parallel import accumulate, clip_gradients, full_value, gradient_norm
 from laconic.train.distributed.layout import Layout
 
-__all__ = ["DenseGradients", "Gradients", "SpreadGradients", "StoredGradients", "WindowedGradients", "make_gradients"]
+__all__ = [
+    "DenseGradients",
+    "Gradients",
+    "ExpertParallelGradients",
+    "StoredGradients",
+    "OverlappedGradients",
+    "make_gradients",
+]
 
 _CODES = BlockFormat("int8", 128)
 
@@ -45,15 +52,15 @@ class Gradients(ABC):
 
     @abstractmethod
     def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
-        """The context of the last micro-batch of a step, or of all `num_backwards` of a pipeline."""
+        """Context of the last micro-batch of a step, or of all `num_backwards` of a pipeline."""
 
     @abstractmethod
     def earlier_backward(self) -> AbstractContextManager[object]:
-        """The context of a micro-batch before the last."""
+        """Context of a micro-batch before the last."""
 
     @abstractmethod
     def reduce(self) -> None:
-        """Average over the replicas what backward has not averaged yet."""
+        """Average over the replicas the gradients that backward has not averaged yet."""
 
     @abstractmethod
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -69,39 +76,44 @@ class Gradients(ABC):
 
     @abstractmethod
     def prepare_update(self) -> None:
-        """Put gradients where the optimizer looks for them."""
+        """Put gradients where the optimizer reads them."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
 
     @property
-    def window_nbytes(self) -> int | None:
-        """Bytes of dense gradients that the last backward averaged in windows; None where there are no windows."""
+    def overlapped_nbytes(self) -> int | None:
+        """Bytes of dense gradients that the last backward averaged during expert layers; None without that overlap."""
         return None
 
 
 class DenseGradients(Gradients):
-    """Gradients as autograd makes them."""
+    """Gradients as autograd makes them.
+
+    Args:
+        model: plain, or wrapped in DDP or FSDP2, or the local chunks of a pipeline whose modules are wrapped.
+        codec: of the sums over copies of a parameter; None for torch's own.
+    """
 
     def __init__(self, model: nn.Module, codec: Codec | str | None = None) -> None:
-        """`model` is plain, or wrapped in DDP or FSDP2, or the parts of a pipeline whose modules are wrapped.
-
-        Copies are added up over `codec`; None means natively.
-        """
         self._model = model
         self._codec = codec
 
     def last_backward(self, num_backwards: int = 1) -> AbstractContextManager[object]:
+        """Context in which DDP or FSDP2 reduces."""
         return accumulate(self._model, last=True)
 
     def earlier_backward(self) -> AbstractContextManager[object]:
+        """Context in which DDP does not reduce."""
         return accumulate(self._model, last=False)
 
     def reduce(self) -> None:
+        """Does nothing: the wrapper has averaged."""
         pass
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Sum over `group` by an all-reduce per parameter; a missing gradient counts as zero."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -112,27 +124,36 @@ class DenseGradients(Gradients):
                 api.all_reduce(gradient, group, op="sum", codec=self._codec)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """2-norm of `parameter.grad`, gathered where parameters are sharded."""
         return full_value(gradient_norm(parameters))
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Scale `parameter.grad` of all parameters."""
         clip_gradients(self._model.parameters(), norm, max_norm)
 
     def prepare_update(self) -> None:
+        """Does nothing: the optimizer reads `parameter.grad`."""
         pass
 
     def clear(self) -> None:
+        """Set `parameter.grad` to None."""
         self._model.zero_grad(set_to_none=True)
 
 
-class SpreadGradients(DenseGradients):
-    """Gradients of a model whose experts are on other processes than the rest.
+class ExpertParallelGradients(DenseGradients):
+    """Gradients of a model with expert parallelism.
 
     Backward has brought an expert the gradients of all tokens of its EP group. They are added up over the processes
     that have the same experts and divided by the number of all, as FSDP2 has done already when backward ends.
+
+    Args:
+        model: plain, or wrapped in DDP or FSDP2.
+        experts: which of its parameters are experts.
+        grid: which processes have the same experts.
+        config: of the run.
     """
 
     def __init__(self, model: nn.Module, experts: Parallelized, grid: Grid, config: TrainConfig) -> None:
-        """`experts` and `grid` say which parameters those are, and who has the same."""
         super().__init__(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._experts = [p for p in experts.experts() if p.requires_grad] if config.parallel == "ddp" else []
@@ -142,6 +163,7 @@ class SpreadGradients(DenseGradients):
         self._codec: Codec | str = zip_codec(config) or Raw()
 
     def reduce(self) -> None:
+        """Average gradients of experts over the expert-data-parallel group; a missing one counts as zero."""
         for parameter in self._experts:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -155,20 +177,27 @@ class SpreadGradients(DenseGradients):
                 gradient.div_(self._grid.layout.dp)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """2-norm in which each expert counts once, whichever process has it."""
         return spread.norm(self._parameters)
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Scale the gradients of dense parameters and experts."""
         if max_norm > 0:
             spread.scale(self._parameters, norm, max_norm)
 
 
-class WindowedGradients(SpreadGradients):
-    """The same, the dense ones averaged while layers in chunks leave the wire between nodes idle (FSMoE)."""
+class OverlappedGradients(ExpertParallelGradients):
+    """The same, the dense ones averaged while chunked expert layers leave the link between nodes idle (FSMoE).
+
+    Args:
+        model: wrapped in FSDP2, or else bare.
+        experts, grid, config: as in `ExpertParallelGradients`.
+        group: over which the dense gradients are averaged.
+    """
 
     def __init__(
         self, model: nn.Module, experts: Parallelized, grid: Grid, config: TrainConfig, group: dist.ProcessGroup
     ) -> None:
-        """`model` is wrapped in FSDP2, or else bare; `group`: over whom the dense part is averaged."""
         super().__init__(model, experts, grid, config)
         if config.parallel == "fsdp":
             self._windows = grad_reduce.DenseGradients((), None)
@@ -181,45 +210,57 @@ class WindowedGradients(SpreadGradients):
                 layer.schedule.gradients = self._windows
 
     def earlier_backward(self) -> AbstractContextManager[object]:
+        """Context in which nothing is reduced."""
         return self._windows.no_sync()
 
     def reduce(self) -> None:
+        """Average the dense gradients that backward left over, then those of experts."""
         self._windows.finish()
         super().reduce()
 
     @property
-    def window_nbytes(self) -> int:
+    def overlapped_nbytes(self) -> int:
+        """Bytes of dense gradients that the last backward averaged during expert layers."""
         return sum(one.nbytes for one in self._windows.sent if one.window is not None)
 
 
 class StoredGradients(Gradients):
-    """Gradients in codes; each of `stores` has been put on some of the model's parameters."""
+    """Gradients in codes.
+
+    Args:
+        stores: each has been put on some of the model's parameters.
+        unpack: whether the optimizer needs dense gradients.
+        divided: the one of `stores` that holds sums.
+    """
 
     def __init__(
         self, stores: Sequence[CompressedGradients], unpack: bool, divided: CompressedGradients | None = None
     ) -> None:
-        """`unpack`: whether the optimizer needs dense gradients; `divided`: the one of `stores` that holds sums."""
         self._stores = tuple(stores)
         self._unpack = unpack
         self._divided = divided
 
     @contextmanager
     def last_backward(self, num_backwards: int = 1) -> Iterator[None]:
+        """Context in which the stores send buckets as they fill."""
         with ExitStack() as stack:
             for store in self._stores:
                 stack.enter_context(store.last_micro_batch(num_backwards))
             yield
 
     def earlier_backward(self) -> AbstractContextManager[object]:
+        """No context: hooks fold gradients into codes."""
         return nullcontext()
 
     def reduce(self) -> None:
+        """Finish the reduction of codes; divide sums by the number of processes."""
         for store in self._stores:
             store.reduce()
         if self._divided is not None:
             self._divided.scale_(1 / dist.get_world_size())
 
     def add_copies(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Sum over `group` by a quantized all-reduce of codes."""
         gradients = [quantized_gradient(parameter) for parameter in parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:  # the same at both ends: they run the same layers' worth of the same model
@@ -227,21 +268,25 @@ class StoredGradients(Gradients):
         all_reduce_quantized(present, group, average=False).wait()
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """2-norm computed on codes and scales."""
         if len(self._stores) == 1:
             return self._stores[0].norm(counted=parameters)
         return torch.stack([store.norm(counted=parameters) for store in self._stores]).square().sum().sqrt()
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply the scales."""
         if max_norm > 0:
             for store in self._stores:
                 store.scale_((max_norm / (norm.float() + 1e-6)).clamp(max=1.0))
 
     def prepare_update(self) -> None:
+        """Dequantize for an optimizer that needs dense gradients."""
         if self._unpack:
             for store in self._stores:
                 store.dequantize_to_grad()
 
     def clear(self) -> None:
+        """Set the stores to zero."""
         for store in self._stores:
             store.zero_()
 
@@ -251,30 +296,32 @@ def make_gradients(
 ) -> Gradients:
     """The gradients of `model` as the configuration asks; all processes call it together.
 
-    `model` is what `DenseGradients` takes, except that with 8 or 12 bits it is not wrapped in DDP. `experts` says where
-    its experts are.
+    Args:
+        config, layout: of the run.
+        model: as in `DenseGradients`, except that with 8 or 12 bits it is not wrapped in DDP.
+        experts: of the model, if it has expert parallelism.
     """
     grid = None if experts is None else experts.grid
     if config.gradients.bits == 32:
         if experts is None or grid is None:
             return DenseGradients(model, zip_codec(config))
         if config.moe.overlap_grad_reduce and layout.stage_group is not None:
-            return WindowedGradients(model, experts, grid, config, layout.stage_group)
-        return SpreadGradients(model, experts, grid, config)
+            return OverlappedGradients(model, experts, grid, config, layout.stage_group)
+        return ExpertParallelGradients(model, experts, grid, config)
     sharded = config.parallel == "fsdp" and layout.num_replicas > 1
     group, bits = None if sharded else layout.stage_group, config.gradients.bits
     unpack = config.optimizer.kind == "adamw"
     if experts is None or grid is None or sharded:
         return StoredGradients([compress_gradients(model, group, bits=bits)], unpack)
-    held = _Some(model, experts.experts())
+    held = _Subset(model, experts.experts())
     edp = grid.edp if grid.layout.edp > 1 else None
     sums = compress_gradients(held, edp, bits=bits, average=False)
     return StoredGradients(
-        [compress_gradients(_Some(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
+        [compress_gradients(_Subset(model, experts.dense()), group, bits=bits), sums], unpack, divided=sums
     )
 
 
-class _Some(nn.Module):
+class _Subset(nn.Module):
     """Some of a model's parameters, as a module with their names; buffers are left out."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -285,4 +332,5 @@ class _Some(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under their names in the model."""
         return ((prefix + name, parameter) for name, parameter in self._held.items())

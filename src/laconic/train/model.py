@@ -1,9 +1,9 @@
-"""From a `ModelConfig` to a Hugging Face causal language model, without a network unless asked.
+"""Builds a Hugging Face causal language model from a `ModelConfig`, without a network unless asked.
 
 Three origins: a family name with sizes (random weights), a local directory with only a config.json (random weights),
-and a local directory with weights in any form that from_pretrained loads. Which it was is logged. Parameters are fp32
-on the CPU; every rank that calls with the same arguments gets the same bits. transformers is imported inside, because
-it is an extra and slow to load.
+and a local directory with weights in any form that from_pretrained loads. The log says which. Parameters are fp32 on
+the CPU; every rank that calls with the same arguments gets the same bits. transformers is imported inside, because it
+is an extra and slow to load.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ def build_model(
 ) -> PreTrainedModel:
     """Build the model `config` describes: parameters fp32, on the CPU, in training mode.
 
-    `vocab_size` and `eos_token_id` come from the tokenizer and shape a model made from a family name; a directory keeps
-    its own. `max_sequence_length` (tokens) is the longest input the model must take. `seed` decides the initial weights
-    and leaves the caller's random state alone.
+    Args:
+        config: of the model.
+        vocab_size, eos_token_id: from the tokenizer; they shape a model made from a family name, a directory keeps its
+            own.
+        max_sequence_length: tokens of the longest input the model must take.
+        seed: decides the initial weights and leaves the caller's random state alone.
 
-    Raises ConfigError when the family, a field or the directory is not usable, and ModelError when a directory's files
-    cannot be read as a causal language model or lack weights.
+    Raises:
+        ConfigError: the family, a field or the directory is not usable.
+        ModelError: a directory's files cannot be read as a causal language model or lack weights.
     """
     try:
         import transformers  # noqa: F401
@@ -61,7 +65,11 @@ def build_model(
 
 
 def check_config(hf_config: Any, origin: str) -> None:
-    """Raise ModelError if a configuration names code on the hub, which transformers would fetch and run."""
+    """Check that a configuration names no code on the hub, which transformers would fetch and run.
+
+    Raises:
+        ModelError: it does.
+    """
     for part in (hf_config, hf_config.get_text_config()):
         chosen = getattr(part, "_attn_implementation", None)
         if isinstance(chosen, str) and "/" in chosen:
@@ -101,7 +109,7 @@ def _family_config(config: ModelConfig, vocab_size: int, max_sequence_length: in
     defaults = AutoConfig.for_model(family)
     known = set(defaults.to_dict()) | set(type(defaults).attribute_map)
     if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and "is_decoder" in known and not config.extra.get("is_decoder"):
-        # Such a family reads both ways unless told otherwise, and would learn to copy the token it should predict.
+        # Such a family attends in both directions by default, and would learn to copy the token it should predict.
         raise ConfigError(
             f"model.family is {family!r}, which attends in both directions; "
             "set is_decoder = true in model.extra to train it as a causal language model"
@@ -164,7 +172,11 @@ def _entries(parameters: dict[str, Any], name: str) -> list[Any]:
 
 
 def _check_experts(hf_config: Any, origin: str) -> None:
-    """Raise ConfigError if a token is to take more experts than there are: transformers finds out in the forward."""
+    """Check that a token takes no more experts than there are: transformers would fail in the forward.
+
+    Raises:
+        ConfigError: it does.
+    """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((number for name in names if (number := getattr(hf_config, name, None)) is not None), None)
     top_k = getattr(hf_config, "num_experts_per_tok", None)

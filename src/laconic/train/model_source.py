@@ -1,4 +1,4 @@
-"""What a model directory decides when the user has not: the tokenizer, the learning rate, and which weights there are.
+"""Defaults that a model directory decides: the tokenizer, the learning rate, and which weights there are.
 
 A directory that somebody saved holds a model together with the tokenizer it was trained with. Bytes instead of its
 tokens, the learning rate of a model without any training, or random weights where there are some that cannot be loaded
@@ -34,7 +34,8 @@ _NUM_BYTE_TOKENS = 257
 def settle(config: TrainConfig) -> TrainConfig:
     """`config` with data.tokenizer and optimizer.learning_rate filled in where they were left out, logging both.
 
-    Raises ConfigError or ModelError when model.path leaves open which tokenizer or weights are meant.
+    Raises:
+        ConfigError, ModelError: model.path leaves open which tokenizer or weights are meant.
     """
     path = config.model.path
     if config.data.tokenizer is None:
@@ -61,7 +62,8 @@ def settle(config: TrainConfig) -> TrainConfig:
 def find_weights(directory: Path) -> str | None:
     """The file that from_pretrained will load weights (or their index) from; None when `directory` holds no weights.
 
-    Raises ModelError when there are weights that from_pretrained does not load, naming them.
+    Raises:
+        ModelError: there are weights that from_pretrained does not load; the message names them.
     """
     for name in _LOADABLE:
         if (directory / name).is_file():
@@ -87,10 +89,12 @@ def find_weights(directory: Path) -> str | None:
 
 
 def own_tokenizer(path: str, allow_download: bool = False) -> str:
-    """What data.tokenizer is to be for the model at `path`: its own files, or "bytes" for a model of bytes.
+    """The value of data.tokenizer for the model at `path`: its own files, or "bytes" for a model of bytes.
 
-    `path` may be the name of a model on the hub with `allow_download`. Raises ConfigError when there is no tokenizer
-    and the model is not one of bytes.
+    `path` may be the name of a model on the hub with `allow_download`.
+
+    Raises:
+        ConfigError: there is no tokenizer and the model is not one of bytes.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -114,7 +118,7 @@ def _tokenizer_files(directory: Path) -> list[str]:
 
 
 def _num_entries(directory: Path) -> Any:
-    """The vocabulary's size in config.json; None if that cannot be told."""
+    """The vocabulary's size in config.json; None if it cannot be read."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
         return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

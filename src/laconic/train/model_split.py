@@ -1,11 +1,11 @@
 """Cuts a Hugging Face causal language model into the chunks of a pipeline; nothing here knows of processes.
 
-A chunk is the model itself with parts missing. Where a decoder layer is missing stands a `Gap`, which hands on what it
-is given, so the layers that are there keep their numbers, parameters keep their global names, and the model's own
-forward still makes masks and rotary positions for them. A chunk that is not the first takes its hidden states in at
-layer 0, whatever embeddings came before; one that is not the last gives out what reaches the last layer. Which modules
-come before and after the layers is found by watching a forward, and the chain of chunks is compared with the model bit
-for bit before it is used: a model that cannot be cut this way is refused, not trained wrongly.
+A chunk is the model itself with parts missing. A `Gap` replaces a missing decoder layer and passes its input on, so the
+layers that are there keep their numbers, parameters keep their global names, and the model's own forward still makes
+masks and rotary positions for them. A chunk that is not the first takes its hidden states in at layer 0, whatever
+embeddings came before; one that is not the last gives out what reaches the last layer. Watching a forward finds the
+modules before and after the layers, and the chain of chunks is compared with the model bit for bit before it is used: a
+model that cannot be cut this way is refused, not trained wrongly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from laconic.cost.memory import split as layer_split
 from laconic.errors import ConfigError, ModelError
 
-__all__ = ["Chunk", "Gap", "balanced_split", "decoder_stack", "mean_loss", "split_model"]
+__all__ = ["ModelChunk", "Gap", "balanced_split", "decoder_stack", "mean_loss", "split_model"]
 
 _TRIAL_TOKENS = 8
 
 
 class Gap(nn.Module):
-    """Stands for a decoder layer that another chunk has."""
+    """Replaces a decoder layer that another chunk has."""
 
     def __init__(self, layer: nn.Module, gives_tuple: bool) -> None:
         super().__init__()
@@ -42,22 +42,25 @@ class Gap(nn.Module):
         """Hidden states of the last forward."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Passes the hidden states on, in the form that the layer gives them."""
         self.given_out = hidden_states if self.taken_in is None else self.taken_in
         return (self.given_out,) if self._gives_tuple else self.given_out
 
 
 class Absent(nn.Module):
-    """Stands for an embedding, norm or head that another chunk has; what it gives is thrown away."""
+    """Replaces an embedding, norm or head that another chunk has; its output is thrown away."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The input, or a zero in place of token ids: a value that nothing reads."""
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-class Chunk(nn.Module):
+class ModelChunk(nn.Module):
     """Consecutive layers of a causal language model, with the embedding if they are the first and the head if the last.
 
-    `model` is the model with parts missing, under the global names; `entry` and `exit` are where hidden states [n, T,
-    hidden] come in and go out, None at the ends of the pipeline.
+    Args:
+        model: the model with parts missing, under the global names.
+        entry, exit: where hidden states [n, T, hidden] come in and go out, None at the ends of the pipeline.
     """
 
     def __init__(self, model: nn.Module, entry: Gap | None, exit: Gap | None) -> None:
@@ -68,16 +71,19 @@ class Chunk(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes tokens."""
+        """Whether the chunk takes tokens."""
         return self._gaps[0] is None
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives logits, and the loss."""
+        """Whether the chunk gives logits, and the loss."""
         return self._gaps[1] is None
 
     def hidden_states(self, x: Tensor) -> Tensor:
-        """What the layers of this chunk, not the last, make of `x`: tokens int64 [n, T] or hidden states [n, T, h]."""
+        """Hidden states [n, T, h] after the layers of this chunk, not the last.
+
+        `x` are tokens int64 [n, T] or hidden states [n, T, h].
+        """
         _, exit = self._gaps
         assert exit is not None
         with self._taken_in(x) as inputs:
@@ -114,8 +120,8 @@ class Chunk(nn.Module):
 def mean_loss(model: nn.Module, labels: Tensor, chunked: bool = False, **inputs: Tensor) -> Tensor:
     """Mean cross entropy, fp32 0-dim, of the model's predictions for `inputs` against `labels`, int64 [n, T].
 
-    chunked: the model was given `loss="chunked"` (laconic.compress_activations), which serves where gradients are
-    wanted. Labels of -100 do not count; with nothing else the loss is 0.
+    Labels of -100 do not count; with nothing else the loss is 0. `chunked` says that the model was given
+    `loss="chunked"` (laconic.compress_activations), which serves where gradients are wanted.
     """
     if chunked and torch.is_grad_enabled():
         # Labels are those of the next token already, so nothing is left to shift.
@@ -135,8 +141,10 @@ def decoder_stack(model: nn.Module) -> nn.ModuleList | None:
 def balanced_split(model: nn.Module, num_chunks: int) -> tuple[int, ...]:
     """Layers per chunk such that the work of the largest chunk, by parameters, is as small as it can be.
 
-    The head counts with the last chunk; looking up an embedding is no work. Raises ConfigError when there are fewer
-    layers than chunks.
+    The head counts with the last chunk; looking up an embedding is no work.
+
+    Raises:
+        ConfigError: there are fewer layers than chunks.
     """
     layers = _layers(model, num_chunks)
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -144,12 +152,15 @@ def balanced_split(model: nn.Module, num_chunks: int) -> tuple[int, ...]:
     return layer_split.balanced_split([_num_parameters(layer) for layer in layers], num_chunks, last=last)
 
 
-def split_model(model: nn.Module, split: Sequence[int]) -> list[Chunk]:
+def split_model(model: nn.Module, split: Sequence[int]) -> list[ModelChunk]:
     """The chunks of `model`, a Hugging Face causal language model on the CPU, with `split[i]` layers in chunk i.
 
     They share parameters and layers with `model`. The last chunk keeps an embedding that is tied to the head, so that
-    its parameter has the name it has in the whole model. Raises ConfigError when `split` does not fit the layers, and
-    ModelError when the chain of chunks does not compute what the model computes.
+    its parameter has the name it has in the whole model.
+
+    Raises:
+        ConfigError: `split` does not fit the layers.
+        ModelError: the chain of chunks does not compute what the model computes.
     """
     layers = _layers(model, len(split))
     if min(split) < 1 or sum(split) != len(layers):
@@ -201,13 +212,13 @@ def _chunk(
     absent: Sequence[nn.Module],
     is_first: bool,
     is_last: bool,
-) -> Chunk:
+) -> ModelChunk:
     """A copy of the model's skeleton: tensors and kept modules are shared, missing ones replaced."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo |= {id(layer): gaps.get(number, layer) for number, layer in enumerate(layers)}
     memo |= {id(module): Absent() for module in absent}
     skeleton = copy.deepcopy(model, memo)
-    return Chunk(skeleton, None if is_first else gaps[0], None if is_last else gaps[len(layers) - 1])
+    return ModelChunk(skeleton, None if is_first else gaps[0], None if is_last else gaps[len(layers) - 1])
 
 
 def _watch(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], bool]:
@@ -255,7 +266,7 @@ def _trial(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _check(model: nn.Module, chunks: Sequence[Chunk]) -> None:
+def _check(model: nn.Module, chunks: Sequence[ModelChunk]) -> None:
     expected = _trial(model)
     training = model.training
     for chunk in chunks:

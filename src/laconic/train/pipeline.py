@@ -26,15 +26,15 @@ from laconic.train.distributed.comm_compression import stage_codec
 from laconic.train.distributed.data_parallel import autocast, wrap_model
 from laconic.train.distributed.layout import Layout
 from laconic.train.distributed.world import World
-from laconic.train.model_split import Chunk, balanced_split, split_model
+from laconic.train.model_split import ModelChunk, balanced_split, split_model
 
-__all__ = ["Parts", "Pipeline"]
+__all__ = ["LocalChunks", "Pipeline"]
 
 IGNORED = -100
 """A label that does not count."""
 
 
-class Parts(nn.ModuleList):
+class LocalChunks(nn.ModuleList):
     """The chunks of one process as one module: names are "<index>." and the name in the whole model."""
 
 
@@ -42,7 +42,7 @@ class StageModule(nn.Module):
     """A chunk as a pipeline stage calls it, [n, T] or [n, T, hidden] -> [n, T, hidden], or [1]: the loss."""
 
     def __init__(
-        self, chunk: Chunk, device: torch.device, precision: Literal["fp32", "bf16"], chunked_loss: bool
+        self, chunk: ModelChunk, device: torch.device, precision: Literal["fp32", "bf16"], chunked_loss: bool
     ) -> None:
         super().__init__()
         self._chunked_loss = chunked_loss
@@ -53,6 +53,7 @@ class StageModule(nn.Module):
         """Bytes kept for backward by one micro-batch; measured in the first."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Hidden states of the chunk, or on the last stage its share of the loss."""
         if self.saved_nbytes is not None or not torch.is_grad_enabled():
             return self._run(x, labels)
         with SavedTensorTracker(self.chunk.model) as tracker:
@@ -75,9 +76,12 @@ class Pipeline:
         self, config: TrainConfig, world: World, layout: Layout, model: nn.Module, chunked_loss: bool = False
     ) -> None:
         """`model` is the whole model on the CPU, the same on every process; this process's chunks are taken from it.
+
         `chunked_loss`: see `mean_loss`.
 
-        Raises ConfigError when the layers cannot be dealt to the stages, and ModelError when the model cannot be cut.
+        Raises:
+            ConfigError: the layers cannot be divided among the stages.
+            ModelError: the model cannot be cut.
         """
         self._world = world
         self._num_micro_batches = config.micro_batches
@@ -89,7 +93,7 @@ class Pipeline:
         own = range(layout.stage, num_chunks, layout.num_stages)
         for index in own:
             nn.Module.to(chunks[index].model, world.device)
-        self.parts = Parts([chunks[index].model for index in own])
+        self.parts = LocalChunks([chunks[index].model for index in own])
         """What this process trains."""
         self._modules = [StageModule(chunks[index], world.device, config.precision, chunked_loss) for index in own]
         self.wrapped = [wrap_model(module, config, world, layout) for module in self._modules]
@@ -140,7 +144,7 @@ class Pipeline:
         # 3. Copies of one parameter at both ends.
         ends = {name for name, _ in _named(self.parts)} & tied if self._has_first or self._has_last else set()
         self.copies = [p for name, p in _named(self.parts) if name in ends and p.requires_grad]
-        """Parameters that `layout.ends_group` shares: their gradients must be added up over it after each step."""
+        """Parameters that `layout.embedding_group` shares: their gradients must be added up over it after each step."""
         self.counted = [parameter for name, parameter in _named(self.parts) if not (self._has_last and name in ends)]
         """The parameters of this process without second copies: over all stages, each of the model's once."""
 
@@ -153,7 +157,8 @@ class Pipeline:
     def forward_backward(self, tokens: Tensor) -> Tensor:
         """Gradients of the mean loss over `tokens`, int64 [micro_batches * n, T + 1], this replica's share of a batch.
 
-        Returns the loss, fp64 0-dim, on the last stage, and 0 elsewhere.
+        Returns:
+            The loss, fp64 0-dim, on the last stage, and 0 elsewhere.
         """
         losses: list[Tensor] = []
         self._run(self._schedule.step, tokens, losses)
@@ -163,7 +168,10 @@ class Pipeline:
     def evaluate(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Sum of the mean losses of the sequences `tokens`, int64 [micro_batches * n, T + 1], that count.
 
-        `counts`: bool [micro_batches * n]. Returns the sum, fp64 0-dim, on the last stage, and 0 elsewhere.
+        `counts`: bool [micro_batches * n].
+
+        Returns:
+            The sum, fp64 0-dim, on the last stage, and 0 elsewhere.
         """
         losses: list[Tensor] = []
         tokens = tokens.clone()
@@ -190,12 +198,12 @@ class Pipeline:
         return total
 
 
-def _named(parts: Parts) -> list[tuple[str, nn.Parameter]]:
+def _named(parts: LocalChunks) -> list[tuple[str, nn.Parameter]]:
     """The parameters of all parts under their names in the whole model."""
     return [(name.partition(".")[2], parameter) for name, parameter in parts.named_parameters()]
 
 
-def _tied_names(model: nn.Module, chunks: list[Chunk]) -> set[str]:
+def _tied_names(model: nn.Module, chunks: list[ModelChunk]) -> set[str]:
     """Names of parameters that the first and the last chunk both have; refuses any other sharing."""
     holders: dict[str, list[int]] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -46,7 +46,7 @@ from laconic.train.moe.setup import SpreadExperts, check_experts, spread_experts
 from laconic.train.pipeline import Pipeline
 from laconic.train.report.metrics import check_tensorboard
 from laconic.train.report.run_dir import check_run_dir, claim_run_dir, copy_tokenizer, write_json
-from laconic.train.report.run_logger import Journal, closing_words
+from laconic.train.report.run_logger import RunLogger, closing_words
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
 from laconic.train.trainer import StepResult, Trainer, make_optimizer
@@ -100,7 +100,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         return 0
     _write_settings(config, world, lock, run_dir, model)
     saver = _Saver(config, world, lock, run_dir, training, identity, model.texts)
-    with Journal(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
+    with RunLogger(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
         stop.armed = True
         training.trainer.settle()
         _announce(training, model, journal, first_step)
@@ -317,7 +317,7 @@ def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: P
     copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
 
 
-def _announce(training: _Training, model: _ConvertedModel, journal: Journal, first_step: int) -> None:
+def _announce(training: _Training, model: _ConvertedModel, journal: RunLogger, first_step: int) -> None:
     """Say what the steps are going to run with."""
     journal.message(str(model.report).splitlines()[-1])
     lines: list[str] = []
@@ -333,7 +333,7 @@ def _announce(training: _Training, model: _ConvertedModel, journal: Journal, fir
 
 
 def _steps(
-    config: TrainConfig, training: _Training, journal: Journal, stop: StopRequest, first_step: int, saver: _Saver
+    config: TrainConfig, training: _Training, journal: RunLogger, stop: StopRequest, first_step: int, saver: _Saver
 ) -> tuple[int, bool]:
     """The steps from `first_step` on, with evaluations and saves; the number done, and whether a stop was asked for."""
     skipped_in_a_row = 0
@@ -357,7 +357,7 @@ def _steps(
     return config.steps, False
 
 
-def _step(done: int, training: _Training, journal: Journal, stop: StopRequest) -> StepResult:
+def _step(done: int, training: _Training, journal: RunLogger, stop: StopRequest) -> StepResult:
     """The step after which `done` are done, written down with all that happened in it."""
     trainer, forecast, routers, experts = training.trainer, training.forecast, training.routers, training.experts
     started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""One run at a time in a run directory.
+"""Lock of a run directory: one run at a time.
 
 A second run in the same directory would cut the first one's metrics and remove its checkpoints. The file `lock.json`
-names who is at work: host, process and since when. Its holder touches it every few seconds. A lock whose holder is gone
-is taken over: on the same machine that is seen from the process (and its start, for numbers of processes are used
-again), elsewhere from a lock that nobody touches any more. Clocks of different machines are never compared.
+names the holder: host, process and since when. The holder touches it every few seconds. A lock whose holder is gone is
+taken over: on the same machine that is seen from the process (and its start, for process numbers are used again),
+elsewhere from a lock that nobody touches any more. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LOCK_FILE = "lock.json"
 
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 60.0
-"""A lock of another machine that is not touched for so long belongs to nobody."""
+"""A lock of another machine that is not touched for so long counts as released."""
 _POLL_SECONDS = 1.0
 _NO_FLOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLock:
-    """A run directory's lock; a context manager that lets go of it, and holds nothing before `acquire`."""
+    """A run directory's lock; a context manager that releases it, and holds nothing before `acquire`."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -54,8 +54,10 @@ class RunLock:
     def acquire(self, run_dir: Path) -> None:
         """Take the lock of `run_dir`, which is made if it does not exist.
 
-        May wait a minute to see whether a holder on another machine is alive. Raises ConfigError when there is one, or
-        when the directory cannot be written.
+        May wait a minute to see whether a holder on another machine is alive.
+
+        Raises:
+            ConfigError: another run holds it, or the directory cannot be written.
         """
         file = run_dir / LOCK_FILE
         try:
@@ -69,7 +71,11 @@ class RunLock:
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise CheckpointError when the lock was lost, as to a run on another machine that found this one silent."""
+        """Check that the lock is still held.
+
+        Raises:
+            CheckpointError: it was lost, for example to a run on another machine that found this one silent.
+        """
         if self._file is not None and (self._lost or _token_of(self._file) != self._token):
             self._lost = True
             raise CheckpointError(
@@ -148,7 +154,7 @@ def _exclusive(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _parsed(stream: IO[bytes]) -> dict[str, Any]:
-    """Who holds the lock; empty if nobody does, or if its writer died while it wrote."""
+    """The holder of the lock; empty if there is none, or if it died while it wrote."""
     stream.seek(0)
     try:
         content = json.loads(stream.read())
@@ -199,7 +205,7 @@ def _is_alive(holder: dict[str, Any]) -> bool | None:
 
 
 def _machine() -> str:
-    """What processes that see each other have in common: their kernel's boot and their space of process numbers."""
+    """Identity of this machine as processes see it: the kernel's boot and the process namespace."""
     parts = []
     for read in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -1,7 +1,7 @@
-"""How a run is told to stop: finish the step, save, leave. Every way of starting a run has its own signals.
+"""Requests to stop a run: finish the step, save, leave. Every way of starting a run has its own signals.
 
 Alone or under torchrun, SIGINT (Ctrl-C) and SIGTERM ask for it, and a second SIGINT leaves at once. Under our launcher
-the processes hear SIGUSR1 from it for the same request, while SIGTERM means that another process has died and this one
+the processes get SIGUSR1 from it for the same request, while SIGTERM means that another process has died and this one
 has seconds to go. A process waiting inside a collective runs no Python signal handlers, so there a thread listens.
 """
 
@@ -58,7 +58,7 @@ class StopRequest:
     def on_signals(self, announce: Callable[[str], None]) -> Iterator[None]:
         """While the block runs, SIGINT and SIGTERM of this process request a stop; a second SIGINT leaves at once.
 
-        `announce` is called with what to tell the user. Outside the main thread, where Python allows no handlers,
+        `announce` is called with a message for the user. Outside the main thread, where Python allows no handlers,
         signals keep their meaning.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -82,7 +82,7 @@ class StopRequest:
 
 
 def listen_to_launcher(stop: StopRequest) -> None:
-    """Start the thread that obeys our launcher. To be called before any other thread is started.
+    """Start the thread that handles our launcher's signals. Call it before any other thread is started.
 
     SIGUSR1 requests a stop, or ends the process when the loop has not begun. SIGTERM ends it after a short grace unless
     a stop is under way. The process also ends when the launcher does.

@@ -44,7 +44,7 @@ __all__ = ["StepResult", "Trainer", "make_optimizer"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, the same on every process."""
+    """Result of one optimizer step, the same on every process."""
 
     loss: float
     """Mean over the tokens of the global batch, nats per token, before the update."""
@@ -60,7 +60,8 @@ class StepResult:
 class Trainer:
     """Owns the model, its optimizer and the data, and runs steps and evaluations.
 
-    `model` may be plain, DDP- or FSDP2-wrapped, or the parts of a `pipeline`. `validation` None: `evaluate` gives None.
+    `model` may be plain, DDP- or FSDP2-wrapped, or the local chunks of a `pipeline`. Without `validation` data,
+    `evaluate` returns None.
     """
 
     def __init__(
@@ -96,20 +97,19 @@ class Trainer:
         """Bytes this process sent in the last step."""
         self.wire_raw_nbytes: int | None = None
         """Bytes it would have sent in the last step if nothing had been shortened losslessly."""
-        self.window_nbytes: int | None = None
-        """Bytes of dense gradients that the last step averaged in windows of layers in chunks; None without windows."""
+        self.overlapped_nbytes: int | None = None
+        """Bytes of dense gradients that the last step averaged during expert layers; None without that overlap."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
         self._num_counted = 0
         self.before_update: Callable[[], None] | None = None
-        """Called in each step that updates, when gradients are there and before they are used up."""
+        """Called in each step that updates, between backward and the update."""
 
     def settle(self) -> None:
-        """Let DDP come to rest before the first step; all processes call it together.
+        """Run one discarded backward so that DDP rebuilds its buckets before step 1; all processes call it together.
 
-        DDP lays out its buckets anew after its first backward. Where an element lies in its bucket decides in which
-        order more than two processes add it up, and, in codes, which values share its scale. So one backward is thrown
-        away, lest the first step after resuming add or quantize otherwise than the same step of a run that was never
-        interrupted.
+        DDP lays out its buckets anew after its first backward. The place of an element in its bucket decides in which
+        order more than two processes add it up, and, in codes, which values share its scale. Without this, the first
+        step after resuming would add or quantize otherwise than the same step of a run that was never interrupted.
         """
         parts = [self.model] if self._pipeline is None else self._pipeline.wrapped
         buckets_matter = self._layout.num_replicas > 2 or self._config.reduce == "q8"
@@ -125,7 +125,7 @@ class Trainer:
         self._gradients.clear()
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
-        """Run optimizer step `step` (0-based). All processes call it together; a stop asked of one is told to all."""
+        """Run optimizer step `step` (0-based). All processes call it together; a stop requested of one stops all."""
         config, world = self._config, self._world
         rate = learning_rate(config.optimizer, step, config.steps)
         for group in self.optimizer.param_groups:
@@ -163,7 +163,7 @@ class Trainer:
                 self.before_update()
             self._gradients.prepare_update()
             self.optimizer.step()
-        self.window_nbytes = self._gradients.window_nbytes
+        self.overlapped_nbytes = self._gradients.overlapped_nbytes
         self._gradients.clear()
         return StepResult(mean_loss, float(norm), rate, skipped, num_stop > 0)
 
@@ -191,12 +191,12 @@ class Trainer:
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
         gradients.reduce()
-        if pipeline is not None and layout.ends_group is not None:
-            gradients.add_copies(pipeline.copies, layout.ends_group)
+        if pipeline is not None and layout.embedding_group is not None:
+            gradients.add_copies(pipeline.copies, layout.embedding_group)
         return total
 
     def _training_loss(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean cross entropy, and what backward starts from: that and the losses of routers."""
+        """The mean cross entropy, and the loss that backward starts from: the same plus the losses of routers."""
         if self._routers is None:
             loss = self._measured_loss(tokens)
             return loss, loss

@@ -1,1 +1,1 @@
-"""Saving runs and going on from them: checkpoints, their manifests, zipped shards, export."""
+"""Checkpoints: saving, loading, manifests, zipped shards, export."""

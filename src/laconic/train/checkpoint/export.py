@@ -26,13 +26,19 @@ def export(
 ) -> Path:
     """Write config.json, model.safetensors and generation_config.json of a checkpoint of `run_dir` to `out_dir`.
 
-    `checkpoint` is a name (step-00000200) or a step; None means the latest. One process does it, whatever number of
-    processes trained. Weights are fp32, equal to the checkpoint's bit for bit, tied weights stored once. The tokenizer
-    files of a run that did not use bytes come along. With `zipped` the directory is one that `laconic zip` makes of
-    all this. It appears whole or not at all.
+    One process exports, whatever number of processes trained. Weights are fp32, equal to the checkpoint's bit for bit,
+    tied weights stored once. The tokenizer files of a run that did not use bytes are copied. `out_dir` appears whole or
+    not at all.
 
-    Raises ConfigError when `run_dir` is no run or `out_dir` is not empty, and CheckpointError when the checkpoint is
-    missing, damaged or does not fit its model, or `out_dir` cannot be written.
+    Args:
+        run_dir: of the run.
+        out_dir: new, or an empty directory.
+        checkpoint: a name (step-00000200) or a step; None means the latest.
+        zipped: whether `laconic zip` is applied to the result.
+
+    Raises:
+        ConfigError: `run_dir` is no run or `out_dir` is not empty.
+        CheckpointError: the checkpoint is missing, damaged or does not fit its model, or `out_dir` cannot be written.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is, and the size and SHA-256 of each of its files and of itself."""
+"""The manifest of a checkpoint: its metadata, and the size and SHA-256 of each of its files and of itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PLAIN_FILE = re.compile(r"[A-Za-z0-9._-]+")
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint in `path`, without its own checksum, every field of the right type.
 
-    Raises CheckpointError when there is none, or when it is damaged or of another version.
+    Raises:
+        CheckpointError: there is none, or it is damaged or of another version.
     """
     file = path / MANIFEST
     if not path.is_dir():
@@ -62,7 +63,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_file(file: Path, record: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `file` has the size and SHA-256 that `record`, its entry in the manifest, says."""
+    """Compare `file` with the size and SHA-256 of `record`, its entry in the manifest.
+
+    Raises:
+        CheckpointError: the file is missing, or one of them differs.
+    """
     where = f"checkpoint {file.parent} is damaged: {file.name}"
     if not file.is_file():
         raise CheckpointError(f"{where} is missing")

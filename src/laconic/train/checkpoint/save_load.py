@@ -43,7 +43,7 @@ from laconic.formats.shards import local_part
 from laconic.train.checkpoint.manifest import MANIFEST, VERSION, check_file, manifest_sha256, read_manifest
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.distributed.world import World
-from laconic.train.pipeline import Parts
+from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 
 __all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
@@ -89,13 +89,24 @@ def save_checkpoint(
 ) -> Path:
     """Write the state after `step` steps, make it `latest`, and leave only the newest `keep` checkpoints.
 
-    Called by all processes together; `model` is the plain, DDP- or FSDP2-wrapped module. `texts` maps file names to
-    text stored beside the state. Checkpoints of later steps, left over from a continuation that was abandoned, are
-    removed. With `zipped` the shards are losslessly shortened (docs/zip.md); whatever loads checkpoints loads both.
-    `allowed` is called before anything is written, and raises if nothing may be.
+    All processes call it together. Checkpoints of later steps, left over from a continuation that was abandoned, are
+    removed.
 
-    Raises CheckpointError on every process when any of them fails (no space, no permission, non-finite weights); then
-    nothing is left behind and `latest` is what it was.
+    Args:
+        run_dir: of the run.
+        world: the processes.
+        model: plain, DDP- or FSDP2-wrapped, or the chunks of a pipeline.
+        optimizer: of the model.
+        step: optimizer steps done.
+        identity: settings that must not change when the run is continued.
+        texts: file name -> text stored beside the state.
+        keep: number of checkpoints to keep.
+        zipped: whether shards are losslessly shortened (docs/zip.md); loading takes both kinds.
+        allowed: called before anything is written; raises if nothing may be.
+
+    Raises:
+        CheckpointError: on every process when any of them fails (no space, no permission, non-finite weights); then
+            nothing is left behind and `latest` is unchanged.
     """
     root = run_dir / "checkpoints"
     final = root / f"step-{step:08d}"
@@ -156,9 +167,11 @@ def save_checkpoint(
 def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Checkpoint:
     """The checkpoint called `name` ("step-00000200", or just its step), or `latest`, every byte of it verified.
 
-    Called by all processes together; they share the reading. Raises CheckpointError when there is none, or when a file
-    is missing, truncated or altered: the message names the file, what was expected and found, and the newest
-    checkpoint that is good.
+    All processes call it together; they share the reading.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing, truncated or altered: the message names the file, what was
+            expected and found, and the newest checkpoint that is good.
     """
     root = run_dir / "checkpoints"
     # What there is, as the first process sees it: listings of a shared file system may differ for a while.
@@ -182,9 +195,9 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
 
 
 def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str | None]:
-    """An error, or the names of the checkpoints there are, newest first, and the one that is meant.
+    """An error, or the names of the checkpoints there are, newest first, and the chosen one.
 
-    None is meant when `latest` is missing and there are checkpoints.
+    None is chosen when `latest` is missing and there are checkpoints.
     """
     try:
         present = checkpoint_names(run_dir)
@@ -220,10 +233,12 @@ def _repaired(root: Path, world: World, present: list[str]) -> Checkpoint:
 
 
 def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights and the optimizer state of `checkpoint` into `model` and `optimizer`, in place.
+    """Load the weights and the optimizer state of `checkpoint` into `model` and `optimizer`, in place.
 
-    Called by all processes together. World size and parallelism may differ from the run that wrote it. Raises
-    CheckpointError when the state does not fit the model.
+    All processes call it together. World size and parallelism may differ from the run that wrote it.
+
+    Raises:
+        CheckpointError: the state does not fit the model.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
@@ -236,9 +251,10 @@ def load_checkpoint(checkpoint: Checkpoint, world: World, model: nn.Module, opti
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Put only the weights of `checkpoint` into the plain `model`, in this process alone.
+    """Load only the weights of `checkpoint` into the plain `model`, in this process alone.
 
-    Raises CheckpointError when they do not fit.
+    Raises:
+        CheckpointError: they do not fit.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
@@ -251,21 +267,21 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What DCP stores, and the full state dicts it is a view of.
+    """The state that DCP stores, and the full state dicts it is a view of.
 
-    Names are those of the plain model whatever wraps it, and of the whole model for the parts of a pipeline. DCP gets
+    Names are those of the plain model whatever wraps it, and of the whole model for the chunks of a pipeline. DCP gets
     no param_groups (they follow from the configuration) and a tied weight once.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     weights, moments = model_state, cast(dict[str, Any], optimizer_state["state"])
-    if isinstance(model, Parts):
+    if isinstance(model, LocalChunks):
         weights, moments = ({name.partition(".")[2]: value for name, value in s.items()} for s in (weights, moments))
     stored = {"model": _without_aliases(weights), "optimizer": moments}
     return stored, {"model": model_state, "optimizer": optimizer_state}
 
 
 def _leave_out_unmoved(moments: dict[str, dict[str, Any]], stored: Iterable[str]) -> None:
-    """Do not ask for moments that the checkpoint has none of: those of parameters that never had a gradient.
+    """Do not ask for moments that the checkpoint lacks: those of parameters that never had a gradient.
 
     `moments` by parameter are zeros that torch made up to be loaded into; without any, the optimizer starts afresh.
     """

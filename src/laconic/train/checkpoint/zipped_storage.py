@@ -1,4 +1,4 @@
-"""Shards of a checkpoint in fewer bytes: a storage for torch.distributed.checkpoint (DCP) that writes zipped files.
+"""Zipped shards of a checkpoint: a storage for torch.distributed.checkpoint (DCP) that writes compressed files.
 
 Where DCP's own writer makes `__0_0.distcp`, this one makes `__0_0.safetensors.laconic` with the same tensors,
 losslessly coded (formats/container.py); DCP's plan and its `.metadata` stay as they are, so that every resharding
@@ -46,6 +46,7 @@ class ZippedWriter(FileSystemWriter):
         self._num_threads = num_threads
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the tensors of the plan into one zipped file."""
         file_name = f"{plan.storage_data.prefix}0{_SUFFIX}"
         path = Path(self.path) / file_name
         described = [(_name(item.index), *_description(item, planner)) for item in plan.items]
@@ -74,6 +75,7 @@ class CheckpointReader(DcpReader):
     """Reads what ZippedWriter or DCP's own writer wrote."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the tensors of the plan, from zipped files here and from others by DCP."""
         zipped: dict[str, list[ReadItem]] = {}
         plain = []
         for item in plan.items:

@@ -1,1 +1,1 @@
-"""Text to batches: files, tokenizers, token files on disk, the order of samples."""
+"""Data: files, tokenizers, token files on disk, the order of samples."""

@@ -63,7 +63,11 @@ class TokenStream:
         return int(self._ends[-1]) if self._ends.size else 0
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, start + count) of the stream, int64 [count]. Raises IndexError outside the stream."""
+        """Tokens [start, start + count) of the stream, int64 [count].
+
+        Raises:
+            IndexError: the range leaves the stream.
+        """
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens [{start}, {start + count}) are outside the stream of {len(self)}")
         out = np.empty(count, np.int64)
@@ -102,7 +106,11 @@ class TokenDataset:
     """Windows of a stream: window i holds tokens [i * T, i * T + T], so inputs and targets are its first and last T."""
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
-        """`sequence_length` is T. Raises DataError when the stream is shorter than one window (T + 1 tokens)."""
+        """`sequence_length` is T.
+
+        Raises:
+            DataError: the stream is shorter than one window (T + 1 tokens).
+        """
         self._stream = stream
         self._sequence_length = sequence_length
         self._num_samples = (len(stream) - 1) // sequence_length
@@ -136,15 +144,21 @@ def batch(
 ) -> torch.Tensor:
     """Micro-batch `micro` of step `step` on process `rank`, int64 [batch_size / (world * accumulation), T + 1].
 
-    The samples of a step do not depend on `world` and `accumulation`. Raises ConfigError when batch_size is no
-    multiple of world * accumulation.
+    The samples of a step do not depend on `world` and `accumulation`.
+
+    Raises:
+        ConfigError: batch_size is no multiple of world * accumulation.
     """
     indices = global_indices(step, batch_size, accumulation, micro, rank, world)
     return torch.stack([dataset[sample_id(seed, index, len(dataset))] for index in indices])
 
 
 def check_vocab(corpus: TokenCorpus, vocab_size: int) -> None:
-    """Raise DataError when the corpus holds an id that a model with `vocab_size` embeddings does not have."""
+    """Check that a model with `vocab_size` embeddings has every id of the corpus.
+
+    Raises:
+        DataError: it lacks one.
+    """
     if corpus.max_token >= vocab_size:
         raise DataError(
             f"the data holds token id {corpus.max_token}, but the model's vocabulary ends at {vocab_size - 1}; "
@@ -154,12 +168,14 @@ def check_vocab(corpus: TokenCorpus, vocab_size: int) -> None:
 
 
 def prepare(config: DataConfig, *, verify: bool = True) -> TokenCorpus:
-    """Tokenize what `config` names, unless the cache already holds it, and open the result.
+    """Tokenize the files of `config`, unless the cache already holds them, and open the result.
 
     The cache key covers tokenizer, text_key and the path, size and modification time of each file. Any number of
     processes may call this at once: one tokenizes, the others wait and read. `verify` checks the whole token file
-    against its checksum. Raises DataError for data that is missing, empty, not text or damaged, and when the cache
-    cannot be written.
+    against its checksum.
+
+    Raises:
+        DataError: the data is missing, empty, not text or damaged, or the cache cannot be written.
     """
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.end_of_document)
     files = find_files(config.paths)
@@ -268,7 +284,7 @@ def _hashed(index: _Ranges) -> npt.NDArray[np.float64]:
 
 
 def _joined(starts: _Ranges, stops: _Ranges) -> tuple[_Ranges, _Ranges]:
-    """The same ranges with neighbours that touch joined, so that reads are few."""
+    """The same ranges with adjacent ones joined, so that reads are few."""
     if not len(starts):
         return starts, stops
     gap = np.flatnonzero(starts[1:] != stops[:-1])

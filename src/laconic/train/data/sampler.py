@@ -1,10 +1,10 @@
-"""Which sample comes when, as a pure function: no state to save, none to restore.
+"""The order of samples as a pure function: no state to save, none to restore.
 
 Sample `global_index` of a run is position `index mod n` of epoch `index div n`; each epoch is a pseudo-random
 permutation of the n samples, keyed by (seed, epoch). The permutation is a Feistel network over the next even power of
 two, walked until it lands inside [0, n) (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-2002), so any position is reached directly. Resuming at a step, or on another number of processes, needs nothing but
-the step.
+2002), so any position is reached directly. Resuming at a step, or on another number of processes, needs nothing but the
+step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def sample_id(seed: int, global_index: int, num_samples: int) -> int:
 def global_indices(step: int, batch_size: int, accumulation: int, micro: int, rank: int, world: int) -> range:
     """Global indices of one micro-batch of one process.
 
-    Step `step` owns the indices [step * batch_size, (step + 1) * batch_size) whatever the number of processes; they
-    are dealt to micro-batches, then to processes, in runs. Raises ConfigError when batch_size cannot be dealt evenly.
+    Step `step` owns the indices [step * batch_size, (step + 1) * batch_size) whatever the number of processes;
+    consecutive ranges go to micro-batches, then to processes.
+
+    Raises:
+        ConfigError: batch_size cannot be divided evenly.
     """
     per_process, rest = divmod(batch_size, accumulation * world)
     if rest or not per_process:

@@ -1,7 +1,7 @@
-"""Where text comes from: files on disk, read as documents.
+"""Sources of text: files on disk, read as documents.
 
-Everything streams: a text file is read in pieces of about 64 KiB, a JSONL file line by line. Order is fixed by
-sorting, so a corpus is the same on every machine that holds the same files.
+Everything streams: a text file is read in pieces of about 64 KiB, a JSONL file line by line. Order is fixed by sorting,
+so a corpus is the same on every machine that holds the same files.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """The files that `paths` (files, directories, glob patterns) name, absolute, sorted, each once.
 
     A directory contributes its files with a suffix in TEXT_SUFFIXES, at any depth, hidden ones left out. No paths mean
-    `standard_library_files()`. Raises DataError for a path that does not exist, and for a pattern or directory that
-    gives nothing.
+    `standard_library_files()`.
+
+    Raises:
+        DataError: a path does not exist, or a pattern or directory gives nothing.
     """
     if not paths:
         return standard_library_files()
@@ -89,7 +91,10 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
     """Pieces of text of one file, each with True where a document ends after it.
 
     A .jsonl or .ndjson file holds one document per line, the string under `text_key`; any other file is one document,
-    cut after line ends into pieces of about 64 KiB. Raises DataError naming the file and the line or byte.
+    cut after line ends into pieces of about 64 KiB.
+
+    Raises:
+        DataError: the file cannot be read or is not text; the message names the file and the line or byte.
     """
     try:
         yield from (_read_jsonl(path, text_key) if path.suffix.lower() in _JSONL_SUFFIXES else _read_text(path))

@@ -68,8 +68,10 @@ class TokenFile:
     def open(cls, stem: Path, *, verify: bool = True) -> TokenFile:
         """Open `<stem>.bin` and `<stem>.idx`.
 
-        Sizes and the index are always checked; `verify` also reads the whole .bin (about 1 GB/s). Raises DataError when
-        a file is missing, cut short, changed, or of another version.
+        Sizes and the index are always checked; `verify` also reads the whole .bin (about 1 GB/s).
+
+        Raises:
+            DataError: a file is missing, cut short, changed, or of another version.
         """
         bin_path, idx_path = _paths(stem)
         try:
@@ -106,8 +108,10 @@ class TokenFileWriter:
     """Writes a token file piece by piece; a context manager that leaves either the whole pair or nothing.
 
     ``with TokenFileWriter(stem, tokenizer, source) as writer: writer.add(ids, ends_document=True)``. `source` is the
-    32-byte fingerprint of what is being tokenized. Leaving the block without an error makes the pair durable and
-    visible. Raises DataError when the disk refuses.
+    32-byte fingerprint of the text. Leaving the block without an error makes the pair durable and visible.
+
+    Raises:
+        DataError: a file cannot be written.
     """
 
     def __init__(self, stem: Path, tokenizer: Tokenizer, source: bytes) -> None:

@@ -67,10 +67,14 @@ class BytesTokenizer:
 class JsonTokenizer:
     """A tokenizer.json of the `tokenizers` library (what Hugging Face models ship).
 
-    `path` may also be a directory with a tokenizer in one of transformers' other forms (vocab.json and merges.txt, a
-    SentencePiece model, ...), which is converted. `end_of_document` names the token that ends a document; None looks
-    for the eos_token of the tokenizer_config.json beside the file, then for well-known names. Raises DataError when
-    there is none.
+    Args:
+        path: a tokenizer.json, or a directory with a tokenizer in one of transformers' other forms (vocab.json and
+            merges.txt, a SentencePiece model, ...), which is converted.
+        end_of_document: the token that ends a document; None looks for the eos_token of the tokenizer_config.json
+            beside the file, then for well-known names.
+
+    Raises:
+        DataError: there is no tokenizer, it cannot be read, or it has no such token.
     """
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
@@ -134,7 +138,11 @@ def bytes_per_token(tokenizer: BytesTokenizer | JsonTokenizer, ids: npt.ArrayLik
 
 
 def load_tokenizer(spec: str, end_of_document: str | None = None) -> BytesTokenizer | JsonTokenizer:
-    """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one. Raises DataError."""
+    """The tokenizer that `spec` names: "bytes", a tokenizer.json or a directory that holds one.
+
+    Raises:
+        DataError: see `JsonTokenizer`.
+    """
     if spec == "bytes":
         if end_of_document is not None:
             raise DataError("data.end_of_document is set, but the bytes tokenizer has its own (id 256): leave it out")
@@ -173,7 +181,7 @@ def _find_end_of_document(folder: Path, vocabulary: dict[str, int], wanted: str 
         declared = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
         candidates.insert(0, declared["content"] if isinstance(declared, dict) else declared)
     except (OSError, ValueError, AttributeError, KeyError):
-        pass  # no such file, or none of our business: the well-known names remain
+        pass  # no such file, or not a usable one: the well-known names remain
     for name in candidates:
         if name in vocabulary:
             return vocabulary[name]

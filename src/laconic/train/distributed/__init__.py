@@ -1,1 +1,1 @@
-"""Processes of a run: who they are, how they wrap the model, what they agree on and send."""
+"""Distribution: processes of a run, their layout, wrappers of the model, consistency and traffic."""

@@ -1,4 +1,4 @@
-"""What `--zip` means in a run: who sends over which codec, and what is said about it."""
+"""Compressed communication of a run (`--zip`): which messages go over which codec, and the lines that report it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REPEATS = 3
 
 
 def zip_codec(config: TrainConfig) -> Codec | str | None:
-    """The codec of all collectives of a run; None: they are torch's own."""
+    """The codec of all collectives of a run; None for torch's own collectives."""
     if config.zip == "off":
         return None
     return "auto" if config.zip == "auto" else Lossless()
@@ -44,14 +44,20 @@ def zip_codec(config: TrainConfig) -> Codec | str | None:
 def zip_model(
     modules: Sequence[nn.Module], config: TrainConfig, world: World, layout: Layout, saved: str | None = None
 ) -> tuple[list[str], str | None]:
-    """Send what the wrapped `modules` send over the run's codec; all processes call it together.
+    """Send the messages of the wrapped `modules` over the run's codec; all processes call it together.
 
-    Returns lines that say what was attached and what was not, and what a checkpoint has to keep (`STATE_FILE`) for the
-    run to go on with the same sums; `saved` is what that was when the run was saved that goes on here.
+    Messages that cannot go over a codec stay as they are, and the lines say why. With "auto" so do DDP's buckets unless
+    a measurement at the start shows that a codec makes them faster: the hook sends every rank its part directly and
+    adds in the order of ranks, while torch may send less between nodes and does not wait for Python.
 
-    Whatever cannot go over a codec stays as it is, and the lines say why. With "auto" so do DDP's buckets unless a
-    codec makes them faster, as is measured at the start: the hook sends every rank its part directly and adds up in the
-    order of ranks, while torch may send less between nodes and does not wait for Python.
+    Args:
+        modules: wrapped in DDP or FSDP2.
+        config, world, layout: of the run.
+        saved: the state of the run that continues here, from its checkpoint.
+
+    Returns:
+        Lines that say what was attached and what was not, and the state that a checkpoint has to keep (`STATE_FILE`),
+        so that a continued run makes the same sums.
     """
     codec = zip_codec(config)
     if codec is None or layout.stage_group is None:
@@ -98,7 +104,7 @@ def _sums_of_ddp(
 def seconds_of_sums(
     numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, float]:
-    """Of an all-reduce by torch and of one over the codec that pays, in seconds, the same on all ranks of `group`."""
+    """Seconds of an all-reduce by torch and of one over the faster codec, the same on all ranks of `group`."""
     x, ranks = gaussian(numel, dtype, device), Ranks(group, device)
 
     def ours() -> None:
@@ -115,8 +121,12 @@ def seconds_of_sums(
 def stage_codec(config: TrainConfig, hidden: Tensor, group: dist.ProcessGroup | None) -> tuple[Lossless | None, str]:
     """The codec between the stages of a run's pipeline, and a line that says why.
 
-    `hidden` stands for what they send each other, on any device; `group` are the stages of one replica. The decision
-    falls once: both ends of a message have to know it.
+    The decision is made once: both ends of a message have to know it.
+
+    Args:
+        config: of the run.
+        hidden: stands for the stages' messages, on any device.
+        group: the stages of one replica.
     """
     if config.zip == "off":
         return None, "between stages: left as it is"

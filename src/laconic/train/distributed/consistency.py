@@ -1,4 +1,4 @@
-"""Whether all processes of a run were started with the same settings, asked before anything else is done."""
+"""Checks before anything else that all processes of a run were started with the same settings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ _LOCAL = (
 
 
 def check_agreement(config: TrainConfig, world: World) -> None:
-    """Raise the same ConfigError on every process, naming a difference, unless all have the same settings and versions.
+    """Check that all processes have the same settings and versions; all of them call it together.
 
-    All processes call it together. Paths may differ; what they hold is compared where it is read.
+    Paths may differ; their contents are compared where they are read.
+
+    Raises:
+        ConfigError: on every process; the message names a difference.
     """
     settings = flat_settings(dataclasses.asdict(config))
     settings = {name: value for name, value in settings.items() if name not in _LOCAL}

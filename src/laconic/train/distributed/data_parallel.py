@@ -1,4 +1,4 @@
-"""Data parallelism from outside: the model is built and compressed first, then wrapped; it knows nothing of this file.
+"""Data parallelism: wraps a model that was built and compressed before and knows nothing of this file.
 
 DDP keeps a full copy per process and averages gradients in buckets. FSDP2 shards parameters, gradients and optimizer
 state over the processes, one unit per decoder layer and one for the rest. One process runs the plain model through the
@@ -44,10 +44,10 @@ def wrap_model(
 ) -> nn.Module:
     """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
-    Unchanged also where gradients are stored and reduced in codes or in windows, which needs no wrapper. With FSDP2 and
-    bf16 the layers compute and are gathered in bf16, while shards, gradients and their reduction stay fp32. `experts`
-    says which of the parameters are not the same everywhere: DDP leaves them alone, FSDP2 shards them over those that
-    have them.
+    Unchanged also where gradients are stored and reduced in codes or overlap backward of expert layers, which needs no
+    wrapper. With FSDP2 and bf16 the layers compute and are gathered in bf16, while shards, gradients and their
+    reduction stay fp32. `experts` says which parameters are not the same everywhere: DDP leaves them alone, FSDP2
+    shards them over the processes that have them.
     """
     bare = config.gradients.bits < 32 or config.moe.overlap_grad_reduce
     if layout.stage_group is None or (config.parallel == "ddp" and bare):
@@ -128,7 +128,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def full_value(norm: torch.Tensor) -> torch.Tensor:
-    """A scalar that may be spread over the processes as one plain tensor, the same on each of them."""
+    """A scalar that may be sharded, as one plain tensor, the same on each process."""
     return cast(_Distributed, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

@@ -1,4 +1,4 @@
-"""Who does what in a run: which stage of the pipeline a process has, and which replica of that stage it is.
+"""Layout of a run: the pipeline stage of each process, and its replica of that stage.
 
 World rank = stage x replicas + replica. Processes of one stage hold the same layers and share the batch (DDP or FSDP2
 between them); processes of one replica are the stages of one copy of the model and pass activations on. Without a
@@ -21,7 +21,7 @@ __all__ = ["Layout", "check_division", "make_layout"]
 
 @dataclass(frozen=True)
 class Layout:
-    """This process's place; groups are None where there is nobody else in them."""
+    """This process's stage and replica with their groups; a group is None where it would have one member."""
 
     num_stages: int = 1
     stage: int = 0
@@ -31,14 +31,15 @@ class Layout:
     """The replicas of this process's stage."""
     pipeline_group: dist.ProcessGroup | None = None
     """The stages of this process's replica, in order."""
-    ends_group: dist.ProcessGroup | None = None
+    embedding_group: dist.ProcessGroup | None = None
     """First and last stage of this process's replica; None on the stages between."""
 
 
 def make_layout(config: TrainConfig, world: World) -> Layout:
     """The layout of a run; all processes call it together, for it makes process groups.
 
-    Raises ConfigError when the processes or the batch cannot be divided as the configuration asks.
+    Raises:
+        ConfigError: the processes or the batch cannot be divided as the configuration asks.
     """
     replicas = check_division(config, world.size)
     stages = config.pipeline.stages
@@ -52,8 +53,8 @@ def make_layout(config: TrainConfig, world: World) -> Layout:
     same_replica = [[s * replicas + r for s in range(stages)] for r in range(replicas)]
     stage_group = _group_of(same_stage, timeout) if replicas > 1 else None
     pipeline_group = _group_of(same_replica, timeout)
-    ends_group = pipeline_group if stages == 2 else _group_of([[row[0], row[-1]] for row in same_replica], timeout)
-    return Layout(stages, stage, replicas, replica, stage_group, pipeline_group, ends_group)
+    embedding_group = pipeline_group if stages == 2 else _group_of([[row[0], row[-1]] for row in same_replica], timeout)
+    return Layout(stages, stage, replicas, replica, stage_group, pipeline_group, embedding_group)
 
 
 def _group_of(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
@@ -63,9 +64,10 @@ def _group_of(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup |
 
 
 def check_division(config: TrainConfig, num_processes: int) -> int:
-    """Into how many replicas `num_processes` make each stage.
+    """The number of replicas of each stage with `num_processes`.
 
-    Raises ConfigError when the processes or the batch cannot be divided as the configuration asks.
+    Raises:
+        ConfigError: the processes or the batch cannot be divided as the configuration asks.
     """
     stages = config.pipeline.stages
     if num_processes % stages:

@@ -1,4 +1,4 @@
-"""Counts the bytes a process sends, from the collectives that are really issued.
+"""Counts the bytes that a process sends, from the collectives that it issues.
 
 Every collective, from Python or from DDP's C++ reducer, passes torch's dispatcher as an operator of `c10d` or
 `_c10d_functional`, where a dispatch mode sees its tensors. Bytes follow from those by what the bandwidth-optimal
@@ -12,8 +12,8 @@ algorithm (the ring, as in NCCL and gloo) sends per process: with W processes an
 
 W is the size of the group that a collective runs in, which may be smaller than the run.
 
-Quantized reductions in the background run in a thread of their own, where no dispatch mode of this one sees them; they
-count for themselves, by the same formulas.
+Quantized reductions run in a background thread, where no dispatch mode of this one sees them; they count their own
+bytes by the same formulas.
 
 A dispatch mode slows down every operator, so it is open for one step only; each step issues the same collectives.
 """

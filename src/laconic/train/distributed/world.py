@@ -1,4 +1,4 @@
-"""The processes of one run: who this one is, and the few things they tell each other outside of DDP and FSDP2.
+"""The processes of one run, and the few values they exchange outside of DDP and FSDP2.
 
 `World` is the same object for one process and for many; with one process there is no process group and every exchange
 is the identity. Objects are exchanged as JSON in byte tensors, so nothing is ever unpickled.
@@ -29,7 +29,7 @@ it they meet at MASTER_ADDR and MASTER_PORT."""
 
 @dataclass(frozen=True)
 class Place:
-    """Where torchrun (or our launcher) put this process."""
+    """The rank and world size that torchrun (or our launcher) gave this process."""
 
     rank: int
     world_size: int
@@ -38,10 +38,10 @@ class Place:
 
 
 def read_environment(environment: Mapping[str, str]) -> Place | None:
-    """This process's place as RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE tell it; None when none of the first
-    three is set.
+    """This process's place by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; None without any of the first three.
 
-    Raises ConfigError naming the variable when one is missing, not a number, or contradicts another.
+    Raises:
+        ConfigError: a variable is missing, not a number, or contradicts another; the message names it.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     present = [name for name in names if name in environment]
@@ -131,7 +131,7 @@ class World:
         return next((other for other in self.gather(error) if other is not None), None)
 
     def leave(self) -> None:
-        """Leave the process group, all processes together."""
+        """Destroy the process group, all processes together."""
         if self.size > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -141,8 +141,10 @@ def join_world(place: Place | None, timeout_seconds: float) -> World:
     """Find this process's device and, with more than one process, join the process group.
 
     NCCL carries CUDA tensors and gloo CPU tensors. A collective that waits longer than `timeout_seconds` fails. CPU
-    threads are divided between the processes of a machine unless OMP_NUM_THREADS says otherwise. Raises ConfigError
-    when the machine has too few GPUs, the master port is taken, or not all processes join in time.
+    threads are divided between the processes of a machine unless OMP_NUM_THREADS says otherwise.
+
+    Raises:
+        ConfigError: the machine has too few GPUs, the master port is taken, or not all processes join in time.
     """
     place = place or Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
     device = torch.device("cpu")

@@ -1,1 +1,1 @@
-"""Starting the processes of a run, and what each of them does first."""
+"""Starts the processes of a run."""

@@ -1,8 +1,9 @@
 """Starts a run: in this process, as one of torchrun's, or as several through torch's elastic launcher.
 
-The processes of a local run meet in a private file and talk over the loopback interface (see meeting.py). When one of
-them dies, the elastic agent stops the others and this process names the culprit. Ctrl-C and SIGTERM reach this process
-only (the workers have sessions of their own); it passes them on as a request to finish the step, save and leave.
+The processes of a local run meet in a private file and talk over the loopback interface (see rendezvous.py). When one
+of them dies, the elastic agent stops the others and this process names the one that failed. Ctrl-C and SIGTERM reach
+this process only (the workers have sessions of their own); it passes them on as a request to finish the step, save and
+leave.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
 from laconic.train.distributed.layout import check_division
 from laconic.train.distributed.world import join_world, num_cores, read_environment
-from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_meeting
+from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_rendezvous
 from laconic.train.launch.worker import leave, work
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
 from laconic.train.signals import (
@@ -60,7 +61,9 @@ def launch(config: TrainConfig) -> int:
     stderr, names its rank. Under torchrun this process is one of the run's, and it ends here with that code; otherwise
     `config.nproc` processes are started, one of them right here if it is only one.
 
-    Raises ConfigError when the environment cannot be used, and whatever LaconicError `run` raises.
+    Raises:
+        ConfigError: the environment cannot be used.
+        LaconicError: `run` raised it.
     """
     place = read_environment(os.environ)
     if place is not None and place.world_size > 1:
@@ -82,9 +85,10 @@ def launch(config: TrainConfig) -> int:
 
 
 def _check_machine(config: TrainConfig) -> None:
-    """Before a single process is started: whether the batch divides, and this machine can hold so many of them.
+    """Check before a process is started that the batch divides and this machine can hold so many processes.
 
-    Raises ConfigError when it cannot; too few cores are only worth a word.
+    Raises:
+        ConfigError: it cannot; too few cores only warn.
     """
     check_division(config, config.nproc)
     memory, cores = psutil.virtual_memory(), num_cores()
@@ -103,7 +107,7 @@ def _launch_workers(config: TrainConfig) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="laconic-") as scratch,
         _quiet_elastic(),
-        local_meeting(Path(scratch)),
+        local_rendezvous(Path(scratch)),
         _pass_on_signals() as stopped,
     ):
         config_file = Path(scratch) / "config.toml"
@@ -118,7 +122,7 @@ def _launch_workers(config: TrainConfig) -> int:
             local_addr=LOOPBACK,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs")),
-            signals_to_handle="SIGHUP,SIGQUIT",  # those that we do not take ourselves
+            signals_to_handle="SIGHUP,SIGQUIT",  # those that this process does not handle
         )
         try:
             elastic_launch(launch_config, sys.executable)("-m", _WORKER, str(config_file))
@@ -130,9 +134,12 @@ def _launch_workers(config: TrainConfig) -> int:
 
 
 def _explain(failures: Mapping[int, ProcessFailure], stopped: list[int], run_dir: Path) -> int:
-    """Tell why the workers ended; the exit code, or the LaconicError of a worker raised here.
+    """Report why the workers ended; returns the exit code, or raises the LaconicError of a worker here.
 
-    `failures`: by rank, in the order in which the agent saw them. `stopped`: exit codes asked for by signals to us.
+    Args:
+        failures: by rank, in the order in which the agent saw them.
+        stopped: exit codes that signals to this process asked for.
+        run_dir: of the run.
     """
     codes = {failure.exitcode for failure in failures.values()}
     if stopped and codes <= {EXIT_INTERRUPTED, -STOP_SIGNAL, -signal.SIGKILL, *_BYSTANDER_CODES}:
@@ -192,7 +199,7 @@ def _laconic_error(text: str) -> LaconicError | None:
 def _pass_on_signals() -> Iterator[list[int]]:
     """Pass SIGINT and SIGTERM on to the workers as a request to stop, the second SIGINT as SIGKILL.
 
-    Gives a list that holds, once there was a request, the exit code it stands for. A signal that comes before the
+    Yields a list that holds, once there was a request, the exit code it stands for. A signal that comes before the
     workers run interrupts the launch.
     """
     stopped: list[int] = []
@@ -247,7 +254,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 
 def _exposure(environment: Mapping[str, str]) -> str:
-    """What a process group that somebody else sets up lets in, in a line for the user."""
+    """A line for the user about the interfaces on which an externally configured process group listens."""
     interface = environment.get("GLOO_SOCKET_IFNAME") or environment.get("NCCL_SOCKET_IFNAME")
     where = f"on {interface}" if interface else "on the address of its host name"
     return (

@@ -1,4 +1,4 @@
-"""How the processes of one machine find each other, without a port that anybody else could connect to.
+"""Rendezvous of the processes of one machine, without a port that anybody else could connect to.
 
 torch's own rendezvous and its TCPStore listen on all interfaces, and the rendezvous unpickles what it reads from its
 store: whoever can connect can run code. A local run needs neither. The elastic agent keeps its notes in a store in its
@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from laconic.errors import ConfigError
 from laconic.train.distributed.world import STORE_VARIABLE
 
-__all__ = ["BACKEND", "LOOPBACK", "local_meeting"]
+__all__ = ["BACKEND", "LOOPBACK", "local_rendezvous"]
 
 BACKEND = "laconic-local"
 """Name of the rendezvous that torch's elastic agent is to use for processes of one machine."""
@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class _Local(RendezvousHandler):
-    """A rendezvous with nobody: the one agent of a machine, its store in its own memory."""
+    """A rendezvous of one agent, whose store is in its own memory."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -45,7 +45,7 @@ class _Local(RendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # The address stands in for MASTER_ADDR and MASTER_PORT, which nothing reads: the processes have a file.
+        # Nothing reads MASTER_ADDR and MASTER_PORT: the processes meet in a file.
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
 
     def is_closed(self) -> bool:
@@ -73,11 +73,14 @@ rendezvous_handler_registry.register(BACKEND, _make)
 
 
 @contextmanager
-def local_meeting(folder: Path) -> Iterator[None]:
+def local_rendezvous(folder: Path) -> Iterator[None]:
     """While the block runs, processes started from here meet in a file in `folder`, on the loopback interface only.
 
-    `folder` must be one that only this user can enter. What the environment says of interfaces is for runs on several
-    machines, and set aside. Raises ConfigError when there is no loopback interface.
+    Only this user may be able to enter `folder`. Environment variables about interfaces are for runs on several
+    machines, and ignored.
+
+    Raises:
+        ConfigError: there is no loopback interface.
     """
     interface = _loopback_interface()
     wanted = {

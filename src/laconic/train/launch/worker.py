@@ -1,8 +1,8 @@
 """One process of a run of several: `python -m laconic.train.launch.worker CONFIG`, as our launcher starts it.
 
-However it ends, it says so with an exit code and, for an error, with the error file that torch's elastic agent reads;
-the launcher does the talking. torch and everything that imports it is imported late: signals must be masked before the
-first thread starts.
+It always ends with an exit code and, for an error, with the error file that torch's elastic agent reads; the launcher
+reports to the user. torch and everything that imports it is imported late: signals must be masked before the first
+thread starts.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ if TYPE_CHECKING:
     from laconic.train.config.schema import TrainConfig
     from laconic.train.distributed.world import Place
 
-__all__ = ["Ending", "leave", "main", "work"]
+__all__ = ["WorkerResult", "leave", "main", "work"]
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
-class Ending:
+class WorkerResult:
     """How this process's part of a run ended."""
 
     code: int
     """Exit code."""
     message: str | None = None
-    """What to tell the user, None when there is nothing to tell."""
+    """Message for the user, or None."""
 
 
-def work(config: TrainConfig, place: Place, stop: StopRequest) -> Ending:
-    """Run the part of a run that falls to the process at `place`. Records every error for torch's elastic agent and
-    raises none."""
+def work(config: TrainConfig, place: Place, stop: StopRequest) -> WorkerResult:
+    """Run this process's part of a run. Records every error for torch's elastic agent and raises none."""
     import traceback
 
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -53,21 +52,23 @@ def work(config: TrainConfig, place: Place, stop: StopRequest) -> Ending:
         world = join_world(place, config.rank_timeout_seconds)
         code = run(config, world, stop)
         world.leave()
-        return Ending(code)
+        return WorkerResult(code)
     except LaconicError as error:
         handler.record_exception(error)
-        return Ending(EXIT_BAD_INPUT, f"laconic: error: {who}: {error}")
+        return WorkerResult(EXIT_BAD_INPUT, f"laconic: error: {who}: {error}")
     except Exception as error:
         handler.record_exception(error)
         if _is_peer_lost(error):
             text = f"laconic: {who} lost contact with another process: {str(error).splitlines()[0][:200]}"
-            return Ending(EXIT_PEER_LOST, text)
-        return Ending(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
+            return WorkerResult(EXIT_PEER_LOST, text)
+        return WorkerResult(EXIT_FAILED, f"laconic: {who} failed:\n{traceback.format_exc()}")
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, without destructors: those of a process group abort or hang when a member is lost, and now
-    and then when none is."""
+    """End this process now, without destructors.
+
+    Those of a process group abort or hang when a member is lost, and sometimes when none is.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -91,10 +92,10 @@ def main() -> None:
 
     place = read_environment(os.environ)
     assert place is not None, "started by hand: use laconic train"
-    ending = work(load_config(sys.argv[1]), place, stop)
-    if ending.code == EXIT_FAILED:  # the launcher names the rank and the error; the traceback is ours to show
-        print(ending.message, file=sys.stderr)
-    leave(ending.code)
+    result = work(load_config(sys.argv[1]), place, stop)
+    if result.code == EXIT_FAILED:  # the launcher prints rank and error; the traceback is printed here
+        print(result.message, file=sys.stderr)
+    leave(result.code)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Memory of a run: whether it fits, what was predicted, what was measured."""
+"""Memory of a run: whether it fits, predictions, measurements."""

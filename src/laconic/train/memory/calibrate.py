@@ -1,5 +1,6 @@
-"""Measures what `laconic plan` has to know of a model: how far the gradient is off, and how long a step takes, when all
-sites of one kind are kept in one format and nothing else is.
+"""Measures the planner's tables for a model: error of the gradient and time of a step by kind of site and format.
+
+All sites of one kind are kept in one format and nothing else is.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CPU = torch.device("cpu")
 def calibrate(
     model: nn.Module, batches: Sequence[Tensor], codes: Sequence[str] = CODES, block_size: int = 64
 ) -> dict[str, Any]:
-    """Measures a Hugging Face causal language model of a family that the planner knows. It stays as it was.
+    """Measure a Hugging Face causal language model of a family that the planner knows. The model stays unchanged.
 
     Args:
         model: without compressed activations. Gradients are cleared.

@@ -1,4 +1,4 @@
-"""What the planner expects of this process, and in the third step what came of it."""
+"""The planner's prediction for this process, compared with its memory in the third step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ class Forecast:
     """Watches a trainer until its third update; then `check` holds prediction and measurement.
 
     Does nothing for a model or a setting that the planner does not know.
+
+    Args:
+        config, layout, trainer: of the run.
+        model_config: the model's Hugging Face configuration.
+        plan: that the run follows, if any.
+        split: layers of each chunk of a pipeline.
+        chunked_loss: whether the loss is computed in chunks.
     """
 
     def __init__(
@@ -35,7 +42,6 @@ class Forecast:
         split: tuple[int, ...] = (),
         chunked_loss: bool = False,
     ) -> None:
-        """`model_config`: the model's Hugging Face configuration; `split`: layers of each chunk of a pipeline."""
         self.check: MemoryCheck | None = None
         self._layout = layout
         self._trainer = trainer

@@ -1,1 +1,1 @@
-"""What a run leaves behind and how it is read: run directories, metrics, tables, pages."""
+"""Reports of a run: run directories, metrics, tables, pages."""

@@ -17,8 +17,11 @@ __all__ = ["compare"]
 def compare(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] = "report.html") -> str:
     """Compare runs with the first of `run_dirs`: returns a text table and writes the HTML report `out`.
 
-    The report is one file without references to anything outside it. Raises DataError for a directory that is no run
-    and when `out` cannot be written; files missing inside a run show as "-" and are named under the table.
+    The report is one file without references to anything outside it. Files missing inside a run show as "-" and are
+    named under the table.
+
+    Raises:
+        DataError: a directory is no run, or `out` cannot be written.
     """
     runs = load_runs(run_dirs)
     rows = summary_rows(runs)

@@ -1,4 +1,4 @@
-"""What a run measures, one JSON object per line, and how it shows on a terminal.
+"""Metrics of a run, one JSON object per line, and their display on a terminal.
 
 metrics.jsonl is append-only and flushed per line, so it can be followed while training. A process that dies may leave a
 torn last line and rows later than its last checkpoint; opening the file repairs the first, `truncate_after` the second.
@@ -43,7 +43,9 @@ class MetricsWriter:
     saved_nbytes (kept for backward, per process and micro-batch), wire_nbytes (sent per process and step),
     wire_raw_nbytes (the same without lossless coding) and tokens (in the run so far). A validation row has step and
     validation_loss. Use it as a context manager, or call `close`.
-    Raises ConfigError when `tensorboard` is asked for and not installed.
+
+    Raises:
+        ConfigError: `tensorboard` is asked for and not installed.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = False) -> None:
@@ -104,7 +106,11 @@ class MetricsWriter:
 
 
 def check_tensorboard() -> None:
-    """Raise ConfigError where TensorBoard is not installed."""
+    """Check that TensorBoard is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is True, but TensorBoard is not installed: pip install 'laconic[tensorboard]'")
 
@@ -112,7 +118,8 @@ def check_tensorboard() -> None:
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Rows of `run_dir`/metrics.jsonl in order; a torn last line is left out.
 
-    Raises DataError when there is no such file or a line before the last is damaged.
+    Raises:
+        DataError: there is no such file or a line before the last is damaged.
     """
     return _read(Path(run_dir) / METRICS_FILE)
 
@@ -130,7 +137,7 @@ def peak_memory_nbytes() -> int:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """`nbytes` for people, in powers of 1000: 1.5 MB."""
+    """`nbytes` with a unit, in powers of 1000: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(nbytes) < 999.5 or unit == "TB":
             return f"{nbytes:.0f} {unit}" if unit == "B" or abs(nbytes) >= 99.95 else f"{nbytes:#.3g} {unit}"

@@ -49,7 +49,8 @@ def new_run_dir() -> str:
 def check_run_dir(config: TrainConfig, world: World) -> Path:
     """The run directory, the same on every process; all of them call it together. Nothing is written.
 
-    Raises ConfigError on every process unless it is new or empty, or holds the run to resume.
+    Raises:
+        ConfigError: on every process, unless it is new or empty, or holds the run to resume.
     """
     chosen = world.gather(config.run_dir or new_run_dir())[0]
     run_dir = Path(chosen)
@@ -60,9 +61,12 @@ def check_run_dir(config: TrainConfig, world: World) -> Path:
 
 
 def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World) -> None:
-    """Let the first process take the lock of `run_dir`, which is made if it is new; all of them call it together.
+    """Take the lock of `run_dir` on the first process; all processes call it together.
 
-    Raises ConfigError on every process when another run is at work there, or was since `check_run_dir`.
+    The directory is made if it is new.
+
+    Raises:
+        ConfigError: on every process, when another run is at work there, or was since `check_run_dir`.
     """
     error = None
     if world.is_main:
@@ -94,7 +98,11 @@ def _refusal(run_dir: Path, resume: bool) -> str | None:
 
 
 def latest_name(run_dir: Path) -> str | None:
-    """The name in `<run_dir>/checkpoints/latest`, or None when there is no such file; raises CheckpointError."""
+    """The name in `<run_dir>/checkpoints/latest`, or None when there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     file = run_dir / "checkpoints" / "latest"
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
@@ -107,7 +115,8 @@ def latest_name(run_dir: Path) -> str | None:
 def checkpoint_names(run_dir: Path) -> list[str]:
     """The names of the checkpoints in `run_dir`, newest first; of one step that was saved again, the later one first.
 
-    Raises CheckpointError when they cannot be listed.
+    Raises:
+        CheckpointError: they cannot be listed.
     """
     folder = run_dir / "checkpoints"
     try:

@@ -1,4 +1,4 @@
-"""What a run writes down and shows: metrics, progress, summary.json and the closing words. Only rank 0 does so."""
+"""Run logger: metrics, progress, summary.json and the closing words of a run. Only rank 0 writes and prints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from laconic.train.memory.check import MemoryCheck
 from laconic.train.report.metrics import MetricsWriter, Progress, format_nbytes, peak_memory_nbytes, read_metrics
 from laconic.train.trainer import StepResult, Trainer
 
-__all__ = ["Journal", "closing_words"]
+__all__ = ["RunLogger", "closing_words"]
 
 
-class Journal:
-    """Takes each step and each validation loss, on all processes alike; a context manager around the steps.
+class RunLogger:
+    """Logs each step and each validation loss, on all processes alike; a context manager around the steps.
 
-    `first_step` is the number of steps done before; what metrics.jsonl holds of later ones is dropped.
+    `first_step` is the number of steps done before; rows of later ones in metrics.jsonl are dropped.
     """
 
     def __init__(self, config: TrainConfig, world: World, run_dir: Path, first_step: int) -> None:
@@ -51,7 +51,7 @@ class Journal:
         trainer: Trainer,
         of_experts: Mapping[str, float | int | str] | None = None,
     ) -> None:
-        """Write down the step after which `done` steps are done; it took `seconds`. `of_experts`: more fields."""
+        """Log the step after which `done` steps are done; it took `seconds`. `of_experts` are more fields."""
         config = self._config
         step_tokens = config.batch_size * config.sequence_length
         self._step_seconds.append(seconds)
@@ -71,19 +71,19 @@ class Journal:
             "skipped_steps": self._num_skipped,
             **(of_experts or {}),
         }
-        if trainer.window_nbytes is not None:
-            self._last["moe_window_nbytes"] = trainer.window_nbytes
+        if trainer.overlapped_nbytes is not None:
+            self._last["moe_window_nbytes"] = trainer.overlapped_nbytes
         if self._metrics is not None:
             self._metrics.write(done, **{name: self._last[name] for name in self._last if name != "validation_loss"})
         self._progress.update(done, self._last)
 
     def memory(self, check: MemoryCheck) -> None:
-        """Write down what the planner had predicted for this process and what was measured."""
+        """Log the planner's prediction for this process and the measurement."""
         self._memory = check
         self.message(str(check))
 
     def validation(self, done: int, loss: float | None) -> None:
-        """Write down the validation loss after `done` steps; None: there is no validation data."""
+        """Log the validation loss after `done` steps; None: there is no validation data."""
         if loss is None:
             return
         self._last["validation_loss"] = loss
@@ -92,7 +92,7 @@ class Journal:
         self.message(f"step {done}: validation loss {loss:.4f}")
 
     def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_token: float, seconds: float) -> dict[str, Any]:
-        """What summary.json holds; all processes call it together.
+        """The contents of summary.json; all processes call it together.
 
         The speed is that of the median step, so that neither the measuring first step nor a pause counts. Memory is
         that of the process that took most.
@@ -130,7 +130,7 @@ class Journal:
             "memory": None if self._memory is None else self._memory.to_dict(),
         }
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> RunLogger:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +140,7 @@ class Journal:
 
 
 def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
-    """The end of a run in words: what came out, what it took, and what to do next."""
+    """The closing text of a run: results, cost, and what to do next."""
     done, steps = summary["steps"], config.steps
     kept, unmodified = summary["saved_nbytes_per_token"], summary["bf16_nbytes_per_token"]
     validation, best = summary["validation_loss"], summary["best_validation_loss"]
@@ -172,7 +172,7 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
 
 
 def _wire_words(summary: dict[str, Any]) -> list[str]:
-    """What a process sends, and what it would send if nothing were shortened; nothing for a process alone."""
+    """Lines on the bytes that a process sends, and would send uncoded; none for a single process."""
     sent, raw = summary["wire_nbytes_per_step"], summary["wire_raw_nbytes_per_step"]
     if not sent:
         return []

@@ -1,7 +1,7 @@
-"""A run directory, read back: config.toml, metrics.jsonl, activations.json and summary.json.
+"""Reads a run directory: config.toml, metrics.jsonl, activations.json and summary.json.
 
-A run that died early lacks some of them and still deserves to be looked at, so a file that is missing or damaged leaves
-its part empty and a note in `Run.notes`; only a directory that is no run at all is refused.
+A run that died early lacks some of them and is still worth looking at, so a file that is missing or damaged leaves its
+part empty and a note in `Run.notes`; only a directory that is no run at all is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOSS_WINDOW = 20
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left behind. Numbers are None where the run does not tell."""
+    """Results of one run. A number is None where the run's files do not have it."""
 
     name: str
     path: Path
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text per token of the data; None if the run does not tell."""
+        """UTF-8 bytes of text per token of the data, or None."""
         recorded = _number(self.summary, "bytes_per_token")
         if recorded is not None and math.isfinite(recorded) and recorded > 0:
             return float(recorded)
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def tokenizer(self) -> str | None:
-        """What tells one tokenizer from another; None if the run does not tell."""
+        """Identity of the tokenizer, or None."""
         copied = self.path / "tokenizer.json"
         if copied.is_file():
             return hashlib.sha256(copied.read_bytes()).hexdigest()
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over steps."""
+        """Tokens per second, median over steps."""
         return self.median("tokens_per_second") or _number(self.summary, "tokens_per_second")
 
     @property
@@ -184,7 +184,7 @@ class Run:
 
     @property
     def bf16_nbytes_per_token(self) -> float | None:
-        """Bytes that the unmodified model in bf16 would keep."""
+        """Bytes per token that the unmodified model in bf16 would keep."""
         return _number(self.summary, "bf16_nbytes_per_token")
 
     @property
@@ -237,7 +237,11 @@ def _in_one_unit(runs: list[Run]) -> list[Run]:
 
 
 def load_run(path: Path, name: str) -> Run:
-    """Read the run directory `path`. Raises DataError when it does not exist or holds none of a run's files."""
+    """Read the run directory `path`.
+
+    Raises:
+        DataError: it does not exist or holds none of a run's files.
+    """
     if not path.is_dir():
         raise DataError(f"{path} is not a directory; give run directories, e.g. runs/20260102-030405")
     if not any((path / file).exists() for file in _FILES):

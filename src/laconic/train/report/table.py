@@ -13,7 +13,7 @@ __all__ = ["MISSING", "Cell", "Row", "config_differences", "summary_rows", "text
 
 MISSING = "-"
 """Stands where a run does not tell."""
-# Fields that differ between any two runs and say nothing.
+# Fields that differ between any two runs anyway.
 _NOT_COMPARED = ("run_dir", "resume")
 
 
@@ -24,7 +24,7 @@ class Cell:
     text: str
     difference: str = ""
     better: bool | None = None
-    """Whether the difference is to the good; None where neither way is better."""
+    """Whether the difference is an improvement; None where neither direction is."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def text_table(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[R
 
 @dataclass(frozen=True)
 class _Form:
-    """How a measure is written and judged."""
+    """Formatting and rating of a measure."""
 
     write: Callable[[float], str]
     relative: bool
