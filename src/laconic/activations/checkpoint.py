@@ -46,7 +46,7 @@ def runs_twice() -> bool:
 
 
 EIGHT_BITS = BlockFormat("int8")
-"""How inputs are kept unless told otherwise: what is computed again from them is as far off as they are."""
+"""Default format of saved inputs: everything recomputed from them has their error."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | None = EIGHT_BITS, **kwargs: Any) -> Any:

@@ -196,7 +196,7 @@ class CausalForward(ModelReplacement):
             if request.loss is None:  # the projection ran as it is, for fp64 or a weight that is not gathered
                 value: Tensor = self.loss_function(logits, *args, **kwargs)
                 return value
-            # The sum of no logits is zero, and ties the loss to the projection's output for whoever watches that.
+            # The sum of no logits is zero, and ties the loss to the projection's output, which FSDP2's hooks watch.
             return request.loss + logits.sum()
 
         own = self.module.__dict__.get("_loss_function")

@@ -215,7 +215,7 @@ def _producer_holds(x: Tensor) -> bool:
         return False
     if node.name() in _SAVES_ITS_OUTPUT:
         return True
-    # A compiled graph does not say what it ran, but what it saved. Under saved-tensor hooks looking would unpack, which
+    # A compiled graph shows what it saved, not what it ran. Under saved-tensor hooks reading would unpack, which
     # in a checkpointed region means to run it again.
     hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if node.name() != "CompiledFunctionBackward" or hooks is not None:

@@ -142,7 +142,7 @@ def token_losses(
     the dtype of the logits, which stands for them in the graph: whoever watches a module's output for its gradient (as
     FSDP2 does) can watch this one.
     """
-    if has_torch_function((hidden, weight)):  # whoever overrides torch's functions sees this one whole
+    if has_torch_function((hidden, weight)):  # an override of torch's functions gets this one as a whole
         overridden: tuple[Tensor, Tensor] = handle_torch_function(
             token_losses, (hidden, weight), hidden, weight, bias, labels, spec, chunk_tokens, format
         )

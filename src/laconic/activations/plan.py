@@ -22,7 +22,7 @@ Policy = Callable[[Site], Choice]
 
 
 ATTENTION = "int8"
-"""What is kept for attention unless told otherwise: "exact", "int8" or "nf4".
+"""Default format of query, key and value: "exact", "int8" or "nf4".
 
 Training with int8 ends at the loss of exact attention (benchmarks/results/quality_attention_*), and costs a few per
 cent of a step for 2.5 U of 6.7 (benchmarks/results/memory_*). nf4 takes 0.75 U less, but its gradients of queries and

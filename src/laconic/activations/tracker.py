@@ -112,7 +112,7 @@ class SavedTensorTracker:
         if torch.compiler.is_compiling():  # the model was compiled as a whole
             return
         self._stack.append(self._names.get(id(module), ""))
-        # FSDP2 swaps sharded parameters for gathered ones just before forward: look at what is there now.
+        # FSDP2 swaps sharded parameters for gathered ones just before forward, so they are listed again.
         self._exclude(module)
 
     def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:

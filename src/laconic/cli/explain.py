@@ -1,4 +1,4 @@
-"""`laconic explain`: predicted times of every way to send a message, and the choice."""
+"""`laconic explain`: predicted times of every candidate for sending a message, and the choice."""
 
 from __future__ import annotations
 

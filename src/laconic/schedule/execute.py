@@ -30,9 +30,7 @@ class Work(Protocol):
     """A task that was given to a stream."""
 
     def wait(self) -> None:
-        """Block the calling thread (on a device the current stream) until the task has ended, without raising its
-        error.
-        """
+        """Wait for the end of the task, on a device by the current stream; never raises the task's error."""
 
     def result(self) -> object:
         """The action's return value, or raises its error. On a device the value may still be under way."""
@@ -125,7 +123,7 @@ def execute(plan: StreamPlan, actions: Mapping[str, Action], streams: Mapping[st
         try:
             results[task.name] = works[task.name].result()
         except _Skipped:
-            continue  # some task before or after this one says why
+            continue  # another task raises the cause
     return Execution(plan, results, works, started)
 
 

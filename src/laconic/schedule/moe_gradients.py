@@ -128,7 +128,7 @@ class GradientPlan:
 
 @dataclass(frozen=True)
 class _Option:
-    """One way to run a part."""
+    """One candidate for running a part."""
 
     degree: int | None
     base_seconds: float

@@ -246,7 +246,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     return Line(alpha, beta, max(map(abs, errors((alpha, beta)))))
 
 
-# --- reading JSON that may say anything ---
+# --- reading untrusted JSON ---
 
 
 def read_line(data: Any, where: str) -> Line:

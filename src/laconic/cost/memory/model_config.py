@@ -147,7 +147,11 @@ def _text_model(config: Mapping[str, Any], family: str | None) -> tuple[Mapping[
 
 
 def _refuse_another_structure(config: Mapping[str, Any], family: str) -> None:
-    """Raise PlanError if a configuration of another family has fields that `family` does not have."""
+    """Refuse a configuration of another family with fields that `family` does not have.
+
+    Raises:
+        PlanError: it has such a field.
+    """
     own = _fields_of(family)
     # Null, false, zero and empty switch something off; one is a factor, or one of something. Dropout is judged below.
     foreign = {
@@ -167,7 +171,11 @@ def _refuse_another_structure(config: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_what_is_not_predicted(config: Mapping[str, Any], family: str) -> None:
-    """Raise PlanError for settings of a known family that change bytes in ways that nothing here accounts for."""
+    """Refuse settings of a known family that change bytes in ways that nothing here accounts for.
+
+    Raises:
+        PlanError: there is such a setting.
+    """
     traits = FAMILIES[family]
     activation = (
         config.get("hidden_activation") or config.get("hidden_act") or traits.defaults.get("hidden_act", "silu")
