@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps torch's barrier, which refuses every group whose backend is not called gloo."""
+    """Wrap torch's barrier, which refuses every group whose backend is not called gloo."""
 
     @wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -57,7 +57,8 @@ def compress_activations(
     The layer-aware activation quantization of AGoQ (arXiv 2605.00539): one packed input per norm, from which the inputs
     of the linear layers behind it are rebuilt; the packed gate and up projections, from which the activation product
     and the input of the down projection are rebuilt; the attention output once. Forward values, parameters, names and
-    state dict stay exactly as they were. Call it before the model is wrapped in DDP or FSDP2 and before torch.compile.
+    state dict stay exactly as they were. After an error the model is unchanged. Call it before the model is wrapped in
+    DDP or FSDP2 and before torch.compile.
 
     Args:
         model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.
@@ -89,8 +90,7 @@ def compress_activations(
         `unmeasured` says why there are no measured bytes, if so.
 
     Raises:
-        FormatError: bits, format, block_size, scale_dtype, attention or checkpoint is not supported. As for the other
-            error, the model stays as it was.
+        FormatError: bits, format, block_size, scale_dtype, attention or checkpoint is not supported.
         ModelError: nothing is recognized, the model is compressed already, the plan names sites it does not have, the
             loss is not one that can be chunked, or the model is no module.
     """
@@ -179,7 +179,7 @@ def _convert(
 
 
 def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
-    """Gives each module the forward that the choice for its site asks for."""
+    """Give each module the forward that the choice for its site asks for."""
     recomputed = []
     for module, site, choice in chosen:
         if isinstance(choice, Recompute):

@@ -128,7 +128,7 @@ def _is_made(x: Tensor) -> bool:
 
 
 def _note_parts(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-    """Notes on the parts of a tensor that can be rebuilt (gate and up, side by side) that they can be too."""
+    """Note on the parts of a tensor that can be rebuilt (gate and up, side by side) that they can be too."""
     whole = found(args[0]) if isinstance(args[0], Tensor) else None
     if whole is None or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return

@@ -105,7 +105,7 @@ class HeadForward(LinearForward):
 
     @torch.compiler.disable(reason="laconic: a loop over tiles is no graph worth compiling")
     def _answer(self, request: _Request, x: Tensor) -> Tensor:
-        """Computes the loss of x [..., hidden_size] for the request; returns logits of no tokens."""
+        """Compute the loss of x [..., hidden_size] for the request; returns logits of no tokens."""
         rows = x.reshape(-1, x.shape[-1])
         labels = request.labels.reshape(-1).to(x.device, torch.int64)
         if labels.shape != rows.shape[:1]:

@@ -67,7 +67,7 @@ class _Packer(TorchFunctionMode):
             self.least_numel = before
 
     def leave_out(self, module: nn.Module, args: object = None) -> None:
-        """Keeps the parameters and buffers that a module holds now from being packed."""
+        """Exclude the parameters and buffers that a module holds now from packing."""
         self.exact.update(own_storages(module))
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:

@@ -86,7 +86,7 @@ class Offloader:
         return tensors
 
     def _fetch_ahead(self, handle: OffloadHandle) -> None:
-        """Prefetches values sent before this one: backward asks for them from the last to the first."""
+        """Prefetch values sent before this one: backward asks for them from the last to the first."""
         assert self._copier is not None
         for _ in range(AHEAD):
             earlier = None if handle.before is None else handle.before()

@@ -288,7 +288,7 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _attention(module: nn.Module) -> AttentionSpec | None:
-    """Recognizes a module whose forward asks Hugging Face's interface for the code that computes attention."""
+    """Recognize a module whose forward asks Hugging Face's interface for the code that computes attention."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or "get_interface" not in code.co_names:

@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def traceable(function: F) -> F:
-    """Lets torch.compile take calls of `function` into its graphs (see the note above)."""
+    """Make calls of `function` traceable by torch.compile (see the note above)."""
     traced = torch._dynamo.nonstrict_trace(function)
 
     @functools.wraps(function)
@@ -43,7 +43,7 @@ def traceable(function: F) -> F:
 
 
 def argument_class(cls: type) -> None:
-    """Lets objects of a dataclass be arguments of traceable functions.
+    """Allow objects of a dataclass as arguments of traceable functions.
 
     Args:
         cls: a dataclass whose fields are numbers, strings or dtypes.

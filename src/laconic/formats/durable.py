@@ -92,7 +92,7 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _refusal(path: Path, empty_directory: bool = False) -> Iterator[None]:
-    """Turns failures of the system into an error that names `path`; checks first whether the name is free."""
+    """Turn failures of the system into an error that names `path`; checks first whether the name is free."""
     try:
         if os.path.lexists(path) and not (empty_directory and path.is_dir() and not any(path.iterdir())):
             raise CheckpointError(f"{path} exists already; it is not overwritten, so remove it or choose another name")

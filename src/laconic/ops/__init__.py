@@ -192,7 +192,7 @@ def sum_requantize_blockwise(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Sum shards as `sum_blockwise` does and quantize the sum in their format, in one pass over the processor's cache.
 
-    Args and errors are those of `sum_blockwise`.
+    Arguments and errors are those of `sum_blockwise`.
 
     Returns:
         Codes uint8 [n], scales fp32 [ceil(n / 128)], and with a residual its codes uint8 [ceil(n / 2)] and scales fp32

@@ -41,7 +41,7 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """Reads what `str(action)` wrote.
+    """Read what `str(action)` wrote.
 
     Raises:
         ScheduleError: the text is no action.

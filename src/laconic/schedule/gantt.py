@@ -34,7 +34,7 @@ class _Bar:
 
 
 def save_gantt(timelines: Timeline | Mapping[str, Timeline], path: str | Path, title: str = "") -> None:
-    """Writes a chart: HTML if the name ends so, otherwise PNG or whatever else matplotlib makes of the ending.
+    """Write a chart: HTML if the name ends so, otherwise PNG or whatever else matplotlib makes of the ending.
 
     Args:
         timelines: one, or several by name, below each other on one axis of time.

@@ -192,7 +192,7 @@ class PipelineSchedule:
 
     @classmethod
     def parse(cls, text: str) -> PipelineSchedule:
-        """Reads what `str(schedule)` wrote: a line with the name, then a line of actions per rank.
+        """Read what `str(schedule)` wrote: a line with the name, then a line of actions per rank.
 
         Raises:
             ScheduleError: a line holds something that is no action, or there are no actions.
@@ -204,7 +204,7 @@ class PipelineSchedule:
 
     @classmethod
     def from_torch(cls, schedule: Any) -> PipelineSchedule:
-        """Reads a schedule object of torch.distributed.pipelining, or its `pipeline_order`.
+        """Read a schedule object of torch.distributed.pipelining, or its `pipeline_order`.
 
         Nothing of torch is imported: any object with a `pipeline_order` (rank -> entries with `stage_index`,
         `computation_type`, `microbatch_index`, `sub_actions`, or None) is read. The order of torch's plain 1F1B counts

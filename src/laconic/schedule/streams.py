@@ -151,7 +151,7 @@ class StreamPlan:
 
     @classmethod
     def from_json(cls, text: str) -> StreamPlan:
-        """Reads what `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             ScheduleError: the text is no such plan, of another version, or a plan that cannot run.

@@ -50,7 +50,7 @@ def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
 
 
 def save_trace(timelines: Timeline | Mapping[str, Timeline], path: str | Path) -> None:
-    """Writes `chrome_trace` as a JSON file.
+    """Write `chrome_trace` as a JSON file.
 
     Raises:
         ScheduleError: the file cannot be written.

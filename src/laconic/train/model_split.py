@@ -42,7 +42,7 @@ class Gap(nn.Module):
         """Hidden states of the last forward."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Passes the hidden states on, in the form that the layer gives them."""
+        """Pass the hidden states on, in the form that the layer gives them."""
         self.given_out = hidden_states if self.taken_in is None else self.taken_in
         return (self.given_out,) if self._gives_tuple else self.given_out
 

@@ -190,7 +190,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], family: str | None = None) -> ModelShape:
-        """Reads a Hugging Face configuration as a dictionary, that is config.json.
+        """Read a Hugging Face configuration as a dictionary, that is config.json.
 
         Args:
             config: with a model_type that the planner knows. Absent fields mean what transformers takes them for.
@@ -207,7 +207,7 @@ class ModelShape:
 
     @classmethod
     def load(cls, path: str | Path, family: str | None = None) -> ModelShape:
-        """Reads config.json of a model directory, or the file itself.
+        """Read config.json of a model directory, or the file itself.
 
         Raises:
             PlanError: there is no such file, it is not JSON, or see `from_config`.

@@ -11,7 +11,7 @@ __all__ = ["save_chart"]
 
 
 def save_chart(prediction: Prediction, path: str | Path, budget_nbytes: int | None = None, title: str = "") -> None:
-    """Writes a PNG (or whatever the name's ending says).
+    """Write a PNG (or whatever the name's ending says).
 
     Raises:
         PlanError: matplotlib is missing, or does not know the ending.

@@ -309,7 +309,7 @@ def _nbytes(state: Any) -> int:
 
 @contextmanager
 def _shared_outcome(world: World, path: Path) -> Iterator[None]:
-    """Runs the block on every process; when it fails on any, raises the same CheckpointError on all."""
+    """Run the block on every process; when it fails on any, raises the same CheckpointError on all."""
     error: str | None = None
     cause: BaseException | None = None
     try:
