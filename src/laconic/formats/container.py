@@ -26,7 +26,7 @@ from laconic.formats.checksum import Checksum, checksum_of
 from laconic.formats.chunk import Code, decode_chunk, difference, difference_pays, encode_chunk
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.pipeline import in_order
-from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, Entry, parse_header, unique_names
+from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
 
 __all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
 
@@ -272,7 +272,7 @@ class ContainerFile:
             e.name for e in entries
         ]:
             raise FormatError(f"{where}: its index does not list the tensors of its safetensors header in their order")
-        self.entries: dict[str, Entry] = {entry.name: entry for entry in entries}
+        self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
         self.stored: dict[str, Stored] = {}
         offset = _HEAD_NBYTES
         for entry, record in zip(entries, records, strict=True):
@@ -280,7 +280,7 @@ class ContainerFile:
         if offset != self._tail:
             raise FormatError(f"{where}: its messages end at byte {offset:,}, but its index begins at {self._tail:,}")
 
-    def _stored(self, entry: Entry, record: dict[str, Any], offset: int) -> tuple[Stored, int]:
+    def _stored(self, entry: TensorEntry, record: dict[str, Any], offset: int) -> tuple[Stored, int]:
         """What `record` says of `entry` whose messages begin at `offset`, and where they end."""
         where = f"{self.path}: tensor {entry.name!r}"
         checksum, base, sizes = record.get("checksum"), record.get("base_checksum"), record.get("messages")
@@ -383,7 +383,7 @@ def write_container(
     return offset + len(header) + len(index), digest.hexdigest()
 
 
-def _described(header: bytes, where: str) -> list[Entry]:
+def _described(header: bytes, where: str) -> list[TensorEntry]:
     """The entries of `header`, checked to describe its data completely."""
     fields = json.loads(header)
     ends = [entry["data_offsets"][1] for key, entry in fields.items() if key != "__metadata__"]
@@ -395,10 +395,10 @@ _Encoded = tuple[Tensor | None, tuple[int, int], tuple[int, int]]
 
 
 def _encoded(
-    entries: Sequence[Entry], tensors: Iterable[Tensor], code: Code, base: TensorSource | None, num_threads: int
-) -> Iterator[tuple[Entry, TensorSource | None, int, _Encoded]]:
+    entries: Sequence[TensorEntry], tensors: Iterable[Tensor], code: Code, base: TensorSource | None, num_threads: int
+) -> Iterator[tuple[TensorEntry, TensorSource | None, int, _Encoded]]:
     """(entry, its base, number of the chunk, what encode_chunk returns), in order; an empty tensor has one chunk."""
-    places: deque[tuple[Entry, TensorSource | None, int]] = deque()
+    places: deque[tuple[TensorEntry, TensorSource | None, int]] = deque()
 
     def calls() -> Iterator[Callable[[], _Encoded]]:
         for entry, data in zip(entries, tensors, strict=True):
@@ -415,7 +415,7 @@ def _encoded(
         yield *places.popleft(), result
 
 
-def _encoded_chunk(entry: Entry, data: Tensor, code: Code, base: TensorSource | None, start: int) -> _Encoded:
+def _encoded_chunk(entry: TensorEntry, data: Tensor, code: Code, base: TensorSource | None, start: int) -> _Encoded:
     if not len(data):
         return None, (0, 0), (0, 0)
     theirs = None if base is None else base.read(entry.name, start, start + len(data))
@@ -423,7 +423,7 @@ def _encoded_chunk(entry: Entry, data: Tensor, code: Code, base: TensorSource | 
     return message, (sums[0], sums[1]), (0, 0) if theirs is None else checksum_of(theirs)
 
 
-def _pays(base: TensorSource, entry: Entry, data: Tensor, code: Code) -> bool:
+def _pays(base: TensorSource, entry: TensorEntry, data: Tensor, code: Code) -> bool:
     """Whether to store the difference to the tensor of `base`, if there is one of this kind."""
     theirs = base.entries.get(entry.name)
     if theirs is None or (theirs.dtype, theirs.shape) != (entry.dtype, entry.shape) or not entry.nbytes:

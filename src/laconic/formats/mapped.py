@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.checksum import Checksum
 from laconic.formats.lossless import check_has_bytes
-from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, Entry, element, parse_header
+from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, element, parse_header
 
 __all__ = ["SafetensorsFile", "TensorSource", "TensorsInMemory", "map_file"]
 
@@ -32,7 +32,7 @@ class TensorSource(Protocol):
         """How messages call the source."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, TensorEntry]:
         """Name -> dtype, shape and place of a tensor."""
 
     def require(self, name: str) -> None:
@@ -98,7 +98,7 @@ class SafetensorsFile:
         """Without its length."""
         self.data = self.content[8 + header_nbytes :]
         entries, self.metadata = parse_header(self.header, len(self.data), str(path))
-        self.entries: dict[str, Entry] = {entry.name: entry for entry in entries}
+        self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
         self._checksums: dict[str, str] = {}
 
     @property
@@ -140,7 +140,9 @@ class TensorsInMemory:
         self._last: tuple[str, Tensor] | None = None
         self._checksums: dict[str, str] = {}
         self.entries = {
-            name: Entry(name, element(tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+            name: TensorEntry(
+                name, element(tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size()
+            )
             for name, tensor in tensors.items()
         }
 

@@ -17,7 +17,7 @@ import torch
 
 from laconic.errors import FormatError
 
-__all__ = ["HEADER_LIMIT_NBYTES", "Element", "Entry", "element", "parse_header", "unique_names", "write_header"]
+__all__ = ["HEADER_LIMIT_NBYTES", "Element", "TensorEntry", "element", "parse_header", "unique_names", "write_header"]
 
 HEADER_LIMIT_NBYTES = 100_000_000
 """What the safetensors project allows."""
@@ -67,7 +67,7 @@ _NAMES = {element.torch_dtype: name for name, element in _ELEMENTS.items() if el
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file."""
 
     name: str
@@ -95,7 +95,7 @@ def element(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Entry], dict[str, str]]:
+def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[TensorEntry], dict[str, str]]:
     """Entries in the order of their bytes, and the metadata, of a header over `data_nbytes`.
 
     Args:
@@ -142,7 +142,7 @@ def write_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: di
     return text + b" " * (-len(text) % 8)
 
 
-def _entry(name: str, fields: Any, where: str) -> Entry:
+def _entry(name: str, fields: Any, where: str) -> TensorEntry:
     where = f"{where}: tensor {name!r}"
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"{where} must have dtype, shape and data_offsets, and nothing else")
@@ -158,14 +158,14 @@ def _entry(name: str, fields: Any, where: str) -> Entry:
         raise FormatError(
             f"{where} has {offsets[1] - offsets[0]:,} bytes, but {dtype} of shape {_short(shape)} takes {num_bits} bits"
         )
-    return Entry(name, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
+    return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
 
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _position(entry: Entry) -> tuple[int, int]:
+def _position(entry: TensorEntry) -> tuple[int, int]:
     return entry.start, entry.nbytes
 
 

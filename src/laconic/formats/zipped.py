@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.errors import CheckpointError, FormatError
 from laconic.formats.container import SUFFIX, ContainerFile
 from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSource
-from laconic.formats.safetensors_header import Entry, unique_names
+from laconic.formats.safetensors_header import TensorEntry, unique_names
 
 __all__ = ["TensorFiles", "ZippedTensors", "is_zipped", "load_zipped", "open_tensors"]
 
@@ -98,7 +98,7 @@ class TensorFiles:
     def __init__(self, name: str, files: Mapping[str, SafetensorsFile | ContainerFile]) -> None:
         self.name = name
         self._home = files
-        self.entries: dict[str, Entry] = {tensor: file.entries[tensor] for tensor, file in files.items()}
+        self.entries: dict[str, TensorEntry] = {tensor: file.entries[tensor] for tensor, file in files.items()}
 
     @property
     def files(self) -> list[SafetensorsFile | ContainerFile]:

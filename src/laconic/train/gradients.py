@@ -2,7 +2,7 @@
 
 All kinds have the same methods, so the loop is the same for all:
 
-- `DenseGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
+- `PlainGradients`: `parameter.grad`; DDP or FSDP2 has reduced them when the last backward ends.
 - `ExpertParallelGradients`: the same with expert parallelism: gradients of experts are averaged over other groups.
 - `OverlappedGradients`: those again, the dense ones averaged while backward of expert layers leaves links idle.
 - `StoredGradients`: 8 or 12 bits per element (laconic.gradients.compress_gradients), folded in after each backward and
@@ -36,7 +36,7 @@ from laconic.train.distributed.data_parallel import accumulate, clip_gradients, 
 from laconic.train.distributed.layout import Layout
 
 __all__ = [
-    "DenseGradients",
+    "PlainGradients",
     "Gradients",
     "ExpertParallelGradients",
     "StoredGradients",
@@ -88,7 +88,7 @@ class Gradients(ABC):
         return None
 
 
-class DenseGradients(Gradients):
+class PlainGradients(Gradients):
     """Gradients as autograd makes them.
 
     Args:
@@ -140,7 +140,7 @@ class DenseGradients(Gradients):
         self._model.zero_grad(set_to_none=True)
 
 
-class ExpertParallelGradients(DenseGradients):
+class ExpertParallelGradients(PlainGradients):
     """Gradients of a model with expert parallelism.
 
     Backward has brought an expert the gradients of all tokens of its EP group. They are added up over the processes
@@ -298,13 +298,13 @@ def make_gradients(
 
     Args:
         config, layout: of the run.
-        model: as in `DenseGradients`, except that with 8 or 12 bits it is not wrapped in DDP.
+        model: as in `PlainGradients`, except that with 8 or 12 bits it is not wrapped in DDP.
         experts: of the model, if it has expert parallelism.
     """
     grid = None if experts is None else experts.grid
     if config.gradients.bits == 32:
         if experts is None or grid is None:
-            return DenseGradients(model, zip_codec(config))
+            return PlainGradients(model, zip_codec(config))
         if config.moe.overlap_grad_reduce and layout.stage_group is not None:
             return OverlappedGradients(model, experts, grid, config, layout.stage_group)
         return ExpertParallelGradients(model, experts, grid, config)
