@@ -216,7 +216,8 @@ class Levels:
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         """The stages of an all-to-all of this depth, in the order of dispatch: 1 ... depth - 1 from group to group of a
-        level, the last from rank to rank inside of a group. Raises ConfigError for a depth not in `depths`."""
+        level, the last from rank to rank inside of a group. Raises ConfigError for a depth not in `depths`.
+        """
         if depth not in self.depths:
             raise ConfigError(
                 f"depth is {depth}, but it must be from 1 to {self.max_depth}, the number of levels in num_groups"
