@@ -1,8 +1,9 @@
 """Predicted against measured: every way through a layer over slow links, and what autotune chooses among them.
 
 Two hosts (network namespaces, laconic.testing.netlab) of two processes each. Links, codecs and the fixed overhead of
-routes are measured once per network and grid. Then layers of other sizes, with other numbers of experts per token and
-other skews, are priced from these, and every candidate is run, forward and backward. Nothing that is run here goes back into a prediction.
+routes are measured once per network and grid. Then layers of other sizes, numbers of experts per token and skews are
+priced from these, and every candidate is run, forward and backward. Nothing that is run here goes back into a
+prediction.
 
 What is fastest of ten is decided by noise if all ten are timed alike. So what is near the fastest is timed again, with
 many more rounds, and those are dealt into two halves: how often the fastest way of one half is among the fastest of the
