@@ -215,8 +215,12 @@ class Levels:
         return self.ranks_per_node or self.num_ranks // (*self.num_groups, 1)[1]
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
-        """The stages of an all-to-all of this depth, in the order of dispatch: 1 ... depth - 1 from group to group of a
-        level, the last from rank to rank inside of a group. Raises ConfigError for a depth not in `depths`.
+        """The stages of an all-to-all of this depth, in the order of dispatch.
+
+        Stages 1 ... depth - 1 go from group to group of a level, the last from rank to rank inside of a group.
+
+        Raises:
+            ConfigError: the depth is not in `depths`.
         """
         if depth not in self.depths:
             raise ConfigError(
