@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pair import SMOOTH
-from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.distributed.pair import SMOOTH, everything
+from tests.distributed.processes import run_joined
 from tests.train.runs import AGOQ, resumed, tiny_config, train_alone
 
 
@@ -20,11 +20,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_alone(tiny_config(folder, "smooth-1-2-1", SMOOTH), stop_after=2)
     train_alone(tiny_config(folder, "agoq-alone", AGOQ))
     train_alone(tiny_config(folder, "agoq-1-2-1", AGOQ), stop_after=2)
-    port = free_port()
-    arguments = ["-m", "tests.distributed.pair", str(folder)]
-    processes = [start(arguments, rank_environment(rank, 2, port)) for rank in range(2)]
-    for rank, ending in enumerate([finish(process) for process in processes]):
-        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+    run_joined(everything, (folder,), 2)
     train_alone(resumed(tiny_config(folder, "smooth-1-2-1", SMOOTH)))
     train_alone(resumed(tiny_config(folder, "agoq-1-2-1", AGOQ)))
     return folder

@@ -1,7 +1,7 @@
-"""What two processes do together, started once: `python -m tests.distributed.pair FOLDER` with torchrun's variables.
+"""What two processes do together, started once.
 
-Each scenario is a run (or several) in FOLDER; the tests read what it left there. Errors that a scenario expects are
-written to FOLDER/<scenario>.<rank>.txt.
+Each scenario is a run (or several) in a folder; the tests read what it left there. Errors that a scenario expects are
+written to <scenario>.<rank>.txt in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +21,7 @@ from torch.distributed.checkpoint import filesystem
 from laconic.errors import LaconicError
 from laconic.train import trainer
 from laconic.train.config.schema import TrainConfig
-from laconic.train.distributed.world import World, join_world, read_environment
-from laconic.train.launch.worker import leave
+from laconic.train.distributed.world import World
 from laconic.train.run import run
 from laconic.train.signals import StopRequest
 from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
@@ -169,9 +167,9 @@ def full_disk(here: bool) -> Iterator[None]:
         filesystem.FileSystem.create_stream = create  # type: ignore[method-assign]
 
 
-def main() -> None:
-    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
-    pair = Pair(Path(sys.argv[1]), world)
+def everything(world: World, folder: Path) -> None:
+    """All scenarios of one of the processes."""
+    pair = Pair(folder, world)
     pair.interrupted_runs()
     pair.long_run()
     pair.smooth_runs()
@@ -179,9 +177,3 @@ def main() -> None:
     pair.not_finite()
     pair.failed_saves()
     pair.refusals()
-    world.leave()
-    leave(0)
-
-
-if __name__ == "__main__":
-    main()

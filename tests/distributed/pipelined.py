@@ -1,21 +1,17 @@
-"""What the processes of a pipeline do together: `python -m tests.distributed.pipelined FOLDER`, with torchrun's
-variables.
+"""What the processes of a pipeline do together.
 
-As in `tests.distributed.pair`, each scenario is a run in FOLDER, and the tests read what it left there. Two processes
+As in `tests.distributed.pair`, each scenario is a run in a folder, and the tests read what it left there. Two processes
 do one part of them and four the other.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from laconic.train.distributed.world import World, join_world, read_environment
-from laconic.train.launch.worker import leave
+from laconic.train.distributed.world import World
 from laconic.train.model_split import ModelChunk
 from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
@@ -31,32 +27,44 @@ GPIPE = TWO | {"pipeline.schedule": "gpipe"}
 INTERLEAVED = TWO | {"pipeline.schedule": "interleaved-1f1b", "pipeline.virtual_stages": 2}
 FOUR = {"pipeline.stages": 4, "pipeline.micro_batches": 4}
 
-# By number of processes, name: changes. Smooth runs are compared with one process; the others, which compress
+Runs = dict[str, dict[str, Any]]
+
+# name: changes, the number of processes first. Smooth runs are compared with one process; the others, which compress
 # activations, are run in one piece and with a stop after step 3 as "<name>-broken".
-SMOOTH_RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"2-1f1b": TWO, "2-gpipe": GPIPE, "2-interleaved": INTERLEAVED, "2-untied": TWO | UNTIED | CHUNKED},
-    4: {"4-1f1b": FOUR, "4-ddp": TWO, "4-fsdp": TWO | FSDP | CHUNKED, "4-interleaved-fsdp": INTERLEAVED | FSDP},
+SMOOTH_RUNS: Runs = {
+    "2-1f1b": TWO,
+    "2-gpipe": GPIPE,
+    "2-interleaved": INTERLEAVED,
+    "2-untied": TWO | UNTIED | CHUNKED,
+    "4-ddp": TWO,
+    "4-interleaved-fsdp": INTERLEAVED | FSDP,
 }
-BROKEN_RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"2-1f1b-nf4": TWO | DROPOUT, "2-interleaved-agoq": INTERLEAVED | DROPOUT | AGOQ},
-    4: {
-        "4-ddp-agoq": TWO | LAYERS | AGOQ,
-        "4-ddp-q8": TWO | LAYERS | {"gradients.reduce": "q8"},
-        "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
-        "4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"},
-    },
+BROKEN_RUNS: Runs = {
+    "2-1f1b-nf4": TWO | DROPOUT,
+    "2-interleaved-agoq": INTERLEAVED | DROPOUT | AGOQ,
+    "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
+}
+# Other combinations of the same.
+SLOW_SMOOTH_RUNS: Runs = {"4-1f1b": FOUR, "4-fsdp": TWO | FSDP | CHUNKED}
+SLOW_BROKEN_RUNS: Runs = {
+    "4-ddp-agoq": TWO | LAYERS | AGOQ,
+    "4-ddp-q8": TWO | LAYERS | {"gradients.reduce": "q8"},
+    "4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"},
 }
 
 
 class Pipelined(Pair):
     """The scenarios, as seen by one of the processes."""
 
-    def smooth_runs(self) -> None:
-        for name, changes in SMOOTH_RUNS[self.world.size].items():
+    def of_this_size(self, runs: Runs) -> Runs:
+        return {name: changes for name, changes in runs.items() if name.startswith(f"{self.world.size}-")}
+
+    def smooth_runs(self, runs: Runs) -> None:
+        for name, changes in self.of_this_size(runs).items():
             self.train(tiny_config(self.folder, name, SMOOTH | changes))
 
-    def interrupted_runs(self) -> None:
-        for name, changes in BROKEN_RUNS[self.world.size].items():
+    def interrupted_runs(self, runs: Runs) -> None:
+        for name, changes in self.of_this_size(runs).items():
             self.train(tiny_config(self.folder, name, changes))
             broken = tiny_config(self.folder, f"{name}-broken", changes)
             assert self.train(broken, stop_after=3, on_rank=self.world.size - 1) == 130
@@ -94,18 +102,19 @@ class Pipelined(Pair):
         self.expect_error("settings", tiny_config(self.folder, "settings", rate))
 
 
-def main() -> None:
-    world: World = join_world(read_environment(os.environ), timeout_seconds=60.0)
-    scenarios = Pipelined(Path(sys.argv[1]), world)
-    scenarios.smooth_runs()
-    scenarios.interrupted_runs()
+def more_of_four(world: World, folder: Path) -> None:
+    """What takes long besides."""
+    scenarios = Pipelined(folder, world)
+    scenarios.smooth_runs(SLOW_SMOOTH_RUNS)
+    scenarios.interrupted_runs(SLOW_BROKEN_RUNS)
+
+
+def everything(world: World, folder: Path) -> None:
+    """All other scenarios of one of the processes."""
+    scenarios = Pipelined(folder, world)
+    scenarios.smooth_runs(SMOOTH_RUNS)
+    scenarios.interrupted_runs(BROKEN_RUNS)
     if world.size == 2:
         scenarios.changed_layouts()
         scenarios.not_finite()
         scenarios.refusals()
-    world.leave()
-    leave(0)
-
-
-if __name__ == "__main__":
-    main()

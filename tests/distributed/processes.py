@@ -6,21 +6,34 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 import torch.multiprocessing as mp
 
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
+from laconic.train.distributed.world import STORE_VARIABLE, join_world, read_environment
+from laconic.train.launch.worker import leave
 
 ROOT = Path(__file__).parents[2]
 
 # What nearly every rank imports; none of it starts a thread, which a fork would lose.
-_PRELOADED = ["pytest", "torch", "torch.distributed.fsdp", "torch.testing", "transformers", "laconic.train.run"]
+_PRELOADED = [
+    "pytest",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.testing",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "laconic.train.run",
+]
 
 
 def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> None:
@@ -31,6 +44,24 @@ def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: 
     """
     mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     mp.start_processes(work, args=args, nprocs=num_ranks, join=True, start_method="forkserver")
+
+
+def run_joined(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> None:
+    """Run work(world, *args) in `num_ranks` processes that have met as those of a training do; fails if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(_join_and_work, (num_ranks, os.path.join(folder, "store"), work, args), num_ranks)
+
+
+def _join_and_work(
+    rank: int, num_ranks: int, store: str, work: Callable[..., object], args: tuple[object, ...]
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    os.environ |= _rank_variables(rank, num_ranks) | {STORE_VARIABLE: store, "OMP_NUM_THREADS": "1"}
+    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
+    work(world, *args)
+    world.leave()
+    leave(0)
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -51,16 +82,18 @@ def free_port() -> int:
 
 def rank_environment(rank: int, world_size: int, port: int, **changes: str) -> dict[str, str]:
     """What torchrun sets for one process of a machine."""
-    names = {
+    names = _rank_variables(rank, world_size) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return environment(**names, **changes)
+
+
+def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return environment(**names, **changes)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""AdamW8bit under FSDP2: `python -m tests.distributed.sharded_adamw FOLDER` with torchrun's variables.
+"""AdamW8bit under FSDP2, in two processes or four.
 
 Both processes see the same batches, so that the average of their gradients is the gradient of one process, bit for bit.
 What they end with is written to FOLDER as full tensors; the tests compare it with one process.
@@ -6,8 +6,6 @@ What they end with is written to FOLDER as full tensors; the tests compare it wi
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,7 @@ from laconic.formats import quantized_gradient, set_quantized_gradient
 from laconic.gradients import compress_gradients
 from laconic.optim import AdamW8bit, from_bitsandbytes_state, to_adamw_state, to_bitsandbytes_state
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
-from laconic.train.distributed.world import World, join_world, read_environment
-from laconic.train.launch.worker import leave
+from laconic.train.distributed.world import World
 
 SAVED_AFTER, STEPS = 3, 6
 
@@ -125,18 +122,7 @@ def grid(world: World) -> None:
             assert torch.equal(found, expected), (cut, name)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
-    if world.size == 4:
-        grid(world)
-    else:
-        pair(folder, world)
-    world.leave()
-    leave(0)
-
-
-def pair(folder: Path, world: World) -> None:
+def pair(world: World, folder: Path) -> None:
     """What the tests with two processes look at."""
 
     # 1. In one piece, saved on the way.
@@ -236,7 +222,3 @@ def expect_error(
         AdamW8bit([parameter]).step()
     except FormatError as error:
         (folder / f"{name}.{world.rank}.txt").write_text(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,11 @@
-"""Runs with experts spread over processes: `python -m tests.distributed.spread FOLDER SET` with torchrun's variables.
+"""Runs with experts spread over processes.
 
-As in `tests.distributed.pair`, each scenario is a run in FOLDER, and the tests read what it left there.
+As in `tests.distributed.pair`, each scenario is a run in a folder, and the tests read what it left there.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +19,11 @@ from laconic.cost.comm.rates import Line, LinkRates
 from laconic.cost.moe.rates import MoERates
 from laconic.moe.huggingface import GivenRouting
 from laconic.moe.placement.balancer import ExpertBalancer
-from laconic.train.distributed.world import join_world, read_environment
+from laconic.train.distributed.world import World
 from laconic.train.launch.worker import leave
 from laconic.train.trainer import Trainer
 from tests.distributed.pair import FSDP, SMOOTH, Pair
-from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.distributed.processes import run_joined
 from tests.train.runs import AGOQ, resumed, tiny_config
 
 QWEN = {
@@ -212,21 +210,8 @@ def vanishing(here: bool, run_dir: Path) -> Iterator[None]:
 
 def run_processes(folder: Path, scenario: str, num_processes: int) -> None:
     """Let as many processes go through `scenario`, a method of Spread; fails if one fails."""
-    port = free_port()
-    arguments = ["-m", "tests.distributed.spread", str(folder), scenario]
-    processes: list[subprocess.Popen[str]] = [
-        start(arguments, rank_environment(rank, num_processes, port)) for rank in range(num_processes)
-    ]
-    for rank, ending in enumerate([finish(process, 280) for process in processes]):
-        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+    run_joined(_scenario, (folder, scenario), num_processes)
 
 
-def main() -> None:
-    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
-    getattr(Spread(Path(sys.argv[1]), world), sys.argv[2])()
-    world.leave()
-    leave(0)
-
-
-if __name__ == "__main__":
-    main()
+def _scenario(world: World, folder: Path, name: str) -> None:
+    getattr(Spread(folder, world), name)()

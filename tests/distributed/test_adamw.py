@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.processes import finish, free_port, rank_environment, start
-from tests.distributed.sharded_adamw import SAVED_AFTER, STEPS, everything, load, make, save, train
+from tests.distributed.processes import run_joined
+from tests.distributed.sharded_adamw import SAVED_AFTER, STEPS, everything, grid, load, make, pair, save, train
 from tests.train.runs import ALONE
 
 
@@ -30,11 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, optimizer = make(ALONE)
     train(model, optimizer, 0, SAVED_AFTER)
     save(folder, ALONE, model, optimizer, "one")
-    port = free_port()
-    arguments = ["-m", "tests.distributed.sharded_adamw", str(folder)]
-    processes = [start(arguments, rank_environment(rank, 2, port)) for rank in range(2)]
-    for rank, ending in enumerate([finish(process) for process in processes]):
-        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+    run_joined(pair, (folder,), 2)
     return folder
 
 
@@ -109,9 +105,5 @@ def test_placements_that_cannot_be_followed_are_refused(folder: Path, rank: int)
 
 
 @pytest.mark.slow
-def test_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_process(tmp_path: Path) -> None:
-    port = free_port()
-    arguments = ["-m", "tests.distributed.sharded_adamw", str(tmp_path)]
-    processes = [start(arguments, rank_environment(rank, 4, port)) for rank in range(4)]
-    for rank, ending in enumerate([finish(process) for process in processes]):
-        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+def test_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_process() -> None:
+    run_joined(grid, (), 4)

@@ -2,28 +2,32 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from transformers import AutoModelForCausalLM
 
 from laconic.train.checkpoint.export import export
 from laconic.train.report.metrics import read_metrics
-from tests.distributed.pipelined import BROKEN_RUNS, LAYERS, SMOOTH, SMOOTH_RUNS, UNTIED
-from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.distributed.pipelined import (
+    BROKEN_RUNS,
+    LAYERS,
+    SLOW_BROKEN_RUNS,
+    SLOW_SMOOTH_RUNS,
+    SMOOTH,
+    SMOOTH_RUNS,
+    UNTIED,
+    everything,
+    more_of_four,
+)
+from tests.distributed.processes import run_joined
 from tests.train.runs import AGOQ, exact_metrics, losses, tiny_config, train_alone
 
 # As in test_parallel: 128 fp32 values near 5.5 are averaged, and this Adam's updates are smooth in their gradients.
 ROUNDING = 4e-5
-
-
-def run_processes(folder: Path, world_size: int) -> None:
-    port = free_port()
-    arguments = ["-m", "tests.distributed.pipelined", str(folder)]
-    processes = [start(arguments, rank_environment(rank, world_size, port)) for rank in range(world_size)]
-    for rank, ending in enumerate([finish(process, 280) for process in processes]):
-        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +38,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_alone(tiny_config(folder, "alone-untied", SMOOTH | UNTIED))
     train_alone(tiny_config(folder, "alone-agoq", LAYERS | AGOQ))
     for world_size in (2, 4):
-        run_processes(folder, world_size)
+        run_joined(everything, (folder,), world_size)
     return folder
+
+
+@pytest.fixture(scope="module")
+def with_more_of_four(folder: Path) -> Path:
+    """The same folder, with the slow runs of four processes as well."""
+    run_joined(more_of_four, (folder,), 4)
+    return folder
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, name: str) -> Path:
+    """The folder with the run `name`."""
+    is_slow = name in SLOW_SMOOTH_RUNS or name in SLOW_BROKEN_RUNS
+    found: Path = request.getfixturevalue("with_more_of_four" if is_slow else "folder")
+    return found
 
 
 def reference(name: str) -> str:
     return "alone-untied" if "untied" in name else "alone"
 
 
-SMOOTH_NAMES = [*SMOOTH_RUNS[2], *SMOOTH_RUNS[4], "2-changed"]
-BROKEN_NAMES = [*BROKEN_RUNS[2], *BROKEN_RUNS[4]]
+def _slow(names: Iterable[str]) -> list[ParameterSet]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+SMOOTH_NAMES = [*SMOOTH_RUNS, "2-changed", *_slow(SLOW_SMOOTH_RUNS)]
+BROKEN_NAMES = [*BROKEN_RUNS, *_slow(SLOW_BROKEN_RUNS)]
 
 
 @pytest.mark.parametrize("name", SMOOTH_NAMES)
-def test_losses_and_norms_do_not_depend_on_the_pipeline(folder: Path, name: str) -> None:
-    rows, expected = read_metrics(folder / name), read_metrics(folder / reference(name))
+def test_losses_and_norms_do_not_depend_on_the_pipeline(runs: Path, name: str) -> None:
+    rows, expected = read_metrics(runs / name), read_metrics(runs / reference(name))
     for field in ("loss", "validation_loss"):
         found = [row[field] for row in rows if field in row]
         assert found == pytest.approx([row[field] for row in expected if field in row], abs=ROUNDING)
@@ -58,9 +81,9 @@ def test_losses_and_norms_do_not_depend_on_the_pipeline(folder: Path, name: str)
 
 
 @pytest.mark.parametrize("name", SMOOTH_NAMES)
-def test_weights_do_not_depend_on_the_pipeline(folder: Path, name: str, tmp_path: Path) -> None:
-    expected = AutoModelForCausalLM.from_pretrained(export(folder / reference(name), tmp_path / "alone"))
-    found = AutoModelForCausalLM.from_pretrained(export(folder / name, tmp_path / name))
+def test_weights_do_not_depend_on_the_pipeline(runs: Path, name: str, tmp_path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(export(runs / reference(name), tmp_path / "alone"))
+    found = AutoModelForCausalLM.from_pretrained(export(runs / name, tmp_path / name))
     theirs = dict(found.named_parameters())
     assert theirs.keys() == dict(expected.named_parameters()).keys()
     for parameter_name, one in expected.named_parameters():
@@ -69,15 +92,15 @@ def test_weights_do_not_depend_on_the_pipeline(folder: Path, name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", BROKEN_NAMES)
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(folder: Path, name: str, tmp_path: Path) -> None:
-    assert exact_metrics(folder / f"{name}-broken") == exact_metrics(folder / name)
-    whole, broken = (export(folder / run, tmp_path / run) for run in (name, f"{name}-broken"))
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(runs: Path, name: str, tmp_path: Path) -> None:
+    assert exact_metrics(runs / f"{name}-broken") == exact_metrics(runs / name)
+    whole, broken = (export(runs / run, tmp_path / run) for run in (name, f"{name}-broken"))
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["4-ddp-agoq", "4-fsdp-agoq"])
-def test_everything_compressed_trains_alike_in_a_pipeline(folder: Path, name: str) -> None:
-    expected, found = losses(folder / "alone-agoq"), losses(folder / name)
+@pytest.mark.parametrize("name", ["4-fsdp-agoq", *_slow(["4-ddp-agoq"])])
+def test_everything_compressed_trains_alike_in_a_pipeline(runs: Path, name: str) -> None:
+    expected, found = losses(runs / "alone-agoq"), losses(runs / name)
     # Codes of other micro-batches differ by up to 1/254 of their block's largest value.
     assert list(found.values()) == pytest.approx(list(expected.values()), abs=0.01)
 

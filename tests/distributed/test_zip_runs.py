@@ -10,8 +10,8 @@ import pytest
 from laconic.collectives.audit import Snapshot
 from laconic.train.report.compare import compare
 from laconic.train.report.metrics import read_metrics
-from tests.distributed.processes import finish, free_port, rank_environment, start
-from tests.distributed.zipped import RUNS
+from tests.distributed.processes import run_joined
+from tests.distributed.zipped import RUNS, SLOW_RUNS, everything, more
 from tests.train.runs import exact_metrics, losses
 
 
@@ -19,28 +19,41 @@ from tests.train.runs import exact_metrics, losses
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two processes have done all that `tests.distributed.zipped` lists."""
     folder = tmp_path_factory.mktemp("zipped")
-    port = free_port()
-    arguments = ["-m", "tests.distributed.zipped", str(folder)]
-    processes = [start(arguments, rank_environment(rank, 2, port)) for rank in range(2)]
-    for rank, ending in enumerate([finish(process, 280) for process in processes]):
-        assert ending.code == 0, f"rank {rank}:\n{ending.err}"
+    run_joined(everything, (folder,), 2)
     return folder
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-def test_a_zipped_run_is_the_raw_one_bit_for_bit(folder: Path, name: str) -> None:
-    assert exact_metrics(folder / f"{name}-on") == exact_metrics(folder / name)
+@pytest.fixture(scope="module")
+def with_more(folder: Path) -> Path:
+    """The same folder, with the slow runs as well."""
+    run_joined(more, (folder,), 2)
+    return folder
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-def test_a_zipped_run_resumes_bit_for_bit(folder: Path, name: str) -> None:
-    assert exact_metrics(folder / f"{name}-broken") == exact_metrics(folder / f"{name}-on")
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, name: str) -> Path:
+    """The folder with the run `name`."""
+    found: Path = request.getfixturevalue("with_more" if name in SLOW_RUNS else "folder")
+    return found
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-def test_raw_bytes_are_those_of_the_raw_run(folder: Path, name: str) -> None:
-    raw = [row for row in read_metrics(folder / name) if "loss" in row]
-    zipped = [row for row in read_metrics(folder / f"{name}-on") if "loss" in row]
+NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_zipped_run_is_the_raw_one_bit_for_bit(runs: Path, name: str) -> None:
+    assert exact_metrics(runs / f"{name}-on") == exact_metrics(runs / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_zipped_run_resumes_bit_for_bit(runs: Path, name: str) -> None:
+    assert exact_metrics(runs / f"{name}-broken") == exact_metrics(runs / f"{name}-on")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_raw_bytes_are_those_of_the_raw_run(runs: Path, name: str) -> None:
+    raw = [row for row in read_metrics(runs / name) if "loss" in row]
+    zipped = [row for row in read_metrics(runs / f"{name}-on") if "loss" in row]
     for row, expected in zip(zipped, raw, strict=True):
         assert expected["wire_raw_nbytes"] == expected["wire_nbytes"]
         assert row["wire_nbytes"] != row["wire_raw_nbytes"]

@@ -1,12 +1,10 @@
-"""Runs with `--zip` in two processes: `python -m tests.distributed.zipped FOLDER` with torchrun's variables.
+"""Runs with `--zip` in two processes.
 
-As in `tests.distributed.pair`, each scenario is a run in FOLDER, and the tests read what it left there.
+As in `tests.distributed.pair`, each scenario is a run in a folder, and the tests read what it left there.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.train.distributed import comm_compression
-from laconic.train.distributed.world import join_world, read_environment
-from laconic.train.launch.worker import leave
+from laconic.train.distributed.world import World
 from tests.distributed.pair import Pair
 from tests.train.runs import AGOQ, resumed, tiny_config
 
@@ -32,9 +29,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "ddp": DROPOUT | {"accumulation": 2},
     "fsdp-bf16": {"parallel": "fsdp", "precision": "bf16", "accumulation": 2},
     "1f1b": TWO_STAGES | DROPOUT,
+    "fsdp-agoq": AGOQ | {"parallel": "fsdp", "precision": "bf16"},
+}
+# Other schedules of a pipeline.
+SLOW_RUNS: dict[str, dict[str, Any]] = {
     "gpipe": TWO_STAGES | GPIPE,
     "interleaved": TWO_STAGES | INTERLEAVED | {"activations.bits": 16},
-    "fsdp-agoq": AGOQ | {"parallel": "fsdp", "precision": "bf16"},
 }
 # Runs on their own.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -57,8 +57,8 @@ def found(torch_seconds: float, our_seconds: float) -> Iterator[None]:
 class Zipped(Pair):
     """The scenarios, as seen by one of the processes."""
 
-    def runs(self) -> None:
-        for name, changes in RUNS.items():
+    def runs(self, runs: dict[str, dict[str, Any]]) -> None:
+        for name, changes in runs.items():
             self.train(tiny_config(self.folder, name, changes))
             on = changes | {"zip": "on"}
             self.train(tiny_config(self.folder, f"{name}-on", on))
@@ -66,6 +66,8 @@ class Zipped(Pair):
             assert self.train(broken, stop_after=3, on_rank=1) == 130
             torch.manual_seed(self.world.rank + 77)
             assert self.train(resumed(broken)) == 0
+
+    def others(self) -> None:
         for name, changes in OTHERS.items():
             self.train(tiny_config(self.folder, name, changes))
 
@@ -90,15 +92,15 @@ class Zipped(Pair):
         self.expect_error("different", replace(config, zip="on" if self.world.is_main else "off"))
 
 
-def main() -> None:
-    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
-    scenarios = Zipped(Path(sys.argv[1]), world)
-    scenarios.runs()
+def more(world: World, folder: Path) -> None:
+    """What takes long besides."""
+    Zipped(folder, world).runs(SLOW_RUNS)
+
+
+def everything(world: World, folder: Path) -> None:
+    """All other scenarios of one of the processes."""
+    scenarios = Zipped(folder, world)
+    scenarios.runs(RUNS)
+    scenarios.others()
     scenarios.automatic()
     scenarios.refusals()
-    world.leave()
-    leave(0)
-
-
-if __name__ == "__main__":
-    main()
