@@ -163,7 +163,7 @@ def test_packed_layers_and_chunked_loss_work_together_and_come_out_again() -> No
 
 # Dynamo asks the hidden states that enter a layer for their gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compiled_models_compute_their_loss_eagerly_and_alike(whole: bool) -> None:
     torch._dynamo.reset()
     model, ids = chunked(make_model("llama"), bits=16), make_ids()

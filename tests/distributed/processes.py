@@ -11,6 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -42,8 +44,22 @@ def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: 
     Like torch.multiprocessing.spawn, but the processes are forked from one that has imported torch and laconic once
     for the whole session and done nothing else. Its environment variables are those of the first call.
     """
-    mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    _forkserver()
     mp.start_processes(work, args=args, nprocs=num_ranks, join=True, start_method="forkserver")
+
+
+def start_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> list[BaseProcess]:
+    """Start the same processes without waiting for them."""
+    processes = [_forkserver().Process(target=work, args=(rank, *args)) for rank in range(num_ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _forkserver() -> ForkServerContext:
+    context: ForkServerContext = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def run_joined(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> None:

@@ -55,7 +55,9 @@ def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(pair
     assert exact_metrics(config.run_dir) == exact_metrics(pair / "long")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, pair: Path, tmp_path: Path) -> None:
     config = long_config(pair, f"stopped-{code}", parallel="fsdp")
     launcher = start_training(config, tmp_path / "config.toml")
@@ -168,6 +170,7 @@ def test_a_taken_master_port_is_named(pair: Path, tmp_path: Path) -> None:
     assert f"MASTER_PORT is {port}, but that port is in use" in ending.err
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_fails_the_save_and_leaves_no_latest(pair: Path, tmp_path: Path) -> None:
     config = tiny_config(pair, "small-files", {"checkpoint.every": 2})
     save_config(config, tmp_path / "config.toml")

@@ -317,10 +317,17 @@ def lost_peer(rank: int, folder: str, options: ProcessGroupOptions) -> None:
     leave(0)
 
 
-def test_a_rank_that_is_lost_is_named_by_sends_receives_and_the_monitored_barrier(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_is_named_by_the_monitored_barrier(tmp_path: Path) -> None:
     run_ranks(lost, (str(tmp_path),), 2)
-    for options in (CODED, ProcessGroupOptions(min_nbytes=1 << 30)):
-        run_ranks(lost_peer, (str(tmp_path), options), 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [CODED, pytest.param(ProcessGroupOptions(min_nbytes=1 << 30), marks=pytest.mark.slow)],
+    ids=["coded", "raw"],
+)
+def test_a_rank_that_is_lost_is_named_by_sends_and_receives(tmp_path: Path, options: ProcessGroupOptions) -> None:
+    run_ranks(lost_peer, (str(tmp_path), options), 2)
 
 
 def lost_before(rank: int, folder: str) -> None:

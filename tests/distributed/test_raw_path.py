@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic import collectives
@@ -28,7 +27,7 @@ from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.over_backend import all_gather_single, join, reduce_scatter_single
-from tests.distributed.processes import run_ranks, wait_until
+from tests.distributed.processes import run_ranks, start_ranks, wait_until
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
 MOVED = (*SUMMED, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -370,12 +369,11 @@ def survivor(rank: int, world: int, folder: str, fault: str) -> None:
             return
 
 
-@pytest.mark.parametrize(("fault", "world"), [("dies", 2), ("stops", 2), ("dies", 3)])
+@pytest.mark.parametrize(
+    ("fault", "world"), [("dies", 2), ("stops", 2), pytest.param("dies", 3, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_lost_amid_raw_calls_is_named(tmp_path: Path, fault: str, world: int) -> None:
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=survivor, args=(rank, world, str(tmp_path), fault)) for rank in range(world)]
-    for process in processes:
-        process.start()
+    processes = start_ranks(survivor, (world, str(tmp_path), fault), world)
     try:
         wait_until((tmp_path / "pid").exists, timeout_seconds=300)
         for process in processes[:-1]:

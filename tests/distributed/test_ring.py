@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from laconic import collectives
@@ -24,7 +23,7 @@ from laconic.cost.comm.seconds import Choice
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
-from tests.distributed.processes import run_ranks, wait_until
+from tests.distributed.processes import run_ranks, start_ranks, wait_until
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -200,10 +199,7 @@ def survivor(rank: int, world: int, folder: str) -> None:
 
 def test_a_rank_that_dies_amid_a_ring_is_named_by_all(tmp_path: Path) -> None:
     world = 3
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=survivor, args=(rank, world, str(tmp_path))) for rank in range(world)]
-    for process in processes:
-        process.start()
+    processes = start_ranks(survivor, (world, str(tmp_path)), world)
     try:
         wait_until((tmp_path / "pid").exists, timeout_seconds=300)
         for rank in (0, 2):

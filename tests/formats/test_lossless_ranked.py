@@ -175,7 +175,16 @@ def test_golden_ranked_messages(dtype: torch.dtype) -> None:
 # --- damage ---
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float32,
+        torch.uint8,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.int64, torch.complex64)),
+    ],
+    ids=str,
+)
 def test_every_flipped_bit_and_every_cut_of_a_ranked_message_is_found(dtype: torch.dtype) -> None:
     x = structured(dtype)["few levels" if dtype == torch.uint8 else "both zeros"][:90]
     message = lossless.encode(x)

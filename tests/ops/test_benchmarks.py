@@ -27,6 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
     report = tmp_path / "kernels.md"
     result = run("kernels", "--smoke", "--threads", "1", "--out", str(report))
@@ -99,6 +100,7 @@ def test_tables_of_the_gpu_benchmark_hold_on_any_device() -> None:
     assert len(gpu_ops.head_table(32, 64, 257, device, seconds).rows) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
     result = run("gpu", "--smoke")

@@ -470,8 +470,14 @@ print(number)
 """
 
 
-@pytest.mark.parametrize("scenario", ["new", "again"])
-@pytest.mark.parametrize("how", ["die", "fail"])
+@pytest.mark.parametrize(
+    ("how", "scenario"),
+    [
+        ("die", "again"),
+        ("fail", "new"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("die", "new"), ("fail", "again"))),
+    ],
+)
 def test_a_save_that_is_interrupted_anywhere_leaves_a_good_latest(how: str, scenario: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, how, scenario, str(tmp_path)],

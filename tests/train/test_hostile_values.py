@@ -87,7 +87,7 @@ def check_valid(config: TrainConfig) -> None:
             assert abs(value) < 2**63, field
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     name=st.sampled_from(sorted(set(FIELDS) - {"model.extra"})),
     value=strings | numbers.map(str),
