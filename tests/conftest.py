@@ -14,6 +14,20 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share an expensive fixture, or the machine's network, run in the same worker of pytest-xdist."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if file.startswith("tests/netlab/"):
+            group = "netlab"
+        elif file.startswith("tests/distributed/") and "pair" in getattr(item, "fixturenames", ()):
+            group = "pair"
+        else:
+            group = file
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
