@@ -6,6 +6,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Two workers; a file stays in one of them, and files come in their order, so that long ones start early.
+PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
 .PHONY: demo test slow check format clean
@@ -14,10 +16,10 @@ demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(PARALLEL) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
