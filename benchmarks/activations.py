@@ -13,100 +13,80 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import laconic
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.models import HEAD_DIM, decoder_layers
+from benchmarks.registry import Options, Table, benchmark
+from benchmarks.timing import seconds_of
 from laconic.activations import Choice, Recompute, SavedTensorTracker, Site
 from laconic.activations import checkpoint as packed_checkpoint
 from laconic.formats import BlockFormat
 from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
-_HEAD_DIM = 64
 _CHECKPOINTING = "activation checkpointing"
 
 
 @benchmark("activations")
 def activations(options: Options) -> list[Table]:
     """One block in bf16, and forward, backward and AdamW of the demo's model in fp32."""
-    side = 1024 if options.elements >= 1 << 20 else 128
+    side = 128 if options.small else 1024
     return [_block(side, side, options), _training(side // 128, options)]
 
 
 def _block(hidden: int, length: int, options: Options) -> Table:
     """A Llama block with multi-head attention and a 4x feed-forward layer."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-    torch.manual_seed(0)
-    heads = hidden // _HEAD_DIM
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=4 * hidden, num_attention_heads=heads)
-    config._attn_implementation = "sdpa"
-    plain = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
-    x = torch.randn(1, length, hidden).to(torch.bfloat16)
-    positions = LlamaRotaryEmbedding(config)(x, torch.arange(length)[None])
-
-    def compressed(**how: object) -> nn.Module:
-        twin = copy.deepcopy(plain)
-        laconic.compress_activations(twin, example_inputs={"hidden_states": x, "position_embeddings": positions}, **how)
-        return twin
-
-    def forward(layer: nn.Module, source: Tensor) -> Tensor:
-        out = layer(source, position_embeddings=positions)
-        return out[0] if isinstance(out, tuple) else out
+    block = decoder_layers("llama", hidden, length, intermediate_size=4 * hidden)
+    (plain,), heads, unit = block.layers, hidden // HEAD_DIM, block.x.nbytes
 
     def recomputed(layer: nn.Module, source: Tensor) -> Tensor:
-        return checkpoint(lambda t: forward(layer, t), source, use_reentrant=False)
+        return checkpoint(lambda t: block.forward(layer, t), source, use_reentrant=False)
 
     def recomputed_from_packed(layer: nn.Module, source: Tensor) -> Tensor:
-        return packed_checkpoint(lambda t: forward(layer, t), source)
+        return packed_checkpoint(lambda t: block.forward(layer, t), source)
 
     def no_feed_forward(site: Site) -> Choice:
         packed = BlockFormat("int8" if site.kind == "attention" else "nf4")
         return Recompute() if site.kind == "mlp" else packed
 
     variants: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
-        "unmodified": (plain, forward),
-        "laconic, nf4": (compressed(bits=4, attention="exact"), forward),
-        "laconic, int8": (compressed(bits=8, attention="exact"), forward),
-        "laconic, nf4, attention int8": (compressed(bits=4, attention="int8"), forward),
-        "laconic, nf4, attention nf4": (compressed(bits=4, attention="nf4"), forward),
-        "laconic, nf4, attention int8, feed-forward again": (compressed(policy=no_feed_forward), forward),
-        "laconic, nf4 by hooks": (compressed(bits=4, mode="hooks"), forward),
+        "unmodified": (plain, block.forward),
+        "laconic, nf4": (block.compressed(attention="exact"), block.forward),
+        "laconic, int8": (block.compressed(8, attention="exact"), block.forward),
+        "laconic, nf4, attention int8": (block.compressed(attention="int8"), block.forward),
+        "laconic, nf4, attention nf4": (block.compressed(attention="nf4"), block.forward),
+        "laconic, nf4, attention int8, feed-forward again": (block.compressed(policy=no_feed_forward), block.forward),
+        "laconic, nf4 by hooks": (block.compressed(mode="hooks"), block.forward),
         _CHECKPOINTING: (plain, recomputed),
         "activation checkpointing, input int8": (plain, recomputed_from_packed),
     }
 
     def step(name: str) -> None:
         layer, run = variants[name]
-        run(layer, x.clone().requires_grad_()).backward(x)
+        run(layer, block.source()).backward(block.x)
         layer.zero_grad(set_to_none=True)
 
     def kept_nbytes(name: str) -> int:
         layer, run = variants[name]
         if name == _CHECKPOINTING:
-            return x.nbytes  # the region's input; its own hooks hide it from the tracker
+            return unit  # the region's input; its own hooks hide it from the tracker
         with SavedTensorTracker(layer) as tracker:
-            run(layer, x.clone().requires_grad_())
+            run(layer, block.source())
         return tracker.nbytes
 
     seconds = seconds_of({name: lambda name=name: step(name) for name in variants}, options.rounds)
     kept = {name: kept_nbytes(name) for name in variants}
-    unit = x.nbytes
     packed = 2 * BlockFormat("nf4").nbytes((length, hidden)) + 2 * BlockFormat("nf4").nbytes((length, 4 * hidden))
-    formula = packed + 4 * unit + 4 * length * heads + 2 * positions[0].nbytes
+    formula = packed + 4 * unit + 4 * length * heads + 2 * block.positions[0].nbytes
     first = "unmodified"
-    return Table(
+    return Table.of(
         f"One Llama block, bf16: hidden {hidden}, {heads} heads, feed-forward {4 * hidden}, {length} tokens, "
-        f"{options.threads} thread{'s' * (options.threads > 1)}",
-        ("", "kept for backward", "of unmodified", "step", "of unmodified"),
+        f"{options.thread_text}",
+        variants,
         [
-            (
-                name,
-                f"{kept[name] / unit:.2f} U",
-                f"{kept[name] / kept[first]:.3f}",
-                f"{seconds[name] * 1e3:.0f} ms",
-                f"{seconds[name] / seconds[first]:.3f}",
-            )
-            for name in variants
+            ("", str),
+            ("kept for backward", lambda name: f"{kept[name] / unit:.2f} U"),
+            ("of unmodified", lambda name: f"{kept[name] / kept[first]:.3f}"),
+            ("step", lambda name: f"{seconds[name] * 1e3:.0f} ms"),
+            ("of unmodified", lambda name: f"{seconds[name] / seconds[first]:.3f}"),
         ],
         f"The formula for nf4 (q, k, v and output exact, log-sum-exp, rotary tables, two norms and gate and up at 4.25 "
         f"bits) gives {formula / unit:.2f} U. With q, k and v packed and the output rebuilt, 4 U and the log-sum-exp "
@@ -120,12 +100,11 @@ def _training(batch: int, options: Options) -> Table:
     length = 256
     plain = build_model(ModelConfig(), 257, length, 0)
     models: dict[str, nn.Module] = {"unmodified": plain}
-    settings = {
-        "laconic, nf4, attention exact": (4, "exact"),
-        "laconic, nf4, attention int8": (4, "int8"),
-        "laconic, int8, attention int8": (8, "int8"),
-    }
-    for name, (bits, attention) in settings.items():
+    for name, bits, attention in (
+        ("laconic, nf4, attention exact", 4, "exact"),
+        ("laconic, nf4, attention int8", 4, "int8"),
+        ("laconic, int8, attention int8", 8, "int8"),
+    ):
         models[name] = copy.deepcopy(plain)
         laconic.compress_activations(models[name], bits, attention=attention)
     optimizers = {name: torch.optim.AdamW(model.parameters(), fused=True) for name, model in models.items()}
@@ -146,17 +125,13 @@ def _training(batch: int, options: Options) -> Table:
         return tracker.nbytes
 
     seconds = seconds_of({name: lambda name=name: step(name) for name in models}, 2 * options.rounds)
-    return Table(
-        f"Demo-size training, fp32: {batch} x {length} bytes per step, "
-        f"{options.threads} thread{'s' * (options.threads > 1)}",
-        ("", "tokens/s", "of unmodified", "kept for backward"),
+    return Table.of(
+        f"Demo-size training, fp32: {batch} x {length} bytes per step, {options.thread_text}",
+        models,
         [
-            (
-                name,
-                f"{ids.numel() / seconds[name]:,.0f}",
-                f"{seconds['unmodified'] / seconds[name]:.3f}",
-                f"{kept_nbytes(name) / ids.numel():,.0f} bytes per token",
-            )
-            for name in models
+            ("", str),
+            ("tokens/s", lambda name: f"{ids.numel() / seconds[name]:,.0f}"),
+            ("of unmodified", lambda name: f"{seconds['unmodified'] / seconds[name]:.3f}"),
+            ("kept for backward", lambda name: f"{kept_nbytes(name) / ids.numel():,.0f} bytes per token"),
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 
-__all__ = ["Captured", "capture", "capture_routing"]
+__all__ = ["LENGTH", "Captured", "batch_of_text", "capture", "capture_routing", "trained"]
 
-_LENGTH = 128
+LENGTH = 128
 _BATCH = 16
 
 Captured = dict[str, list[Tensor]]
@@ -87,23 +88,33 @@ def _train(
     config: ModelConfig, steps: int, observe: Callable[[nn.Module, ExitStack], None]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model after some steps on real text, with the gradients of one more, which `observe` has hooks for."""
-    tokens = _text()
-    model = build_model(config, 257, _LENGTH, 0)
+    model, optimizer = trained(config, steps, lambda step: min(1.0, (step + 1) / 20), torch.bfloat16)
+    with ExitStack() as hooks:
+        observe(model, hooks)
+        batch = batch_of_text(steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return model, optimizer
+
+
+def trained(
+    config: ModelConfig, steps: int, rate: Callable[[int], float], dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model that has learnt real text, and its optimizer; `rate` is the learning rate by step, as a factor."""
+    model = build_model(config, 257, LENGTH, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    for step in range(steps + 1):
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-        with ExitStack() as hooks:
-            if step == steps:
-                observe(model, hooks)
-            batch = _batch(tokens, step)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
+            group["lr"] = 2e-3 * rate(step)
+        batch = batch_of_text(step)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step < steps:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return model, optimizer
 
 
@@ -130,6 +141,7 @@ def _observe(model: nn.Module, found: Captured, hooks: ExitStack) -> None:
             hooks.callback(module.register_forward_pre_hook(of_experts).remove)
 
 
+@cache
 def _text() -> Tensor:
     """Bytes of the Python standard library, int64."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -137,7 +149,8 @@ def _text() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def _batch(tokens: Tensor, number: int) -> Tensor:
+def batch_of_text(number: int) -> Tensor:
+    """Bytes of the Python standard library, int64 [16, LENGTH]; the same for the same number."""
     generator = torch.Generator().manual_seed(number)
-    starts = torch.randint(0, len(tokens) - _LENGTH, (_BATCH, 1), generator=generator)
-    return tokens[starts + torch.arange(_LENGTH)]
+    starts = torch.randint(0, len(_text()) - LENGTH, (_BATCH, 1), generator=generator)
+    return _text()[starts + torch.arange(LENGTH)]

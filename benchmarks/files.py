@@ -8,23 +8,23 @@ checkpoints: ten steps of training, and ten of fine-tuning with a small learning
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.peers import installed
+from benchmarks.registry import Options, Table, benchmark, dtype_name, kernels_note
+from benchmarks.timing import seconds_of
 from laconic.formats.archive import unzip, zip_path
-from laconic.ops import kernels_in_use
 
 _SMALL = {"hidden-size": 64, "intermediate-size": 192, "num-hidden-layers": 2, "num-attention-heads": 2}
 _LARGE = {"hidden-size": 384, "intermediate-size": 1152, "num-hidden-layers": 8, "num-attention-heads": 6}
@@ -40,7 +40,7 @@ def files(options: Options) -> list[Table]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        small = options.elements < 1 << 20
+        small = options.small
         run = _trained(root / "run", small, "adamw")
         made = {
             "weights, bf16": _converted(root, run, _STEPS[1], torch.bfloat16),
@@ -60,10 +60,10 @@ def files(options: Options) -> list[Table]:
         return [
             Table("Size, share of the original", ["", "MB", *_coders(options)], sizes),
             Table(
-                f"MB/s there / back, {options.threads} thread{'s' * (options.threads > 1)}",
+                f"MB/s there / back, {options.thread_text}",
                 ["", "copy", *_coders(options)],
                 times,
-                f"Of original bytes. C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}.",
+                f"Of original bytes. {kernels_note()}",
             ),
             _differences(root, run, small, options),
         ]
@@ -91,7 +91,7 @@ def _exported(root: Path, run: Path, step: int) -> Path:
 
 
 def _converted(root: Path, run: Path, step: int, dtype: torch.dtype) -> Path:
-    path = root / f"{str(dtype).removeprefix('torch.')}-{run.name}-{step}.safetensors"
+    path = root / f"{dtype_name(dtype)}-{run.name}-{step}.safetensors"
     weights = load_file(_exported(root, run, step))
     save_file({name: weight.to(dtype) for name, weight in weights.items()}, path, metadata={"format": "pt"})
     return path
@@ -105,22 +105,17 @@ def _checkpoint(path: Path, run: Path) -> Path:
 
 def _coders(options: Options) -> dict[str, tuple[Command, Command]]:
     """Name -> (there, back), of what is installed."""
+    back = partial(unzip, num_threads=options.threads)
     found: dict[str, tuple[Command, Command]] = {
-        "**laconic zip**": (
-            lambda path, out: zip_path(path, out, num_threads=options.threads),
-            lambda path, out: unzip(path, out, num_threads=options.threads),
-        ),
-        "laconic zip, window": (
-            lambda path, out: zip_path(path, out, code="window", num_threads=options.threads),
-            lambda path, out: unzip(path, out, num_threads=options.threads),
-        ),
+        "**laconic zip**": (partial(zip_path, num_threads=options.threads), back),
+        "laconic zip, window": (partial(zip_path, code="window", num_threads=options.threads), back),
     }
-    if importlib.util.find_spec("zipnn") is not None:
+    if installed("zipnn"):
         found["ZipNN"] = (
             _on_bytes(lambda data, path: _zipnn(path, options).compress(data)),
             _on_bytes(lambda data, path: _zipnn(path, options).decompress(data)),
         )
-    if importlib.util.find_spec("zstandard") is not None:
+    if installed("zstandard"):
         found |= {f"zstd -{level}": _zstd(level, options) for level in (1, 3)}
     return found
 
@@ -129,11 +124,11 @@ def _zipnn(path: Path, options: Options) -> Any:
     """ZipNN set up for the type that most of the file has."""
     names = {"bfloat16": "bfloat16", "float16": "float16", "float8_e4m3fn": "float8_e4m3fn"}
     dtype = next((name for prefix, name in names.items() if path.name.startswith(prefix)), "float32")
-    return importlib.import_module("zipnn").ZipNN(bytearray_dtype=dtype, threads=options.threads)
+    return installed("zipnn").ZipNN(bytearray_dtype=dtype, threads=options.threads)
 
 
 def _zstd(level: int, options: Options) -> tuple[Command, Command]:
-    zstandard: Any = importlib.import_module("zstandard")
+    zstandard = installed("zstandard")
     there = zstandard.ZstdCompressor(level, threads=options.threads)
     return _on_bytes(lambda data, path: there.compress(data)), _on_bytes(
         lambda data, path: zstandard.ZstdDecompressor().decompress(data)
@@ -204,7 +199,7 @@ def _differences(root: Path, run: Path, small: bool, options: Options) -> Table:
         for dtype in (torch.bfloat16, torch.float32):
             earlier = _converted(root, first, step, dtype)
             later = _converted(root, second, 10 if second is tuned else _STEPS[1], dtype)
-            rows.append([f"{what}, {str(dtype).removeprefix('torch.')}", *_difference(root, earlier, later, options)])
+            rows.append([f"{what}, {dtype_name(dtype)}", *_difference(root, earlier, later, options)])
     header = ["", "elements that did not change", "zip", "zip --delta", "MB/s there / back"]
     return Table("Differences, share of the original", header, rows)
 
@@ -214,11 +209,11 @@ def _difference(root: Path, earlier: Path, later: Path, options: Options) -> lis
     total = sum(tensor.numel() for tensor in one.values())
     equal = sum(int((one[name] == two[name]).sum()) for name in one) / total
     zipped, out, alone = root / "delta", root / "delta.back", root / "alone"
-    threads = options.threads
+    with_base = {"base": earlier, "num_threads": options.threads}
     cases = {
-        "alone": _repeatable(lambda path, out: zip_path(path, out, num_threads=threads), later, alone),
-        "there": _repeatable(lambda path, out: zip_path(path, out, base=earlier, num_threads=threads), later, zipped),
-        "back": _repeatable(lambda path, out: unzip(path, out, base=earlier, num_threads=threads), zipped, out),
+        "alone": _repeatable(partial(zip_path, num_threads=options.threads), later, alone),
+        "there": _repeatable(partial(zip_path, **with_base), later, zipped),
+        "back": _repeatable(partial(unzip, **with_base), zipped, out),
     }
     seconds = seconds_of(cases, options.rounds)
     assert out.read_bytes() == later.read_bytes()

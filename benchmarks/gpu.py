@@ -7,18 +7,17 @@ Takes less than eight minutes on one CUDA device, most of them compiling kernels
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import itertools
 from collections.abc import Callable
-from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import laconic
 from benchmarks import gpu_ops
+from benchmarks.models import decoder_layers
+from benchmarks.peers import bitsandbytes_cases, installed
 from benchmarks.registry import Options, Table, benchmark
+from benchmarks.timing import Case, Timing, seconds_of
 from laconic.ops import BLOCK_SIZES, dequantize_blockwise, kernels_in_use, quantize_blockwise, reference
 from laconic.ops.codebooks import BITS
 from laconic.ops.schemas import DTYPES
@@ -35,7 +34,7 @@ def gpu(options: Options) -> list[Table]:
         raise SystemExit(f"benchmarks.gpu needs the Triton kernels, but the reference is in use: {chosen['reason']}")
     device = torch.cuda.get_device_name()
     elements = max(options.elements, 1 << 20)
-    tokens = 256 if options.elements < 1 << 20 else 4096
+    tokens = 256 if options.small else 4096
     return [
         _bits_table(device),
         gpu_ops.bits_table("cuda"),
@@ -45,11 +44,6 @@ def gpu(options: Options) -> list[Table]:
         _block_table(options, device),
         gpu_ops.head_table(tokens, 2048, 32000, "cuda", lambda case: _seconds(case, repeats=10)),
     ]
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 def _bits_table(device: str) -> Table:
@@ -78,7 +72,7 @@ def _bits_table(device: str) -> Table:
                     *found, length=x.shape[-1], code=code, block_size=block_size, dtype=dtype
                 )
                 for ours, truth in zip((*found, found_back), (*expected, back), strict=True):
-                    if not _same_bits(ours.cpu(), truth):
+                    if not gpu_ops.same_bits(ours, truth):
                         where = f"{code}, {dtype}, block {block_size}, {scale_dtype}, seed {seed}, {tuple(x.shape)}"
                         raise SystemExit(f"the Triton kernels and the reference differ: {where}")
                     compared += truth.numel()
@@ -87,17 +81,23 @@ def _bits_table(device: str) -> Table:
     return Table(title, ["code", "codes, scales and values compared", "bits"], rows)
 
 
-def _seconds(case: Callable[[], object], repeats: int = 50) -> float:
+def _events(case: Case) -> Callable[[], float]:
+    """The device's own clock; nothing waits for it before all rounds are over."""
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+    case()
+    ended.record()
+
+    def read() -> float:
+        ended.synchronize()
+        return started.elapsed_time(ended) / 1e3
+
+    return read
+
+
+def _seconds(case: Case, repeats: int = 50) -> Timing:
     """Median seconds of one call on the device; the caches are flushed by the size of the tensors."""
-    for _ in range(5):
-        case()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for started, ended in events:
-        started.record()
-        case()
-        ended.record()
-    torch.cuda.synchronize()
-    return median(started.elapsed_time(ended) for started, ended in events) / 1e3
+    return seconds_of({"device": case}, repeats, warm_up_rounds=5, clock=_events)["device"]
 
 
 def _speed_table(options: Options, device: str) -> Table:
@@ -106,23 +106,26 @@ def _speed_table(options: Options, device: str) -> Table:
     target = torch.empty_like(x)
     copied = x.nbytes / _seconds(lambda: target.copy_(x)) / 1e9
     rows = [["copy", f"{copied:.0f}", "1.00", "", ""]]
-    peers = _peer_cases(x)
     for code in BITS:
         codes, scales = quantize_blockwise(x, code=code, block_size=_BLOCK_SIZE)
         # Bytes that cross memory, as a share of the copy's, bound the speed that a perfect kernel could have.
         traffic = (x.nbytes + codes.nbytes + scales.nbytes) / (2 * x.nbytes)
-        cases: dict[str, Callable[[], object]] = {
+        cases: dict[str, Case] = {
             "quantize": lambda code=code: quantize_blockwise(x, code=code, block_size=_BLOCK_SIZE),
             "quantize, stochastic": lambda code=code: quantize_blockwise(x, code=code, block_size=_BLOCK_SIZE, seed=1),
             "dequantize": lambda code=code, c=codes, s=scales: dequantize_blockwise(
                 c, s, length=4096, code=code, block_size=_BLOCK_SIZE
             ),
         }
+        peers: dict[str, Case] = {}
+        if code in ("nf4", "int8") and installed("bitsandbytes"):
+            peers = dict(zip(("quantize", "dequantize"), bitsandbytes_cases(x, code, _BLOCK_SIZE), strict=True))
         for verb, case in cases.items():
             speed = x.nbytes / _seconds(case) / 1e9
-            peer = peers.get((code, verb))
-            peer_speed = x.nbytes / _seconds(peer) / 1e9 if peer else None
-            beside = [f"{peer_speed:.0f}", f"{speed / peer_speed:.2f}x"] if peer_speed else ["", ""]
+            beside = ["", ""]
+            if verb in peers:
+                peer_speed = x.nbytes / _seconds(peers[verb]) / 1e9
+                beside = [f"{peer_speed:.0f}", f"{speed / peer_speed:.2f}x"]
             rows.append([f"{code} {verb}", f"{speed:.0f}", f"{speed * traffic / copied:.2f}", *beside])
     return Table(
         f"Speed on {device}: {elements:,} bf16 elements, blocks of {_BLOCK_SIZE}",
@@ -132,53 +135,30 @@ def _speed_table(options: Options, device: str) -> Table:
     )
 
 
-def _peer_cases(x: Tensor) -> dict[tuple[str, str], Callable[[], object]]:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return {}
-    import bitsandbytes.functional as peer
-
-    nf4, nf4_state = peer.quantize_4bit(x, blocksize=_BLOCK_SIZE, quant_type="nf4")
-    int8, int8_state = peer.quantize_blockwise(x, blocksize=_BLOCK_SIZE)
-    return {
-        ("nf4", "quantize"): lambda: peer.quantize_4bit(x, blocksize=_BLOCK_SIZE, quant_type="nf4"),
-        ("nf4", "dequantize"): lambda: peer.dequantize_4bit(nf4, nf4_state),
-        ("int8", "quantize"): lambda: peer.quantize_blockwise(x, blocksize=_BLOCK_SIZE),
-        ("int8", "dequantize"): lambda: peer.dequantize_blockwise(int8, int8_state),
-    }
-
-
 def _block_table(options: Options, device: str) -> Table:
     """One layer of the size of Llama 2 7B in bf16: step time and peak memory, plain and compressed."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-    length = 256 if options.elements < 1 << 20 else 4096
-    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32)
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    plain = LlamaDecoderLayer(config, 0).to("cuda", torch.bfloat16)
-    x = torch.randn(1, length, 4096, device="cuda", dtype=torch.bfloat16)
-    positions = LlamaRotaryEmbedding(config).cuda()(x, torch.arange(length, device="cuda")[None])
-    inputs = {"hidden_states": x, "position_embeddings": positions}
+    length = 256 if options.small else 4096
+    block = decoder_layers("llama", 4096, length, device="cuda", head_dim=128, intermediate_size=11008)
 
     def step(layer: nn.Module) -> None:
-        out = layer(x.detach().requires_grad_(), position_embeddings=positions)
-        (out[0] if isinstance(out, tuple) else out).backward(x)
+        block.forward(layer, block.x.detach().requires_grad_()).backward(block.x)
         layer.zero_grad(set_to_none=True)
 
     def kept_nbytes(layer: nn.Module) -> int:
+        source = block.x.detach().requires_grad_()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        out = layer(x.detach().requires_grad_(), position_embeddings=positions)
+        out = block.forward(layer, source)
         torch.cuda.synchronize()
         kept = torch.cuda.memory_allocated() - before
         del out
         return kept
 
-    layers: dict[str, nn.Module] = {"unmodified": plain}
-    for name, bits in (("laconic nf4", 4), ("laconic int8", 8)):
-        layers[name] = copy.deepcopy(plain)
-        laconic.compress_activations(layers[name], bits, example_inputs=inputs)
+    layers = {
+        "unmodified": block.layers[0],
+        "laconic nf4": block.compressed(4),
+        "laconic int8": block.compressed(8),
+    }
     rows = []
     for name, layer in layers.items():
         seconds = _seconds(lambda layer=layer: step(layer), repeats=20)

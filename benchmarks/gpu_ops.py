@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.registry import Table
+from benchmarks.registry import Table, dtype_name
 from laconic import BlockFormat, linear_cross_entropy, ops
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE
 from laconic.ops.lossless import EXPONENT_DTYPES, Status
 
-__all__ = ["Timer", "bits_table", "head_table", "lossless_table", "speed_table"]
+__all__ = ["Timer", "bits_table", "head_table", "lossless_table", "same_bits", "speed_table"]
 
 Timer = Callable[[Callable[[], object]], float]
 """Median seconds of one call."""
@@ -129,12 +129,12 @@ def bits_table(device: str) -> Table:
         there.call()
         compared = 0
         for ours, truth in zip(there.results(), here.results(), strict=True):
-            if not torch.equal(_bits(ours), _bits(truth)):
+            if not same_bits(ours, truth):
                 raise SystemExit(f"the kernels on {device} and on the CPU differ: {here.name}")
             compared += truth.numel()
         rows.append([here.name, f"{compared:,}", "equal"])
     for dtype in EXPONENT_DTYPES:  # the others have no kernels on a device
-        rows.append([f"lossless, {_name(dtype)}", f"{_compare_messages(x, dtype, device):,}", "equal"])
+        rows.append([f"lossless, {dtype_name(dtype)}", f"{_compare_messages(x, dtype, device):,}", "equal"])
     return Table(f"Bits on {device}, beside the CPU", ["op", "values compared", "bits"], rows)
 
 
@@ -159,7 +159,7 @@ def _compare_messages(x: Tensor, dtype: torch.dtype, device: str) -> int:
             is_equal = torch.equal(found.cpu(), truth)
             is_equal &= ops.lossless_decode_add_(total_there, found) == (Status.SOUND if fits else Status.TOO_LONG)
             is_equal &= status == (Status.SOUND if fits else Status.TOO_LONG)
-            is_equal &= not fits or torch.equal(_bits(out), _bits(values))
+            is_equal &= not fits or same_bits(out, values)
             is_equal &= not fits or torch.equal(total_there.cpu().nan_to_num(), total.nan_to_num())
             is_equal &= ops.lossless_decode_(out, damaged.to(device)).item() == ops.lossless_decode_(
                 torch.empty_like(values), damaged
@@ -205,7 +205,7 @@ def lossless_table(elements: int, device: str, seconds: Timer) -> Table:
     for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn):
         values = _cast(x, dtype).to(device)
         for name, ratio, case in _lossless_cases(values):
-            rows.append([f"{_name(dtype)} {name}", ratio, f"{values.nbytes / seconds(case) / 1e9:.1f}"])
+            rows.append([f"{dtype_name(dtype)} {name}", ratio, f"{values.nbytes / seconds(case) / 1e9:.1f}"])
     return Table(
         f"Lossless messages on {device}: {elements:,} Gaussian values",
         ["", "ratio", "GB/s of the tensor"],
@@ -260,6 +260,11 @@ def head_table(tokens: int, hidden_size: int, vocabulary: int, device: str, seco
         ["", "forward and backward", "peak above weights, gradients included"],
         rows,
     )
+
+
+def same_bits(ours: Tensor, truth: Tensor) -> bool:
+    """Whether two tensors are alike, bit for bit, wherever they are."""
+    return ours.shape == truth.shape and ours.dtype == truth.dtype and torch.equal(_bits(ours), _bits(truth))
 
 
 def _bits(x: Tensor) -> Tensor:

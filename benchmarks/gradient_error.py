@@ -6,22 +6,18 @@ over the layers. The measure and the kinds are those of AGoQ's Table 13, taken t
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from statistics import mean
 
-import torch
 from torch import Tensor, nn
 
 import laconic
+from benchmarks.captured import batch_of_text, trained
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import Site
 from laconic.formats import BlockFormat
 from laconic.train.config.schema import ModelConfig
-from laconic.train.model import build_model
 
-_LENGTH = 128
 _FORMATS = {
     "nf4, block 64": BlockFormat("nf4"),
     "e2m1, block 16": BlockFormat("e2m1", block_size=16),
@@ -38,9 +34,9 @@ Gradients = dict[str, Tensor]
 @benchmark("gradient-error")
 def gradient_error(options: Options) -> list[Table]:
     """The demo's Llama after 300 steps on bytes of the Python standard library."""
-    tokens = _text()
-    model = _trained(tokens, 300 if options.elements >= 1 << 20 else 2)
-    batch = _batch(tokens, 10_000)
+    steps = 2 if options.small else 300
+    model, _ = trained(ModelConfig(), steps, lambda step: min(1.0, (step + 1) / 20, (steps - step) / steps + 0.1))
+    batch = batch_of_text(10_000)
     exact = _gradients(model, batch)
     rows = []
     for name, format in _FORMATS.items():
@@ -112,30 +108,3 @@ def _gradients(model: nn.Module, batch: Tensor) -> Gradients:
     found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
-
-
-def _text() -> Tensor:
-    """Bytes of the Python standard library, int64."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    text = b"\n".join(path.read_bytes() for path in sorted(root.glob("*.py")))
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-
-
-def _batch(tokens: Tensor, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    starts = torch.randint(0, len(tokens) - _LENGTH, (16, 1), generator=generator)
-    return tokens[starts + torch.arange(_LENGTH)]
-
-
-def _trained(tokens: Tensor, steps: int) -> nn.Module:
-    model = build_model(ModelConfig(), 257, _LENGTH, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    for step in range(steps):
-        batch = _batch(tokens, step)
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20, (steps - step) / steps + 0.1)
-        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model

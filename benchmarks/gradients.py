@@ -12,20 +12,22 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.models import causal_model
+from benchmarks.registry import Options, Table, benchmark, dtype_name, kernels_note
+from benchmarks.synthetic import heavy_tailed_gradients
+from benchmarks.timing import Case, seconds_of
 from laconic.formats import QuantizedGradient
 from laconic.gradients import compress_gradients
-from laconic.ops import dequantize_dynamic, kernels_in_use, native, quantize_dynamic
+from laconic.ops import dequantize_dynamic, native, quantize_dynamic
 
 _ACCUMULATIONS = (1, 4, 16, 64)
 _ERROR_ELEMENTS = 1 << 18
 _PIECE = 1 << 22
-_REGION = 512
-"""Elements whose gradients are of one size."""
 
 Accumulate = Callable[[Tensor], None]
 Value = Callable[[], Tensor]
@@ -93,20 +95,12 @@ def _schemes(length: int) -> dict[str, tuple[str, Scheme]]:
     }
 
 
-def _micro_batch_gradients(length: int) -> Callable[[], Tensor]:
-    torch.manual_seed(0)
-    student = torch.distributions.StudentT(4.0)
-    size = torch.exp(1.5 * torch.randn(-(-length // _REGION))).repeat_interleave(_REGION)[:length]
-    shared = student.sample((length,))
-    return lambda: size * (0.3 * shared + student.sample((length,)))
-
-
 def _error_table(length: int) -> Table:
     length = length // 256 * 256
     schemes = _schemes(length)
     exact = torch.zeros(length, dtype=torch.float64)
     errors: dict[str, list[float]] = {name: [] for name in schemes}
-    draw = _micro_batch_gradients(length)
+    draw = heavy_tailed_gradients(length)
     for k in range(1, max(_ACCUMULATIONS) + 1):
         gradient = draw().bfloat16()
         exact += gradient.double()
@@ -146,17 +140,10 @@ def _accumulate_table(options: Options, dtype: torch.dtype) -> Table:
     low_sums = [torch.zeros_like(piece, dtype=torch.bfloat16) for piece in pieces]
     stores = {bits: _stores(pieces, bits) for bits in (8, 12)}
 
-    def each(function: Callable[[Tensor, Tensor], object], targets: list[Tensor]) -> Callable[[], None]:
+    def each(function: Callable[[Any, Tensor], object], targets: list[Any]) -> Case:
         def case() -> None:
             for target, piece in zip(targets, pieces, strict=True):
                 function(target, piece)
-
-        return case
-
-    def fold(bits: int) -> Callable[[], None]:
-        def case() -> None:
-            for stored, piece in zip(stores[bits], pieces, strict=True):
-                stored.accumulate_(piece)
 
         return case
 
@@ -164,19 +151,18 @@ def _accumulate_table(options: Options, dtype: torch.dtype) -> Table:
         "memcpy of the gradient": each(Tensor.copy_, copies),
         "torch add_ to fp32": each(Tensor.add_, sums),
         "torch add_ to bf16": each(Tensor.add_, low_sums),
-        "accumulate-q8": fold(8),
-        "accumulate-q12": fold(12),
+        "accumulate-q8": each(QuantizedGradient.accumulate_, stores[8]),
+        "accumulate-q12": each(QuantizedGradient.accumulate_, stores[12]),
     }
     seconds = seconds_of(cases, options.rounds, warm_ups=1)
     nbytes = sum(piece.nbytes for piece in pieces)
     limit = seconds["torch add_ to fp32"]
     rows = [[name, f"{nbytes / taken / 1e9:.2f}", f"{limit / taken:.2f}"] for name, taken in seconds.items()]
-    name = str(dtype).removeprefix("torch.")
     return Table(
-        f"Accumulating {options.elements:,} {name} elements, {_threads(options)}",
+        f"Accumulating {options.elements:,} {dtype_name(dtype)} elements, {options.thread_text}",
         ["", "GB/s", "speed of add_ to fp32"],
         rows,
-        f"C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}.",
+        kernels_note(),
     )
 
 
@@ -186,13 +172,13 @@ def _norm_table(options: Options) -> Table:
     for each in stores.values():
         for stored, piece in zip(each, pieces, strict=True):
             stored.accumulate_(piece)
-    cases: dict[str, Callable[[], object]] = {"torch norm of fp32": lambda: [piece.norm() for piece in pieces]}
+    cases: dict[str, Case] = {"torch norm of fp32": lambda: [piece.norm() for piece in pieces]}
     for bits, each in stores.items():
         cases[f"square sum of {bits} bits"] = lambda each=each: [stored.square_sum() for stored in each]
     seconds = seconds_of(cases, options.rounds, warm_ups=1)
     first = seconds["torch norm of fp32"]
     rows = [[name, f"{1e3 * taken:.2f}", f"{first / taken:.2f}"] for name, taken in seconds.items()]
-    title = f"Norm of {options.elements:,} elements, {_threads(options)}"
+    title = f"Norm of {options.elements:,} elements, {options.thread_text}"
     return Table(title, ["", "ms", "speed of torch norm"], rows)
 
 
@@ -213,30 +199,21 @@ def _instruction_sets_table(options: Options) -> Table:
     seconds = seconds_of({f"{isa} {bits}": fold(bits, isa) for isa in isas for bits in (8, 12)}, options.rounds)
     nbytes = sum(piece.nbytes for piece in pieces)
     rows = [[isa, *(f"{nbytes / seconds[f'{isa} {bits}'] / 1e9:.2f}" for bits in (8, 12))] for isa in isas]
-    title = f"Instruction sets, GB/s of bf16 gradients, {_threads(options)}"
+    title = f"Instruction sets, GB/s of bf16 gradients, {options.thread_text}"
     return Table(title, ["", "accumulate-q8", "accumulate-q12"], rows)
 
 
 def _step_table(options: Options) -> Table:
     """Eight micro-batches of a small Llama: what keeping gradients in codes adds to the time, and what it holds."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     small = options.elements < 1 << 16
     width, layers = (64, 1) if small else (384, 6)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-    )
+    sizes = {"intermediate_size": 3 * width, "num_hidden_layers": layers, "vocab_size": 512, "head_dim": 32}
     tokens = torch.randint(0, 512, (1, 16 if small else 128))
     num_parameters = 0
 
     def step(bits: int) -> tuple[Callable[[], None], list[int]]:
         nonlocal num_parameters
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = causal_model("llama", width, **sizes)
         num_parameters = model.num_parameters()
         gradients = compress_gradients(model, bits=bits) if bits < 32 else None
         held: list[int] = []
@@ -263,8 +240,4 @@ def _step_table(options: Options) -> Table:
         for name, (_, held) in steps.items()
     ]
     title = f"Eight micro-batches of {tokens.numel()} tokens and clipping, {num_parameters:,} parameters"
-    return Table(f"{title}, {_threads(options)}", ["gradients in", "ms", "time", "bytes held"], rows)
-
-
-def _threads(options: Options) -> str:
-    return f"{options.threads} thread{'s' * (options.threads > 1)}"
+    return Table(f"{title}, {options.thread_text}", ["gradients in", "ms", "time", "bytes held"], rows)

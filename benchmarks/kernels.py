@@ -10,23 +10,22 @@ any of these kernels; the last table shows that.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
-from laconic.ops import BLOCK_SIZES, dequantize_blockwise, kernels_in_use, native, quantize_blockwise
+from benchmarks.peers import BITSANDBYTES_CODES, bitsandbytes_cases, installed
+from benchmarks.registry import Options, Table, benchmark, kernels_note
+from benchmarks.timing import Case, seconds_of
+from laconic.ops import BLOCK_SIZES, dequantize_blockwise, native, quantize_blockwise
 from laconic.ops.codebooks import BITS
 
 _BLOCK_SIZE = 64
 _PIECE = 1 << 20
 _COLUMNS = tuple(f"{code} {verb}" for code in ("nf4", "int5", "int6", "int8") for verb in ("quantize", "dequantize"))
-
-Case = Callable[[], object]
 
 
 def _each(function: Callable[..., object], calls: Sequence[tuple[object, ...]]) -> Case:
@@ -65,23 +64,11 @@ def _own_case(
 
 def _peer_cases(pieces: Sequence[Tensor]) -> dict[str, Case]:
     """bitsandbytes' quantize and dequantize for the codes it has; empty where it is not installed."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return {}
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    import bitsandbytes.functional as peer
-
-    inputs = [(x,) for x in pieces]
     cases: dict[str, Case] = {}
-    for code, kind in (("nf4", "nf4"), ("e2m1", "fp4")):
-
-        def quantize(x: Tensor, kind: str = kind) -> tuple[object, ...]:
-            return peer.quantize_4bit(x, blocksize=_BLOCK_SIZE, quant_type=kind)
-
-        cases[f"{code} quantize"] = _each(quantize, inputs)
-        cases[f"{code} dequantize"] = _each(peer.dequantize_4bit, [quantize(x) for x in pieces])
-    cases["int8 quantize"] = _each(lambda x: peer.quantize_blockwise(x, blocksize=_BLOCK_SIZE), inputs)
-    packed = [peer.quantize_blockwise(x, blocksize=_BLOCK_SIZE) for x in pieces]
-    cases["int8 dequantize"] = _each(peer.dequantize_blockwise, packed)
+    for code in BITSANDBYTES_CODES if installed("bitsandbytes") else ():
+        pairs = [bitsandbytes_cases(x, code, _BLOCK_SIZE) for x in pieces]
+        for verb, calls in zip(("quantize", "dequantize"), zip(*pairs, strict=True), strict=True):
+            cases[f"{code} {verb}"] = _each(lambda call: call(), [(call,) for call in calls])
     return cases
 
 
@@ -91,12 +78,13 @@ def kernels(options: Options) -> list[Table]:
     x = torch.randn(options.elements, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = x.view(-1, min(1024, options.elements))
     pieces = x.split(max(_PIECE // x.shape[1], 1))
-    threads = f"{options.threads} thread{'s' * (options.threads > 1)}"
+    isas = {isa: {column: _own_case(pieces, column, isa=isa) for column in _COLUMNS} for isa in native.supported_isas()}
+    sizes = {f"{n}": {column: _own_case(pieces, column, block_size=n) for column in _COLUMNS} for n in BLOCK_SIZES}
     return [
-        _codes_table(pieces, options, threads),
-        _instruction_sets_table(pieces, options, threads),
-        _block_sizes_table(pieces, options, threads),
-        _one_call_table(x, options, threads),
+        _codes_table(pieces, options),
+        _grid_table(f"Instruction sets, GB/s, {options.thread_text}", "", isas, pieces, options),
+        _grid_table(f"Block sizes, GB/s, {options.thread_text}", "block", sizes, pieces, options),
+        _one_call_table(x, options),
     ]
 
 
@@ -106,7 +94,7 @@ def _speeds(pieces: Sequence[Tensor], cases: dict[str, Case], options: Options) 
     return {name: nbytes / taken / 1e9 for name, taken in seconds.items()}
 
 
-def _codes_table(pieces: Sequence[Tensor], options: Options, threads: str) -> Table:
+def _codes_table(pieces: Sequence[Tensor], options: Options) -> Table:
     peers = _peer_cases(pieces)
     cases: dict[str, Case] = {"memcpy": _each(Tensor.clone, [(x,) for x in pieces])}
     for code in BITS:
@@ -116,55 +104,44 @@ def _codes_table(pieces: Sequence[Tensor], options: Options, threads: str) -> Ta
                 cases[f"peer {column}"] = peers[column]
         cases[f"{code} quantize, stochastic"] = _own_case(pieces, f"{code} quantize", seed=1)
     speed = _speeds(pieces, cases, options)
-    rows = [["memcpy", f"{speed['memcpy']:.2f}", "", "", "1.00"]]
-    for name in cases:
-        if name == "memcpy" or name.startswith("peer "):
-            continue
-        peer = speed.get(f"peer {name}")
-        beside = [f"{peer:.2f}", f"{speed[name] / peer:.1f}x"] if peer else ["", ""]
-        rows.append([name, f"{speed[name]:.2f}", *beside, f"{speed[name] / speed['memcpy']:.2f}"])
-    return Table(
-        f"{options.elements:,} bf16 elements, blocks of {_BLOCK_SIZE}, bf16 scales, {threads}",
-        ["", "laconic GB/s", f"{_peer_version()} GB/s", "ratio", "of memcpy"],
-        rows,
-        f"C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}. bitsandbytes' fp4 stands beside e2m1 "
-        "(4-bit floats both), its 8-bit dynamic code beside int8; its scales are fp32.",
+
+    def peer(name: str) -> float:
+        return speed.get(f"peer {name}", 0.0)
+
+    release = version("bitsandbytes") if installed("bitsandbytes") else "(not installed)"
+    return Table.of(
+        f"{options.elements:,} bf16 elements, blocks of {_BLOCK_SIZE}, bf16 scales, {options.thread_text}",
+        [name for name in cases if not name.startswith("peer ")],
+        [
+            ("", str),
+            ("laconic GB/s", lambda name: f"{speed[name]:.2f}"),
+            (f"bitsandbytes {release} GB/s", lambda name: f"{peer(name):.2f}" if peer(name) else ""),
+            ("ratio", lambda name: f"{speed[name] / peer(name):.1f}x" if peer(name) else ""),
+            ("of memcpy", lambda name: f"{speed[name] / speed['memcpy']:.2f}"),
+        ],
+        f"{kernels_note()} bitsandbytes' fp4 stands beside e2m1 (4-bit floats both), its 8-bit dynamic code beside "
+        "int8; its scales are fp32.",
     )
 
 
-def _instruction_sets_table(pieces: Sequence[Tensor], options: Options, threads: str) -> Table:
-    isas = native.supported_isas()
-    cases = {f"{isa} {column}": _own_case(pieces, column, isa=isa) for isa in isas for column in _COLUMNS}
+def _grid_table(
+    title: str, heading: str, grid: dict[str, dict[str, Case]], pieces: Sequence[Tensor], options: Options
+) -> Table:
+    """A row for each instruction set or block size, a column for each code and verb."""
+    cases = {f"{row} {column}": case for row, of_row in grid.items() for column, case in of_row.items()}
     speed = _speeds(pieces, cases, options)
-    rows = [[isa, *(f"{speed[f'{isa} {column}']:.2f}" for column in _COLUMNS)] for isa in isas]
-    return Table(f"Instruction sets, GB/s, {threads}", ["", *_COLUMNS], rows)
+    columns = [(column, lambda row, column=column: f"{speed[f'{row} {column}']:.2f}") for column in _COLUMNS]
+    return Table.of(title, grid, [(heading, str), *columns])
 
 
-def _block_sizes_table(pieces: Sequence[Tensor], options: Options, threads: str) -> Table:
-    cases = {
-        f"{size} {column}": _own_case(pieces, column, block_size=size) for size in BLOCK_SIZES for column in _COLUMNS
-    }
-    speed = _speeds(pieces, cases, options)
-    rows = [[str(size), *(f"{speed[f'{size} {column}']:.2f}" for column in _COLUMNS)] for size in BLOCK_SIZES]
-    return Table(f"Block sizes, GB/s, {threads}", ["block", *_COLUMNS], rows)
-
-
-def _one_call_table(x: Tensor, options: Options, threads: str) -> Table:
+def _one_call_table(x: Tensor, options: Options) -> Table:
     cases: dict[str, Case] = {"memcpy": x.clone}
     cases |= {column: _own_case([x], column) for column in _COLUMNS}
     speed = _speeds([x], cases, options)
-    return Table(
-        f"The same elements in one call, GB/s, {threads}",
-        ["", "GB/s"],
-        [[name, f"{value:.2f}"] for name, value in speed.items()],
+    return Table.of(
+        f"The same elements in one call, GB/s, {options.thread_text}",
+        cases,
+        [("", str), ("GB/s", lambda name: f"{speed[name]:.2f}")],
         "Large results are fresh pages of the system. torch asks for huge pages, which cost less, when the environment "
         f"has THP_MEM_ALLOC_ENABLE=1; here it is {os.environ.get('THP_MEM_ALLOC_ENABLE', 'not set')}.",
     )
-
-
-def _peer_version() -> str:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return "bitsandbytes (not installed)"
-    from importlib.metadata import version
-
-    return f"bitsandbytes {version('bitsandbytes')}"

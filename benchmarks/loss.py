@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.registry import Options, Table, benchmark, dtype_name
+from benchmarks.timing import seconds_of
 from laconic import BlockFormat, linear_cross_entropy
 
 # (vocabulary, hidden size, tokens): the demo's; a small model's; the ratio of a Llama-3-8B, 128,256 to 4096, at an
@@ -26,7 +27,7 @@ _SMOKE = ((257, 64, 64),)
 @benchmark("loss")
 def loss(options: Options) -> list[Table]:
     """Time of forward and backward, what is kept between them, and the most that is there at once."""
-    sizes = _SMOKE if options.elements <= 1 << 12 else _SIZES
+    sizes = _SMOKE if options.smoke else _SIZES
     return [_table(*size, dtype, options) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
 
 
@@ -71,10 +72,9 @@ def _table(vocabulary: int, hidden_size: int, tokens: int, dtype: torch.dtype, o
                 f"{error:.1e}",
             )
         )
-    threads = f"{options.threads} thread{'s' * (options.threads > 1)}"
-    name = str(dtype).removeprefix("torch.")
     return Table(
-        f"Vocabulary {vocabulary:,}, hidden {hidden_size}, {tokens:,} tokens, {name}, {threads}",
+        f"Vocabulary {vocabulary:,}, hidden {hidden_size}, {tokens:,} tokens, {dtype_name(dtype)}, "
+        f"{options.thread_text}",
         ("", "forward and backward", "of plain", "kept for backward", "peak beside the gradients", "loss off by", "dW"),
         rows,
         "Kept: what autograd saves, labels and parameters left out. dW: relative difference to the plain gradient.",

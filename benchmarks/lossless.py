@@ -10,21 +10,20 @@ that costs nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
-from laconic.ops import kernels_in_use, lossless_decode_, lossless_decode_add_, lossless_encode, native
+from benchmarks.peers import coders
+from benchmarks.registry import Options, Table, benchmark, kernels_note
+from benchmarks.timing import Case, seconds_of
+from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode, native
 
 _PIECE = 1 << 20
 _CODES = ("window", "tiered")
 _PEER_PIECES = 4  # peers are ten times slower; their speed does not depend on how many pieces there are
-
-Case = Callable[[], object]
 
 
 def _data(numel: int) -> dict[str, Tensor]:
@@ -93,36 +92,20 @@ def _peer_cases(pieces: Sequence[Tensor], threads: int) -> tuple[dict[str, Case]
     cases: dict[str, Case] = {}
     ratios: dict[str, float] = {}
     data = [bytes(x.view(torch.uint8).numpy()) for x in pieces[:_PEER_PIECES]]
-    nbytes = sum(map(len, data))
-
-    def add(name: str, compress: Callable[[bytes], bytes], decompress: Callable[[bytes], object]) -> None:
+    for name, compress, decompress in coders(pieces[0], threads):
         packed = [compress(part) for part in data]
-        ratios[name] = nbytes / sum(map(len, packed))
-        cases[f"{name} encode"] = lambda: [compress(part) for part in data]
-        cases[f"{name} decode"] = lambda: [decompress(part) for part in packed]
-
-    if importlib.util.find_spec("zipnn") is not None and pieces[0].dtype in (torch.bfloat16, torch.float32):
-        from zipnn import ZipNN
-
-        dtype = str(pieces[0].dtype).removeprefix("torch.")
-        # ZipNN writes to the bytes that it is given.
-        zipnn = ZipNN(method="HUFFMAN", input_format="byte", bytearray_dtype=dtype, threads=threads)
-        add("ZipNN", lambda part: bytes(zipnn.compress(bytearray(part))), zipnn.decompress)
-    if importlib.util.find_spec("zstandard") is not None:
-        import zstandard
-
-        compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
-        add("zstd -1", compressor.compress, decompressor.decompress)
+        ratios[name] = sum(map(len, data)) / sum(map(len, packed))
+        cases[f"{name} encode"] = lambda compress=compress: [compress(part) for part in data]
+        cases[f"{name} decode"] = lambda decompress=decompress, packed=packed: [decompress(part) for part in packed]
     return cases, ratios
 
 
 @benchmark("lossless")
 def lossless(options: Options) -> list[Table]:
     """Speed and ratio of both codes on several kinds of data, beside peers and memcpy; instruction sets."""
-    threads = f"{options.threads} thread{'s' * (options.threads > 1)}"
     data = {name: list(x.split(_PIECE)) for name, x in _data(options.elements).items()}
-    tables = [_data_table(name, pieces, options, threads) for name, pieces in data.items()]
-    return [*tables, _instruction_sets_table(data["Gaussian bf16"], options, threads), _sizes_table(options, threads)]
+    tables = [_data_table(name, pieces, options) for name, pieces in data.items()]
+    return [*tables, _instruction_sets_table(data["Gaussian bf16"], options), _sizes_table(options)]
 
 
 def _memcpy(pieces: Sequence[Tensor]) -> Case:
@@ -135,41 +118,42 @@ def _memcpy(pieces: Sequence[Tensor]) -> Case:
     return case
 
 
-def _data_table(name: str, pieces: Sequence[Tensor], options: Options, threads: str) -> Table:
+def _data_table(name: str, pieces: Sequence[Tensor], options: Options) -> Table:
     own, own_ratios = _own_cases(pieces)
     peers, peer_ratios = _peer_cases(pieces, options.threads)
     nbytes = sum(x.nbytes for x in pieces)
     peer_nbytes = sum(x.nbytes for x in pieces[:_PEER_PIECES])
     seconds = seconds_of({"memcpy": _memcpy(pieces), **own, **peers}, options.rounds, warm_ups=1)
     speed = {case: (peer_nbytes if case in peers else nbytes) / taken / 1e9 for case, taken in seconds.items()}
-    rows = [["memcpy", "1.000", f"{speed['memcpy']:.2f}", f"{speed['memcpy']:.2f}", "", "1.00", "1.00"]]
+    limit = speed["memcpy"]
+    rows = [["memcpy", "1.000", f"{limit:.2f}", f"{limit:.2f}", "", "1.00", "1.00"]]
     for code, ratio in (own_ratios | peer_ratios).items():
         encode, decode = speed[f"{code} encode"], speed[f"{code} decode"]
-        added = speed.get(f"{code} decode_add")
-        beside = [f"{value / speed['memcpy']:.2f}" for value in (encode, decode)]
-        rows.append([code, f"{ratio:.3f}", f"{encode:.2f}", f"{decode:.2f}", f"{added:.2f}" if added else "", *beside])
+        added = f"{speed[f'{code} decode_add']:.2f}" if code in own_ratios else ""
+        cells = [f"{ratio:.3f}", f"{encode:.2f}", f"{decode:.2f}", added]
+        rows.append([code, *cells, f"{encode / limit:.2f}", f"{decode / limit:.2f}"])
     return Table(
-        f"{name}, {options.elements:,} elements, {threads}",
+        f"{name}, {options.elements:,} elements, {options.thread_text}",
         ["", "ratio", "encode GB/s", "decode GB/s", "decode_add GB/s", "encode of memcpy", "decode of memcpy"],
         rows,
-        f"C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}.",
+        kernels_note(),
     )
 
 
-def _instruction_sets_table(pieces: Sequence[Tensor], options: Options, threads: str) -> Table:
+def _instruction_sets_table(pieces: Sequence[Tensor], options: Options) -> Table:
     cases: dict[str, Case] = {"memcpy": _memcpy(pieces)}
     for isa in native.supported_isas():
         cases |= {f"{isa}, {name}": case for name, case in _own_cases(pieces, isa)[0].items()}
     nbytes = sum(x.nbytes for x in pieces)
     seconds = seconds_of(cases, max(options.rounds // 2, 1))
     return Table(
-        f"Instruction sets, Gaussian bf16, {threads}",
+        f"Instruction sets, Gaussian bf16, {options.thread_text}",
         ["", "GB/s"],
         [[case, f"{nbytes / taken / 1e9:.2f}"] for case, taken in seconds.items()],
     )
 
 
-def _sizes_table(options: Options, threads: str) -> Table:
+def _sizes_table(options: Options) -> Table:
     """Small messages fit the cache; the smallest show what a call costs."""
     rows = []
     x = torch.randn(min(_PIECE, options.elements), generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -189,4 +173,4 @@ def _sizes_table(options: Options, threads: str) -> Table:
         "memcpy",
         *(f"{code} {verb}" for code in _CODES for verb in ("encode", "decode")),
     ]
-    return Table(f"Sizes of one message, Gaussian bf16, GB/s, {threads}", header, rows)
+    return Table(f"Sizes of one message, Gaussian bf16, GB/s, {options.thread_text}", header, rows)

@@ -7,7 +7,6 @@ left out and byte planes that are all zero do beat it.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.captured import capture
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.peers import coders
+from benchmarks.registry import Options, Table, benchmark, dtype_name
+from benchmarks.timing import seconds_of
 from laconic.formats import lossless
 from laconic.ops import lossless_decode_, lossless_encode, quantize_blockwise
 from laconic.ops.lossless import BLOCK_NUMEL, LAYOUTS
@@ -29,9 +30,8 @@ _HEADER = (
 @benchmark("lossless-ratio")
 def lossless_ratio(options: Options) -> list[Table]:
     """Known distributions, tensors of a dense and a sparse model in training, and codes of quantizers."""
-    is_full = options.elements >= 1 << 20
     numel = min(options.elements, 1 << 21)
-    steps, hidden, layers = (200, 256, 4) if is_full else (2, 64, 2)
+    steps, hidden, layers = (2, 64, 2) if options.small else (200, 256, 4)
     tables = [Table("Known distributions", _HEADER, [_row(name, [x], options) for name, x in _distributions(numel)])]
     quantized: list[tuple[str, list[Tensor]]] = []
     for family in ("llama", "mixtral"):
@@ -68,8 +68,7 @@ def _row(name: str, tensors: Sequence[Tensor], options: Options) -> list[str]:
         *(f"{value:.2f}" for value in (bound, window, tiered)),
         f"{100 * (tiered / bound - 1):+.1f} %",
         *(f"{bits / value:.3f}" for value in (bound, window, tiered)),
-        _zipnn_ratio(tensors, nbytes),
-        _zstd_ratio(tensors, nbytes),
+        *_peer_ratios(tensors, nbytes),
         *(f"{nbytes / seconds[case] / 1e9:.2f}" for case in cases),
     ]
 
@@ -108,7 +107,7 @@ def _distributions(numel: int) -> Iterable[tuple[str, Tensor]]:
     yield "Gaussian, fp16", normal().half()
     x = normal()
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        yield f"Gaussian, largest 448, {str(dtype).removeprefix('torch.')}", (x * (448 / x.abs().max())).to(dtype)
+        yield f"Gaussian, largest 448, {dtype_name(dtype)}", (x * (448 / x.abs().max())).to(dtype)
     yield "random bits", torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=generator)
 
 
@@ -122,27 +121,14 @@ def _codes(kind: str, tensors: Sequence[Tensor]) -> Iterable[tuple[str, list[Ten
     yield f"{kind} in int8, one scale per tensor", per_tensor
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         scaled = [(x * (448 / x.abs().max().clamp(min=1e-30))).to(dtype) for x in tensors]
-        yield f"{kind} in {str(dtype).removeprefix('torch.')}, one scale per tensor", scaled
+        yield f"{kind} in {dtype_name(dtype)}, one scale per tensor", scaled
 
 
-def _zipnn_ratio(tensors: Sequence[Tensor], nbytes: int) -> str:
-    if importlib.util.find_spec("zipnn") is None or tensors[0].dtype not in (torch.bfloat16, torch.float32):
-        return ""
-    from zipnn import ZipNN
-
-    peer = ZipNN(bytearray_dtype=str(tensors[0].dtype).removeprefix("torch."), threads=1)
-    # ZipNN writes to the bytes that it is given.
-    return f"{nbytes / sum(len(peer.compress(bytearray(_bytes(x)))) for x in tensors):.3f}"
-
-
-def _zstd_ratio(tensors: Sequence[Tensor], nbytes: int) -> str:
-    if importlib.util.find_spec("zstandard") is None:
-        return ""
-    import zstandard
-
-    peer = zstandard.ZstdCompressor(level=1)
-    return f"{nbytes / sum(len(peer.compress(_bytes(x))) for x in tensors):.3f}"
-
-
-def _bytes(x: Tensor) -> bytes:
-    return x.view(-1).view(torch.uint8).numpy().tobytes()
+def _peer_ratios(tensors: Sequence[Tensor], nbytes: int) -> list[str]:
+    """Of ZipNN and of zstd, each empty where it is not installed or does not know the type."""
+    data = [bytes(x.view(-1).view(torch.uint8).numpy()) for x in tensors]
+    found = {
+        name: f"{nbytes / sum(len(compress(part)) for part in data):.3f}"
+        for name, compress, _ in coders(tensors[0], threads=1, zipnn_method="AUTO")
+    }
+    return [found.get(name, "") for name in ("ZipNN", "zstd -1")]

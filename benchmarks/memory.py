@@ -20,9 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import laconic
 from benchmarks.allocated import allocated_nbytes, peak_nbytes
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.models import HEAD_DIM, decoder_layers
+from benchmarks.registry import Options, Table, benchmark
+from benchmarks.timing import seconds_of
 
-_HEAD_DIM = 64
 _NUM_LAYERS = 4
 
 _SAVED = {
@@ -70,21 +71,12 @@ def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
 @benchmark("memory")
 def memory(options: Options) -> list[Table]:
     """A stack of Llama layers in bf16, kept in every way."""
-    side = 1024 if options.elements >= 1 << 20 else 128
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-    torch.manual_seed(0)
-    heads = side // _HEAD_DIM
-    config = LlamaConfig(hidden_size=side, intermediate_size=4 * side, num_attention_heads=heads)
-    config._attn_implementation = "sdpa"
-    layers = [LlamaDecoderLayer(config, index).to(torch.bfloat16) for index in range(_NUM_LAYERS)]
-    x = torch.randn(1, side, side).to(torch.bfloat16)
-    positions = LlamaRotaryEmbedding(config)(x, torch.arange(side)[None])
-    unit = x.nbytes
+    side = 128 if options.small else 1024
+    block = decoder_layers("llama", side, side, _NUM_LAYERS, intermediate_size=4 * side)
+    x, unit = block.x, block.x.nbytes
 
     def stack(recomputed: int = 0, context: Any = None, **how: Any) -> nn.Module:
-        model = _Stack(copy.deepcopy(layers), positions, recomputed, context or {})
+        model = _Stack(copy.deepcopy(block.layers), block.positions, recomputed, context or {})
         if how:
             laconic.compress_activations(model, example_inputs={"x": x}, **how)
         return model
@@ -117,24 +109,20 @@ def memory(options: Options) -> list[Table]:
     peak = {name: peak_nbytes(_step(model, x)) for name, model in variants.items()}
     seconds = seconds_of({name: _step(model, x) for name, model in variants.items()}, options.rounds)
     first = "unmodified"
-    rows = [
-        (
-            name,
-            f"{held[name] / unit / _NUM_LAYERS:.2f} U",
-            f"{held[name] / held[first]:.3f}",
-            f"{peak[name] / unit:.1f} U",
-            f"{peak[name] / peak[first]:.3f}",
-            f"{seconds[name] * 1e3:.0f} ms",
-            f"{seconds[name] / seconds[first]:.3f}",
-        )
-        for name in variants
-    ]
     return [
-        Table(
-            f"{_NUM_LAYERS} Llama layers, bf16: hidden {side}, {heads} heads, feed-forward {4 * side}, {side} tokens, "
-            f"{options.threads} thread{'s' * (options.threads > 1)}",
-            ("", "held per layer", "of unmodified", "peak", "of unmodified", "step", "of unmodified"),
-            rows,
+        Table.of(
+            f"{_NUM_LAYERS} Llama layers, bf16: hidden {side}, {side // HEAD_DIM} heads, feed-forward {4 * side}, "
+            f"{side} tokens, {options.thread_text}",
+            variants,
+            [
+                ("", str),
+                ("held per layer", lambda name: f"{held[name] / unit / _NUM_LAYERS:.2f} U"),
+                ("of unmodified", lambda name: f"{held[name] / held[first]:.3f}"),
+                ("peak", lambda name: f"{peak[name] / unit:.1f} U"),
+                ("of unmodified", lambda name: f"{peak[name] / peak[first]:.3f}"),
+                ("step", lambda name: f"{seconds[name] * 1e3:.0f} ms"),
+                ("of unmodified", lambda name: f"{seconds[name] / seconds[first]:.3f}"),
+            ],
             f"U is tokens x hidden x 2 bytes, {unit / 2**20:.0f} MiB.",
         )
     ]

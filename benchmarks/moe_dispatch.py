@@ -1,9 +1,8 @@
 """Rows to their experts and back over slow links: flat, in levels, without duplicates, shortened, with swaps.
 
-Two and four hosts (network namespaces, laconic.testing.netlab) with several ranks each: fast inside, slow between. A
-case is a dispatch and a combine with experts that do nothing; seconds are the slowest rank's. Bytes are those that
-leave a host's interface, without the headers of packets; what the model predicts for them is counted from the routing
-alone.
+Two and four hosts with several ranks each: fast inside, slow between. A case is a dispatch and a combine with experts
+that do nothing. Bytes are those that leave a host's interface, without the headers of packets; what the model predicts
+for them is counted from the routing alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.captured import capture_routing
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import join, leave, run_ranks, time_all
+from benchmarks.slow_links import Network, as_rank, in_lab, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.policy.microbench import Ranks
@@ -35,13 +34,11 @@ from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.placement.consensus import agree_on_depth, gather_counts
 from laconic.moe.placement.swap_query import agree_on_swaps
 from laconic.moe.row_ops import sum_picked
-from laconic.testing.netlab import Lab, why_not
 
 _NETWORKS = ((2, 100e6, 4), (2, 1e9, 4), (2, 1e9, 2), (4, 100e6, 2), (4, 1e9, 2))
 """Hosts, bits per second between them, and ranks on each."""
 _NUM_TOKENS = 2048
 """Of all ranks together."""
-_SMOKE = 1 << 12
 _NUM_EXPERTS, _TOP_K, _MODEL_DIM = 128, 8, 1024
 _TRAINING_STEPS, _LAYER = 50, 2
 _ID_NBYTES = 8
@@ -59,66 +56,46 @@ _CASES = {
 
 
 @benchmark("moe-dispatch")
+@in_lab("Dispatch over slow links")
 def moe_dispatch(options: Options) -> list[Table]:
     """Top-8 of 128 experts over two and four nodes, bf16 rows of 1024: balanced, Zipf, a real model's; and swaps."""
-    reason = why_not()
-    if reason is not None:
-        return [Table("Dispatch over slow links", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
-    wanted = options.num_hosts or (2, 4), options.rates or (100e6, 1e9)
-    networks = [one for one in _NETWORKS if one[0] in wanted[0] and one[1] in wanted[1]]
-    networks = [(2, 1e9, 2)] if smoke else networks
-    num_tokens = 64 if smoke else _NUM_TOKENS
+    hosts, rates = options.num_hosts or (2, 4), options.rates or (100e6, 1e9)
+    layouts = [one for one in _NETWORKS if one[0] in hosts and one[1] in rates]
     tables = []
     with TemporaryDirectory() as folder:
         file = str(Path(folder, "captured.pt"))
-        experts, weights = capture_routing(0 if smoke else _TRAINING_STEPS, _NUM_EXPERTS, _TOP_K)[_LAYER]
-        torch.save((experts, weights), file)
-        for hosts, rate, ranks in networks:
-            with Lab(hosts, rate) as lab:
-                measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
-                where = f"{hosts} nodes of {ranks} ranks, {rate / 1e6:g} Mbit/s"
-                where += f" (one TCP connection gets {measured / 1e6:.0f})"
-                share = num_tokens // (hosts * ranks)
-                task = {"num_hosts": hosts, "num_tokens": share, "rounds": options.rounds, "captured": file}
-                result = run_ranks(lab, "benchmarks.moe_dispatch", task, ranks_per_host=ranks)
-            tables += [_table(name, where, hosts * ranks, found) for name, found in result["routings"].items()]
+        steps = 0 if options.smoke else _TRAINING_STEPS
+        torch.save(capture_routing(steps, _NUM_EXPERTS, _TOP_K)[_LAYER], file)
+        for num_hosts, rate, ranks in [(2, 1e9, 2)] if options.smoke else layouts:
+            network = Network(num_hosts, rate, options, ranks_per_host=ranks)
+            num_tokens = (64 if options.smoke else _NUM_TOKENS) // (num_hosts * ranks)
+            found = network.run(__name__, {"num_hosts": num_hosts, "num_tokens": num_tokens, "captured": file})
+            where = f"{num_hosts} nodes of {ranks} ranks, {network.rate_text}"
+            where += f" (one TCP connection gets {found['measured'] / 1e6:.0f})"
+            tables += [_table(name, where, num_hosts * ranks, one) for name, one in found["routings"].items()]
     return tables
 
 
 def _table(name: str, where: str, num_ranks: int, found: dict[str, Any]) -> Table:
-    rows = []
-    for case, what in _CASES.items():
-        seconds, payload = found["seconds"][case], found["payload"][case]
-        predicted = found["predicted"].get(case)
-        rows.append(
-            [
-                case,
-                what,
-                f"{seconds * 1e3:.1f}",
-                f"{found['seconds']['flat'] / seconds:.2f}x",
-                f"{found['cpu'][case] * 1e3:.0f}",
-                f"{payload / 1e6:.2f}",
-                "" if predicted is None else f"{predicted / 1e6:.2f}",
-                "" if predicted is None else f"{payload / predicted - 1:+.1%}",
-                f"{found['interface'][case] / 1e6:.2f}",
-            ]
-        )
-    header = [
-        "dispatch and combine",
-        "",
-        "ms",
-        "faster than flat",
-        "CPU, ms",
-        "MB",
-        "predicted",
-        "off by",
-        "packets, MB",
-    ]
-    return Table(
+    timed, predicted = found["timed"], found["predicted"]
+
+    def payload(case: str) -> float:
+        return timed[case]["payload_nbytes"]
+
+    return Table.of(
         f"{name} routing, {where}",
-        header,
-        rows,
+        _CASES,
+        [
+            ("dispatch and combine", str),
+            ("", lambda case: _CASES[case]),
+            ("ms", lambda case: f"{timed[case]['seconds'] * 1e3:.1f}"),
+            ("faster than flat", lambda case: f"{timed['flat']['seconds'] / timed[case]['seconds']:.2f}x"),
+            ("CPU, ms", lambda case: f"{timed[case]['cpu_seconds'] * 1e3:.0f}"),
+            ("MB", lambda case: f"{payload(case) / 1e6:.2f}"),
+            ("predicted", lambda case: f"{predicted[case] / 1e6:.2f}" if case in predicted else ""),
+            ("off by", lambda case: f"{payload(case) / predicted[case] - 1:+.1%}" if case in predicted else ""),
+            ("packets, MB", lambda case: f"{timed[case]['interface_nbytes'] / 1e6:.2f}"),
+        ],
         f"Duplicate rows: {found['node_duplicates']:.0%} to nodes, {found['rank_duplicates']:.0%} to ranks; the fullest"
         f" rank gets {found['load']:.2f} times the mean. The cost model takes d* = {found['depth']};"
         f" {found['num_swaps']} pairs of experts were swapped. CPU: of all {num_ranks} ranks on"
@@ -194,10 +171,7 @@ class _Rank:
         counts = gather_counts(dispatcher, routing)
         rows_of_ranks = counts.assignments.sum(axis=0)
         return {
-            "seconds": {name: case.seconds for name, case in timed.items()},
-            "cpu": {name: case.cpu_seconds for name, case in timed.items()},
-            "interface": {name: case.interface_nbytes for name, case in timed.items()},
-            "payload": {name: case.payload_nbytes for name, case in timed.items()},
+            "timed": {name: vars(case) for name, case in timed.items()},
             "predicted": self.predicted(counts),
             "node_duplicates": counts.duplicate_rate(self.num_hosts),
             "rank_duplicates": counts.duplicate_rate(self.world),
@@ -259,9 +233,8 @@ def _rates(grid: Grid) -> MoERates:
     return MoERates(WireRates({"all": links["intra0"]}, {}), Line(0.0, 0.0), groups=links)
 
 
-def main() -> None:
-    """As a rank of a lab: measure all routings."""
-    task = join()
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """What one rank measures: all routings."""
     grid = Grid(levels=(task["num_hosts"],), device_type="cpu")
     world = dist.get_world_size()
     rank = _Rank(grid, task["num_hosts"], dist.get_rank(), world, task["num_tokens"], _rates(grid))
@@ -269,8 +242,8 @@ def main() -> None:
     for name, routing in {"Zipf": rank.routing(1.0), "Captured": rank.captured(task["captured"])}.items():
         routings[name] = routing, 0
         routings[f"{name}, swapped"] = rank.swapped(routing)
-    leave({"routings": {name: rank.measure(one, task["rounds"], swaps) for name, (one, swaps) in routings.items()}})
+    return {"routings": {name: rank.measure(one, task["rounds"], swaps) for name, (one, swaps) in routings.items()}}
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(measure)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.registry import Options, Table, benchmark
+from benchmarks.timing import seconds_of
 from laconic.moe import GatedExperts, MoELayer, SoftmaxGate, grouped_mm, parallelize
 
 _HUGGING_FACE = ("eager", "batched_mm", "grouped_mm")
@@ -45,7 +46,7 @@ _SMOKE_SHAPES = (Shape("Mixtral", 16, 32, 64, 4, 2), Shape("Qwen3-MoE", 16, 32, 
 @benchmark("moe-layer")
 def moe_layer(options: Options) -> list[Table]:
     """Forward, and forward with backward, in fp32 and bf16."""
-    shapes = _SHAPES if options.elements >= 1 << 20 else _SMOKE_SHAPES
+    shapes = _SMOKE_SHAPES if options.small else _SHAPES
     dtypes = (torch.float32, torch.bfloat16)
     return [*(_layers(shapes, dtype, options) for dtype in dtypes), *(_products(shapes, t, options) for t in dtypes)]
 

@@ -6,15 +6,16 @@ those that FSMoE (arXiv 2501.10714, 4.1) fitted on its testbed B, 8 nodes of 4 G
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from statistics import mean, median
 
 from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import sent_nbytes
-from laconic.cost.moe import GridLayout, LayerShape, MoERates, Route, fastest, fsmoe_route, parm_routes
-from laconic.cost.moe.shape import group_world
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
 
 # FSMoE's fit for testbed B, milliseconds: alpha, and beta per byte of the largest buffer of a rank. The all-to-all is
 # between nodes, gather and scatter inside one; an all-reduce inside a node is taken as the two after each other.
@@ -25,13 +26,14 @@ _RANKS_PER_NODE = {8: 8, 32: 4}
 
 _PAPER = "1.13 to 5.77"
 
+Layers = Sequence[tuple[GridLayout, "_Priced"]]
+
 
 @benchmark("moe-parm")
 def moe_parm(options: Options) -> list[Table]:
     """The two tables."""
-    layers = list(_layers())
-    if options.elements < 1 << 20:
-        layers = layers[::81]
+    grid = list(_layers())[:: 81 if options.small else 1]
+    layers = [(ranks, _priced(ranks, shape)) for ranks, shape in grid]
     return [_speedups(layers), _selector(layers)]
 
 
@@ -66,84 +68,77 @@ def _rates(grid: GridLayout) -> MoERates:
     return MoERates(wire, Line(1e-3 * _GEMM[0], 1e-3 * _GEMM[1]), groups=groups)
 
 
-def _priced(grid: GridLayout, shape: LayerShape, backward: bool) -> tuple[Route, ...]:
-    return parm_routes(shape, grid, _rates(grid), backward=backward)
+@dataclass(frozen=True)
+class _Priced:
+    """Seconds of one layer, forward and backward together."""
+
+    base: float
+    s1: float
+    s2: float
+    best: float
+    fsmoe: float
+    ways: tuple[str, str]
+    """The faster route forward and backward."""
 
 
-def _speedups(layers: Sequence[tuple[GridLayout, LayerShape]]) -> Table:
-    rows = []
-    for ranks, mp in product((8, 32), (1, 2, 4)):
-        some = [layer for layer in layers if layer[0].num_ranks == ranks and layer[0].mp == mp]
-        rows.append(_row(f"{ranks} GPUs, MP {mp}", some))
-    rows.append(_row("all", layers))
-    note = (
+def _priced(grid: GridLayout, shape: LayerShape) -> _Priced:
+    rates, directions = _rates(grid), (False, True)
+    both = [parm_routes(shape, grid, rates, backward=backward) for backward in directions]
+    base, s1, s2 = (sum(route.seconds for route in routes) for routes in zip(*both, strict=True))
+    faster = [fastest(routes[1:]) for routes in both]
+    fsmoe = sum(fsmoe_route(shape, grid, rates, backward=backward).seconds for backward in directions)
+    return _Priced(base, s1, s2, sum(route.seconds for route in faster), fsmoe, (faster[0].name, faster[1].name))
+
+
+def _speedups(layers: Layers) -> Table:
+    groups = {
+        f"{ranks} GPUs, MP {mp}": [one for grid, one in layers if grid.num_ranks == ranks and grid.mp == mp]
+        for ranks, mp in product((8, 32), (1, 2, 4))
+    }
+    groups["all"] = [one for _, one in layers]
+
+    def gain(route: Callable[[_Priced], float]) -> Callable[[str], str]:
+        def cell(name: str) -> str:
+            gains = [one.base / route(one) for one in groups[name]]
+            return f"{min(gains):.2f}, {mean(gains):.2f}, {max(gains):.2f}"
+
+        return cell
+
+    return Table.of(
+        "Parm: predicted time of the layer, baseline over S1, S2 and the faster one (least, mean, most)",
+        groups,
+        [
+            ("layers", str),
+            ("number", lambda name: str(len(groups[name]))),
+            ("S1", gain(lambda one: one.s1)),
+            ("S2", gain(lambda one: one.s2)),
+            ("faster", gain(lambda one: one.best)),
+        ],
         f"Forward and backward together, each by its faster route. The paper measured {_PAPER} over DeepSpeed-MoE on"
         " 1296 layers of its own; neither which they are nor its constants are public, so only the size of the range"
         " can be compared. Without an MP group only the gather and the all-reduce of shards are saved; with MP 4 rows"
         " shrink fourfold besides. Predictions lie above the measurements at both ends: work within a GPU that all"
         " routes share (sorting, launches) is not priced, and the baseline's all-reduce is taken as a reduce-scatter"
-        " and a gather, each at its own speed."
-    )
-    return Table(
-        "Parm: predicted time of the layer, baseline over S1, S2 and the faster one (least, mean, most)",
-        ["layers", "number", "S1", "S2", "faster"],
-        rows,
-        note,
+        " and a gather, each at its own speed.",
     )
 
 
-def _row(name: str, layers: Sequence[tuple[GridLayout, LayerShape]]) -> list[str]:
-    gains: dict[str, list[float]] = {"s1": [], "s2": [], "best": []}
-    for grid, shape in layers:
-        both = [_priced(grid, shape, backward) for backward in (False, True)]
-        base = sum(routes[0].seconds for routes in both)
-        gains["s1"].append(base / sum(routes[1].seconds for routes in both))
-        gains["s2"].append(base / sum(routes[2].seconds for routes in both))
-        gains["best"].append(base / sum(fastest(routes[1:]).seconds for routes in both))
-    cells = [f"{min(some):.2f}, {mean(some):.2f}, {max(some):.2f}" for some in gains.values() if some]
-    return [name, str(len(layers)), *cells]
-
-
-def _selector(layers: Sequence[tuple[GridLayout, LayerShape]]) -> Table:
-    rows = []
-    for ranks in (8, 32):
-        chosen: dict[str, int] = {"s1": 0, "s2": 0}
-        differ, lost, against = 0, [], []
-        some = [layer for layer in layers if layer[0].num_ranks == ranks]
-        for grid, shape in some:
-            both = [_priced(grid, shape, backward) for backward in (False, True)]
-            ways = [fastest(routes[1:]).name for routes in both]
-            chosen[ways[0]] += 1
-            differ += ways[0] != ways[1]
-            best = sum(fastest(routes[1:]).seconds for routes in both)
-            fixed = [sum(routes[i].seconds for routes in both) for i in (1, 2)]
-            lost.append([seconds / best - 1 for seconds in fixed])
-            pipelined = sum(
-                fsmoe_route(shape, grid, _rates(grid), backward=backward).seconds for backward in (False, True)
-            )
-            against.append(best / pipelined)
-        rows.append(
-            [
-                f"{ranks} GPUs",
-                f"{chosen['s1']} / {chosen['s2']}",
-                str(differ),
-                *(f"{max(values):.1%}" for values in zip(*lost, strict=True)),
-                f"{median(against):.2f}",
-                f"{mean(ratio > 1 for ratio in against):.0%}",
-            ]
-        )
-    return Table(
+def _selector(layers: Layers) -> Table:
+    groups = {ranks: [one for grid, one in layers if grid.num_ranks == ranks] for ranks in (8, 32)}
+    forward = {ranks: Counter(one.ways[0] for one in some) for ranks, some in groups.items()}
+    against = {ranks: [one.best / one.fsmoe for one in some] for ranks, some in groups.items()}
+    return Table.of(
         "Parm: which route, and what a fixed choice loses at most",
+        groups,
         [
-            "layers",
-            "S1 / S2 forward",
-            "other in backward",
-            "always S1 loses",
-            "always S2 loses",
-            "time over FSMoE, median",
-            "FSMoE faster in",
+            ("layers", lambda ranks: f"{ranks} GPUs"),
+            ("S1 / S2 forward", lambda ranks: f"{forward[ranks]['s1']} / {forward[ranks]['s2']}"),
+            ("other in backward", lambda ranks: str(sum(len(set(one.ways)) > 1 for one in groups[ranks]))),
+            ("always S1 loses", lambda ranks: f"{max(one.s1 / one.best - 1 for one in groups[ranks]):.1%}"),
+            ("always S2 loses", lambda ranks: f"{max(one.s2 / one.best - 1 for one in groups[ranks]):.1%}"),
+            ("time over FSMoE, median", lambda ranks: f"{median(against[ranks]):.2f}"),
+            ("FSMoE faster in", lambda ranks: f"{mean(ratio > 1 for ratio in against[ranks]):.0%}"),
         ],
-        rows,
         "FSMoE: experts and shards on separate wires in chunks, the best number by simulation; the column is Parm's"
         " time over FSMoE's. On one node both use one wire.",
     )

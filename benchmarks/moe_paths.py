@@ -1,8 +1,7 @@
 """Paths of a layer inside an MP group over real slow links: baseline, S1, S2 with and without overlap, FSMoE's.
 
-Hosts are network namespaces, one process and one thread each: nodes of `mp` hosts that are fast inside, with a slow
-uplink each. MP and ESP groups are the nodes, EP goes across (Parm's and FSMoE's setting). Rows travel raw in bf16, all
-experts get equally many. Seconds are the slowest rank's, bytes those that left host 0; the cases take turns.
+Nodes of `mp` hosts are fast inside, with a slow uplink each. MP and ESP groups are the nodes, EP goes across (Parm's
+and FSMoE's setting). Rows travel raw in bf16, all experts get equally many. Bytes are those that left host 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import join, leave, run_ranks, time_all
+from benchmarks.slow_links import Network, as_rank, in_lab, networks, time_all
 from laconic.collectives import Raw
 from laconic.moe import (
     Dispatcher,
@@ -28,11 +27,8 @@ from laconic.moe import (
     make_dispatcher,
 )
 from laconic.moe.gates import Gate
-from laconic.testing.netlab import Lab, why_not
 
-_SMOKE = 1 << 12
 _NODES, _MP = 2, 2
-_RATES = (1e8, 1e9)
 
 
 @dataclass(frozen=True)
@@ -48,41 +44,30 @@ _CASES = ("baseline", "sharded", "s1", "s2 in 1 step", "s2 in 2 steps", "s1, bac
 
 
 @benchmark("moe-paths")
+@in_lab("Paths of a layer")
 def moe_paths(options: Options) -> list[Table]:
     """Forward and backward of a layer on every path, 2 nodes of 2 processes."""
-    reason = why_not()
-    if reason is not None:
-        return [Table("Paths of a layer", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
-    shapes = (_Shape(32, 64, 32, 2),) if smoke else _SHAPES
+    shapes = (_Shape(32, 64, 32, 2),) if options.smoke else _SHAPES
     tables = []
-    for rate in options.rates or ((1e9,) if smoke else _RATES):
-        for shape in shapes:
-            with Lab(_NODES * _MP, rate, num_nodes=_NODES) as lab:
-                found = run_ranks(lab, "benchmarks.moe_paths", {"shape": vars(shape), "rounds": options.rounds})
-            tables.append(_table(rate, shape, found))
+    for network in networks(options, _NODES * _MP, (1e8, 1e9), num_nodes=_NODES):
+        tables += [_table(network, shape, network.run(__name__, {"shape": vars(shape)})) for shape in shapes]
     return tables
 
 
-def _table(rate: float, shape: _Shape, found: dict[str, Any]) -> Table:
-    rows = []
-    for name in _CASES:
-        forward, forward_nbytes, both, both_nbytes = found[name]
-        rows.append(
-            [
-                name,
-                f"{forward * 1e3:.1f}",
-                f"{forward_nbytes / 1e6:.2f}",
-                f"{both * 1e3:.1f}",
-                f"{both_nbytes / 1e6:.2f}",
-                f"{found['baseline'][2] / both:.2f}x",
-            ]
-        )
-    return Table(
+def _table(network: Network, shape: _Shape, found: dict[str, Any]) -> Table:
+    forward, both = found["forward"], found["both"]
+    return Table.of(
         f"{shape.tokens} tokens, top-{shape.top_k}, M = {shape.model_dim}, H = {shape.hidden_dim};"
-        f" {_NODES} nodes of {_MP}, {rate / 1e6:g} Mbit/s between them",
-        ["path", "forward ms", "MB sent by a host", "with backward ms", "MB", "over baseline"],
-        rows,
+        f" {_NODES} nodes of {_MP}, {network.rate_text} between them",
+        _CASES,
+        [
+            ("path", str),
+            ("forward ms", lambda name: f"{forward[name]['seconds'] * 1e3:.1f}"),
+            ("MB sent by a host", lambda name: f"{forward[name]['interface_nbytes'] / 1e6:.2f}"),
+            ("with backward ms", lambda name: f"{both[name]['seconds'] * 1e3:.1f}"),
+            ("MB", lambda name: f"{both[name]['interface_nbytes'] / 1e6:.2f}"),
+            ("over baseline", lambda name: f"{both['baseline']['seconds'] / both[name]['seconds']:.2f}x"),
+        ],
         "MB count what left one host, also to its own node.",
     )
 
@@ -111,8 +96,8 @@ def _dispatcher(grid: Grid, name: str) -> Dispatcher:
     return make_dispatcher(grid, name, codec=Raw())  # type: ignore[arg-type]
 
 
-def main() -> None:
-    task = join()
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """What one rank measures."""
     shape = _Shape(**task["shape"])
     grid = Grid(_MP, _NODES, _MP, device_type="cpu")
     torch.manual_seed(0)
@@ -132,15 +117,15 @@ def main() -> None:
     def both(layer: MoELayer) -> Callable[[], object]:
         return lambda: layer(x.clone().requires_grad_()).sum().backward()
 
-    ahead = time_all({name: forward(layer) for name, layer in layers.items()}, task["rounds"])
-    whole = time_all({name: both(layer) for name, layer in layers.items()}, task["rounds"])
-    leave(
-        {
-            name: (ahead[name].seconds, ahead[name].interface_nbytes, whole[name].seconds, whole[name].interface_nbytes)
-            for name in _CASES
-        }
-    )
+    cases = {
+        "forward": {name: forward(layer) for name, layer in layers.items()},
+        "both": {name: both(layer) for name, layer in layers.items()},
+    }
+    return {
+        what: {name: vars(timed) for name, timed in time_all(of_layers, task["rounds"]).items()}
+        for what, of_layers in cases.items()
+    }
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(measure)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.registry import Options, Table, benchmark
+from benchmarks.timing import seconds_of
 from laconic.schedule.moe import (
     BackwardPart,
     ChunkTime,
@@ -170,7 +171,7 @@ def _speedups(layer: _Layer, reduce: _Line, papers_rule: bool) -> tuple[float, f
 @benchmark("moe-pipeline")
 def moe_pipeline(options: Options) -> list[Table]:
     """The three tables."""
-    step = 97 if options.elements < 1 << 20 else 1
+    step = 97 if options.small else 1
     return [_grids(step), _degrees(step), _planning(options.rounds, step)]
 
 
@@ -253,15 +254,15 @@ def _planning(rounds: int, step: int) -> Table:
         },
         rounds,
     )
-    return Table(
+    return Table.of(
         "Time to plan",
-        ["", "ms", "the paper"],
+        seconds,
         [
-            [
-                name,
-                f"{1e3 * taken:.1f}",
-                "193 ms (SLSQP)" if "degree" in name else "differential evolution, no time given",
-            ]
-            for name, taken in seconds.items()
+            ("", str),
+            ("ms", lambda name: f"{1e3 * seconds[name]:.1f}"),
+            (
+                "the paper",
+                lambda name: "193 ms (SLSQP)" if "degree" in name else "differential evolution, no time given",
+            ),
         ],
     )

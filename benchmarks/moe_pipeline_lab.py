@@ -1,7 +1,7 @@
 """Layers in pieces over slow links: what degrees gain, what the simulator says, and gradients in the windows.
 
-Two hosts (network namespaces, laconic.testing.netlab) of two ranks: fast inside, slow between. The experts' hidden
-dimension is chosen so that they compute about as long as their rows travel, which is where pieces matter.
+Two hosts of two ranks: fast inside, slow between. The experts' hidden dimension is chosen so that they compute about as
+long as their rows travel, which is where pieces matter.
 
 The prediction knows the parts one by one: every task of a plan is timed with all streams in one thread, so that nothing
 overlaps, in 1 and in 4 chunks. Two numbers for each step follow (start-up and work), and the simulator puts them
@@ -11,9 +11,9 @@ takes more than its plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import join, leave, run_ranks
+from benchmarks.slow_links import as_rank, in_lab, networks, slowest_rank
+from benchmarks.timing import Case, Timing, in_rounds, note, seconds_of
 from laconic.collectives import Raw
 from laconic.cost.comm.rates import Line
 from laconic.moe import (
@@ -49,55 +50,49 @@ from laconic.schedule.moe import (
     fill_windows,
     pipeline_seconds,
 )
-from laconic.testing.netlab import Lab, why_not
 
 _NUM_HOSTS, _RANKS_PER_HOST = 2, 2
-_RATES = (100e6, 1e9)
-_SMOKE = 1 << 12
 _MODEL_DIM, _TOP_K, _EXPERTS_PER_RANK = 256, 2, 1
 _DEGREES = (1, 2, 3, 4, 6)
 _FEW, _MANY = 1, 4
 _NUM_BLOCKS = 3
-_DDP = "by DDP, beside all else"
+_AT_END, _DDP = "at the end", "by DDP, beside all else"
+_WAITING, _PLANNED = "in windows, all that waits", "in windows, as planned"
 
 
 @benchmark("moe-pipeline-lab")
+@in_lab("Layers in pieces over slow links")
 def moe_pipeline_lab(options: Options) -> list[Table]:
     """For each rate: layers by degree, then a stack of layers with gradients at the end and in the windows."""
-    reason = why_not()
-    if reason is not None:
-        return [Table("Layers in pieces over slow links", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
     tables = []
-    for rate in options.rates or (_RATES[1:] if smoke else _RATES):
-        with Lab(_NUM_HOSTS, rate) as lab:
-            num_tokens = 8 if smoke else 256 if rate < 5e8 else 1024
-            task = {"num_tokens": num_tokens, "rounds": 1 if smoke else max(3, options.rounds), "smoke": smoke}
-            found = run_ranks(lab, "benchmarks.moe_pipeline_lab", task, ranks_per_host=_RANKS_PER_HOST)
-        where = f"2 nodes of 2 ranks, {rate / 1e6:g} Mbit/s"
+    for network in networks(options, _NUM_HOSTS, (100e6, 1e9), ranks_per_host=_RANKS_PER_HOST):
+        num_tokens = 8 if options.smoke else 256 if network.rate < 5e8 else 1024
+        rounds = 1 if options.smoke else max(3, options.rounds)
+        found = network.run(__name__, {"num_tokens": num_tokens, "rounds": rounds})
+        where = f"2 nodes of 2 ranks, {network.rate_text}"
         tables += [_layer_table(where, one) for one in found["layers"]]
         tables.append(_window_table(where, found["windows"]))
     return tables
 
 
 def _layer_table(where: str, found: dict[str, Any]) -> Table:
-    rows = []
-    for degree in _DEGREES:
-        cells = [str(degree)]
-        for direction in ("forward", "backward"):
-            measured, predicted = (found[kind][direction][str(degree)] for kind in ("measured", "predicted"))
-            cells += [f"{1e3 * measured:.1f}", f"{found['measured'][direction]['1'] / measured:.2f}x"]
-            cells += [f"{1e3 * predicted:.1f}", f"{predicted / measured - 1:+.0%}"]
-        rows.append(cells)
+    def columns(direction: str) -> list[tuple[str, Callable[[int], str]]]:
+        measured, predicted = found["measured"][direction], found["predicted"][direction]
+        return [
+            (f"{direction} ms", lambda degree: f"{1e3 * measured[str(degree)]:.1f}"),
+            (f"{direction} gain", lambda degree: f"{measured['1'] / measured[str(degree)]:.2f}x"),
+            (f"{direction} predicted", lambda degree: f"{1e3 * predicted[str(degree)]:.1f}"),
+            (f"{direction} off by", lambda degree: f"{predicted[str(degree)] / measured[str(degree)] - 1:+.0%}"),
+        ]
+
     parts = "; ".join(
-        f"{direction}: "
-        + ", ".join(f"{step} {1e3 * seconds:.1f}" for step, seconds in found["parts"][direction].items())
-        for direction in ("forward", "backward")
+        f"{direction}: " + ", ".join(f"{step} {1e3 * seconds:.1f}" for step, seconds in of_steps.items())
+        for direction, of_steps in found["parts"].items()
     )
-    return Table(
+    return Table.of(
         f"{found['name']}, {where}",
-        ["degree", *[f"{d} {c}" for d in ("forward", "backward") for c in ("ms", "gain", "predicted", "off by")]],
-        rows,
+        _DEGREES,
+        [("degree", str), *columns("forward"), *columns("backward")],
         f"{found['num_tokens']} tokens of {_MODEL_DIM} a rank, top {_TOP_K} of {4 * _EXPERTS_PER_RANK} experts, hidden"
         f" dimension {found['hidden']}. Parts in one piece, alone, ms: {parts}. Without a schedule"
         f" {1e3 * found['plain']['forward']:.1f} and {1e3 * found['plain']['backward']:.1f} ms. The prediction for"
@@ -106,19 +101,16 @@ def _layer_table(where: str, found: dict[str, Any]) -> Table:
 
 
 def _window_table(where: str, found: dict[str, Any]) -> Table:
-    rows = [
-        [
-            name,
-            f"{1e3 * seconds:.1f}",
-            f"{found['seconds']['at the end'] / seconds:.2f}x",
-            f"{found['shares'][name]:.0%}" if name in found["shares"] else "",
-        ]
-        for name, seconds in found["seconds"].items()
-    ]
-    return Table(
+    seconds, shares = found["seconds"], found["shares"]
+    return Table.of(
         f"Dense gradients of {_NUM_BLOCKS} blocks, {where}",
-        ["reduced", "backward and reduction, ms", "gain", "bytes inside of backward"],
-        rows,
+        seconds,
+        [
+            ("reduced", str),
+            ("backward and reduction, ms", lambda name: f"{1e3 * seconds[name]:.1f}"),
+            ("gain", lambda name: f"{seconds[_AT_END] / seconds[name]:.2f}x"),
+            ("bytes inside of backward", lambda name: f"{shares[name]:.0%}" if name in shares else ""),
+        ],
         f"Flat dispatch, degree {found['degree']}; {found['nbytes'] / 1e6:.2f} MB of dense gradients a rank, averaged"
         f" over all ranks in fp32 ({1e3 * found['alone']:.1f} ms in one message). Predicted with the plan:"
         f" {1e3 * found['predicted']:.1f} ms, with all at the end {1e3 * found['predicted_end']:.1f} ms.",
@@ -188,30 +180,33 @@ class _Rank:
         """
         inline = InlineStream()
         schedule = PipelineSchedule(degree, streams=dict.fromkeys((INTER, INTRA, COMPUTE), inline))
-        taken: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
         layer.schedule = schedule
-        for round_number in range(self.rounds + 1):
+
+        def run() -> dict[str, dict[str, float]]:
             x = self.batch()
             dist.barrier()
             out = layer(x)
             dist.barrier()
             out.sum().backward()
-            for direction, execution in schedule.executions.items():
-                mine = {task: span.end_seconds - span.start_seconds for task, span in execution.timeline.spans.items()}
-                of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
-                dist.all_gather_object(of_ranks, mine)
-                of_steps: dict[str, float] = {}
-                for task in mine:
-                    step = task.split()[0]
-                    seconds = [one[task] for one in of_ranks]
-                    of_steps[step] = of_steps.get(step, 0.0) + (max if step == "experts" else min)(seconds)
-                for step, total in of_steps.items():
-                    if round_number:
-                        taken[direction].setdefault(step, []).append(total)
+            return {name: self.step_seconds(execution) for name, execution in schedule.executions.items()}
+
+        rounds = in_rounds({"parts": run}, self.rounds, lambda case: case())["parts"]
         return {
-            direction: {step: median(seconds) for step, seconds in of_steps.items()}
-            for direction, of_steps in taken.items()
+            direction: {step: median(one[direction][step] for one in rounds) for step in of_steps}
+            for direction, of_steps in rounds[0].items()
         }
+
+    def step_seconds(self, execution: Any) -> dict[str, float]:
+        """Seconds of each step of a plan that ran without overlap, summed over its chunks."""
+        mine = {task: span.end_seconds - span.start_seconds for task, span in execution.timeline.spans.items()}
+        of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        of_steps: dict[str, float] = {}
+        for task in mine:
+            step = task.split()[0]
+            slowest = max if step == "experts" else min
+            of_steps[step] = of_steps.get(step, 0.0) + slowest(one[task] for one in of_ranks)
+        return of_steps
 
     def fitted(self, alone: dict[str, dict[str, dict[str, float]]], direction: str) -> LayerTimes:
         """Start-up and work of each step from its seconds in few and in many chunks."""
@@ -221,21 +216,30 @@ class _Rank:
             found[step] = ChunkTime(alpha, max(0.0, few - _FEW * alpha))
         return LayerTimes(**found)
 
-    def timed(self, layer: MoELayer, cases: dict[str, PipelineSchedule | None]) -> dict[str, dict[str, float]]:
-        """Medians of the slowest rank's seconds by direction and case; cases take turns."""
-        taken: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
-        for round_number in range(self.rounds + 1):
-            for name, schedule in cases.items():
-                layer.schedule = schedule
+    def timed(self, layer: MoELayer, schedules: dict[str, PipelineSchedule | None]) -> dict[str, dict[str, Timing]]:
+        """The slowest rank's seconds by direction and schedule."""
+        made: dict[str, Tensor] = {}
+
+        def forward() -> None:
+            made["out"] = layer(made["x"])
+
+        def backward() -> None:
+            made["loss"].backward()
+
+        def before(case: str) -> None:
+            direction, name = case.split(maxsplit=1)
+            if direction == "forward":
+                layer.schedule = schedules[name]
                 layer.zero_grad()
-                x, results = self.batch(), []
-                seconds = _slowest(lambda results=results, x=x: results.append(layer(x)))
-                loss = results[0].sum()
-                back = _slowest(loss.backward)
-                if round_number:
-                    taken["forward"].setdefault(name, []).append(seconds)
-                    taken["backward"].setdefault(name, []).append(back)
-        return {direction: {name: median(many) for name, many in of.items()} for direction, of in taken.items()}
+                made["x"] = self.batch()
+            else:
+                made["loss"] = made["out"].sum()
+
+        cases: dict[str, Case] = {}
+        for name in schedules:
+            cases |= {f"forward {name}": forward, f"backward {name}": backward}
+        seconds = seconds_of(cases, self.rounds, before=before, clock=slowest_rank)
+        return {way: {name: seconds[f"{way} {name}"] for name in schedules} for way in ("forward", "backward")}
 
     # --- windows ---
 
@@ -260,35 +264,36 @@ class _Rank:
             parts.append(BackwardPart(f"dense {number}", of_block, None, dense_seconds))
         plan = fill_windows(parts, line, [degree])
         end = _NUM_BLOCKS * (pipeline_seconds(layer_times, degree) + dense_seconds) + line.alpha_seconds
-        seconds: dict[str, list[float]] = {}
         shares: dict[str, float] = {}
-        for round_number in range(self.rounds + 1):
-            for name in ("at the end", _DDP, "in windows, all that waits", "in windows, as planned"):
-                gradients = None if name == _DDP else DenseGradients(dense, reduce, plan if "planned" in name else None)
-                inside = gradients if "windows" in name else None
-                stack = other if name == _DDP else model
-                for number, block in enumerate(stack):
-                    block.moe.schedule = PipelineSchedule(degree, gradients=inside, part=f"moe {number}")
-                stack.zero_grad()
-                loss = (wrapped if name == _DDP else model)(self.batch()).sum()
 
-                def step(loss: Tensor = loss, gradients: DenseGradients | None = gradients) -> None:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    if gradients:
-                        gradients.finish()
+        def run(name: str) -> float:
+            gradients = None if name == _DDP else DenseGradients(dense, reduce, plan if name == _PLANNED else None)
+            inside = gradients if name in (_WAITING, _PLANNED) else None
+            stack = other if name == _DDP else model
+            for number, block in enumerate(stack):
+                block.moe.schedule = PipelineSchedule(degree, gradients=inside, part=f"moe {number}")
+            stack.zero_grad()
+            loss = (wrapped if name == _DDP else model)(self.batch()).sum()
 
-                taken = _slowest(step)
+            def step() -> None:
+                loss.backward()
                 if gradients:
-                    gradients.remove()
-                if round_number:
-                    seconds.setdefault(name, []).append(taken)
-                    if gradients:
-                        shares[name] = 1 - sum(one.nbytes for one in gradients.sent if one.window is None) / nbytes
+                    gradients.finish()
+
+            seconds = slowest_rank(step)()
+            if gradients:
+                gradients.remove()
+                shares[name] = 1 - sum(one.nbytes for one in gradients.sent if one.window is None) / nbytes
+            return seconds
+
+        cases = {name: partial(run, name) for name in (_AT_END, _DDP, _WAITING, _PLANNED)}
+        seconds = {name: Timing(found) for name, found in in_rounds(cases, self.rounds, lambda case: case()).items()}
+        note(seconds, warm_up_rounds=1, warm_ups=0)
         return {
             "degree": degree,
             "nbytes": nbytes,
             "alone": line.alpha_seconds + nbytes * line.seconds_per_byte,
-            "seconds": {name: median(many) for name, many in seconds.items()},
+            "seconds": seconds,
             "shares": shares,
             "predicted": plan.seconds,
             "predicted_end": end + nbytes * line.seconds_per_byte,
@@ -300,22 +305,21 @@ class _Rank:
 
     def reduction_line(self, nbytes: int) -> Line:
         """Of the all-reduce: a message so small that only its start-up counts, and one of all bytes."""
-        reduce, seconds = mean_over(self.grid.dp, codec=Raw()), []
-        sizes = (256, nbytes)
-        for size in sizes:
-            values = torch.zeros(size // 4)
-            taken = [_slowest(lambda values=values: reduce(values)) for _ in range(2 * self.rounds + 1)]
-            seconds.append(median(taken[1:]))
-        slope = max(0.0, (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]))
-        return Line(max(0.0, seconds[0] - slope * sizes[0]), slope)
+        reduce = mean_over(self.grid.dp, codec=Raw())
+        small, large = torch.zeros(64), torch.zeros(nbytes // 4)
+        cases: dict[str, Case] = {"small": lambda: reduce(small), "large": lambda: reduce(large)}
+        seconds = seconds_of(cases, 2 * self.rounds, warm_ups=1, clock=slowest_rank)
+        slope = max(0.0, (seconds["large"] - seconds["small"]) / (nbytes - small.nbytes))
+        return Line(max(0.0, seconds["small"] - slope * small.nbytes), slope)
 
     def dense_seconds(self, width: int) -> float:
-        block = _Dense(width)
-        found = []
-        for _ in range(self.rounds + 1):
-            loss = block(self.batch()).sum()
-            found.append(_slowest(loss.backward))
-        return median(found[1:])
+        block, losses = _Dense(width), []
+
+        def before(_: str) -> None:
+            losses[:] = [block(self.batch()).sum()]
+
+        cases: dict[str, Case] = {"dense backward": lambda: losses[0].backward()}
+        return seconds_of(cases, self.rounds, before=before, clock=slowest_rank)["dense backward"]
 
 
 class _Dense(nn.Sequential):
@@ -334,23 +338,8 @@ class _Block(nn.Module):
         return out
 
 
-def _slowest(action: Callable[[], object]) -> float:
-    """Seconds from a barrier to the end of the slowest rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    action()
-    return _over_ranks(time.perf_counter() - started, max)
-
-
-def _over_ranks(value: float, of_all: Callable[[list[float]], float]) -> float:
-    values: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return of_all(values)
-
-
-def main() -> None:
-    """As a rank of a lab."""
-    task = join()
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """What one rank measures."""
     grid = Grid(levels=(_NUM_HOSTS,), device_type="cpu")
     rank = _Rank(grid, task["num_tokens"], task["rounds"], task["smoke"])
     layers = rank.layers()
@@ -358,8 +347,8 @@ def main() -> None:
     degree = int(min(flat["measured"]["backward"], key=flat["measured"]["backward"].__getitem__))
     layer = rank.made(FlatDispatcher(grid.ep, codec=Raw()), flat["hidden"])
     alone = {str(one): rank.parts(layer, one) for one in (_FEW, _MANY)}
-    leave({"layers": layers, "windows": rank.windows(rank.fitted(alone, "backward"), degree, flat["hidden"])})
+    return {"layers": layers, "windows": rank.windows(rank.fitted(alone, "backward"), degree, flat["hidden"])}
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(measure)

@@ -3,9 +3,9 @@
     python -m benchmarks.moe_training --out benchmarks/results/moe_training_NAME
 
 writes NAME.md, NAME.json (every step's loss and seconds) and NAME.png. A Qwen3-MoE and a Mixtral of 21 million
-parameters learn bytes of the Python standard library, on 4 processes in 2 nodes (network namespaces,
-laconic.testing.netlab): fast inside, slow between. Every setting is a run of the trainer with the same weights, samples
-and order; the runs of a model and a link follow each other in the same processes. About 12 minutes.
+parameters learn bytes of the Python standard library, on 4 processes in 2 nodes: fast inside, slow between. Every
+setting is a run of the trainer with the same weights, samples and order; the runs of a model and a link follow each
+other in the same processes. About 12 minutes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import torch
 
 import laconic.train.run as training
-from benchmarks.registry import Options, Table, benchmark, processor
-from benchmarks.slow_links import join, leave, run_ranks
+from benchmarks.registry import SMOKE_ELEMENTS, Options, Table, benchmark, processor, report_head
+from benchmarks.slow_links import as_rank, in_lab, networks, sent
 from laconic.cost.moe.shape import LayerShape
 from laconic.moe import Grid
 from laconic.moe.tuning.measure_cluster import measure_moe
-from laconic.testing.netlab import Lab, bits_per_second_of, why_not
+from laconic.testing.netlab import bits_per_second_of, why_not
 from laconic.train.config.toml import load_config
 from laconic.train.distributed.world import World
 from laconic.train.model import build_model
@@ -39,11 +39,9 @@ from laconic.train.signals import StopRequest
 from laconic.train.trainer import StepResult, Trainer
 
 _NUM_NODES, _RANKS_PER_NODE = 2, 2
-_RATES = (1e9, 100e6)
 _SLOW_RATE = 300e6
 # Losses do not depend on the link: on a slow one a few steps say what they take, and links are measured with less care.
 _STEPS, _SLOW_STEPS = 20, 4
-_SMOKE = 1 << 12
 _SEQUENCES, _SEQUENCE_LENGTH = 8, 128
 
 _SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -90,62 +88,44 @@ _ON_SLOW = ("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, wind
 
 
 @benchmark("moe-training")
+@in_lab("Training mixtures of experts over slow links")
 def moe_training(options: Options) -> list[Table]:
     """Steps of a Qwen3-MoE and a Mixtral, 21M parameters each, with every system of laconic.moe alone and together."""
-    reason = why_not()
-    if reason is not None:
-        return [Table("Training mixtures of experts over slow links", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
-    rates = options.rates or (_RATES[:1] if smoke else _RATES)
-    return [table(found) for found in measure([*MODELS][: 1 if smoke else None], rates, smoke=smoke)]
+    return [table(found) for found in measure(options, [*MODELS][: 1 if options.smoke else None])]
 
 
-def measure(
-    models: Sequence[str], rates: Sequence[float], settings: Sequence[str] = (), *, smoke: bool = False
-) -> list[dict[str, Any]]:
+def measure(options: Options, models: Sequence[str], settings: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What happened, one dict for each model and link, ready for JSON."""
     found = []
     with TemporaryDirectory() as folder:
         for model in models:
-            for rate in rates:
-                slow = rate < _SLOW_RATE
-                steps = 2 if smoke else _SLOW_STEPS if slow else _STEPS
-                with Lab(_NUM_NODES, rate) as lab:
-                    measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
-                    task = {"model": model, "rate": rate, "steps": steps, "folder": folder, "smoke": smoke}
-                    task |= {"settings": list(settings or (_ON_SLOW if slow else SETTINGS)), "quick": smoke or slow}
-                    result = run_ranks(lab, "benchmarks.moe_training", task, ranks_per_host=_RANKS_PER_NODE)
-                found.append({"model": model, "rate": rate, "measured": measured, "steps": steps, **result})
+            for network in networks(options, _NUM_NODES, (1e9, 100e6), ranks_per_host=_RANKS_PER_NODE):
+                slow = network.rate < _SLOW_RATE
+                steps = 2 if options.smoke else _SLOW_STEPS if slow else _STEPS
+                task = {"model": model, "steps": steps, "folder": folder, "quick": options.smoke or slow}
+                task |= {"settings": list(settings or (_ON_SLOW if slow else SETTINGS))}
+                result = network.run("benchmarks.moe_training", task)
+                found.append({"model": model, "rate": network.rate, "steps": steps, **result})
     return found
 
 
 def table(found: Mapping[str, Any]) -> Table:
     """One model on one link."""
-    runs, rate = found["runs"], found["rate"]
-    first = next(iter(runs))
-    plain = runs[first]
-    rows = []
-    for name, run in runs.items():
-        ours, theirs = seconds_of_step(run), seconds_of_step(plain)
-        rows.append(
-            [
-                name,
-                f"{ours:.3f}",
-                f"{theirs / ours:.2f}x",
-                f"{run['interface_nbytes'] / 1e6:.1f}",
-                f"{run['losses'][-1]:.4f}",
-                agreement(run["losses"], plain["losses"]),
-                run["schedule"],
-            ]
-        )
-    calibrated = f"one TCP connection gets {found['measured'] / 1e6:.0f}"
-    return Table(
-        f"{found['model']}, {rate / 1e6:g} Mbit/s between nodes ({calibrated})",
+    runs = found["runs"]
+    plain = next(iter(runs.values()))
+    return Table.of(
+        f"{found['model']}, {found['rate'] / 1e6:g} Mbit/s between nodes (one TCP connection gets"
+        f" {found['measured'] / 1e6:.0f})",
+        runs.items(),
         [
-            *("setting", "step, s", "faster than plain", "MB out of a node per step", "last loss"),
-            *("losses against plain", "schedule of the last step"),
+            ("setting", lambda row: row[0]),
+            ("step, s", lambda row: f"{seconds_of_step(row[1]):.3f}"),
+            ("faster than plain", lambda row: f"{seconds_of_step(plain) / seconds_of_step(row[1]):.2f}x"),
+            ("MB out of a node per step", lambda row: f"{row[1]['interface_nbytes'] / 1e6:.1f}"),
+            ("last loss", lambda row: f"{row[1]['losses'][-1]:.4f}"),
+            ("losses against plain", lambda row: agreement(row[1]["losses"], plain["losses"])),
+            ("schedule of the last step", lambda row: row[1]["schedule"]),
         ],
-        rows,
         f"{found['num_parameters']:,} parameters, fp32, {_NUM_NODES} nodes of {_RANKS_PER_NODE} processes with a thread"
         f" each, {_SEQUENCES} x {_SEQUENCE_LENGTH} bytes per step, {found['steps']} steps. Without the first step:"
         " median seconds, and the mean of the bytes that left a node's interface. Rates were measured before, in"
@@ -229,14 +209,14 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
             values["moe.rates"] = rates
         _Counting.sent_nbytes = []
         training.run(load_config(None, values), world, StopRequest())
-        sent = _Counting.sent_nbytes
+        counts = _Counting.sent_nbytes
         if world.is_main:
             rows = [row for row in read_metrics(folder / str(number)) if "loss" in row]
             summary = json.loads((folder / str(number) / "summary.json").read_text())
             found[name] = {
                 "losses": [row["loss"] for row in rows],
                 "seconds": [row["step_seconds"] for row in rows],
-                "interface_nbytes": (sent[-1] - sent[0]) / (len(sent) - 1),
+                "interface_nbytes": (counts[-1] - counts[0]) / (len(counts) - 1),
                 "schedule": rows[-1]["moe_schedule"],
                 "autotune": summary["moe"]["autotune"],
                 **{key: rows[-1][key] for key in rows[-1] if key.startswith("moe_") and key != "moe_schedule"},
@@ -252,7 +232,7 @@ class _Counting(Trainer):
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
         result = super().step(step, stop)
-        self.sent_nbytes.append(_sent_nbytes())
+        self.sent_nbytes.append(sent()[0])
         return result
 
 
@@ -281,15 +261,10 @@ def _num_parameters(common: Mapping[str, Any]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _sent_nbytes() -> int:
-    """Bytes that have left this node so far."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
 def main() -> None:
     """As a rank of a lab: train. Otherwise: the whole benchmark, with its files."""
     if "RANK" in os.environ:
-        leave(work(join()))
+        as_rank(work)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the results, without .md, .json and .png")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -298,24 +273,22 @@ def main() -> None:
     )
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="of the link between the nodes")
     parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     reason = why_not()
     if reason is not None:
         parser.exit(2, f"{reason}\n")
-    rates = [bits_per_second_of(rate) for rate in options.rates]
-    found = measure(options.models, rates, options.settings, smoke=options.smoke)
+    rates = [bits_per_second_of(rate) for rate in chosen.rates]
+    options = Options(1, SMOKE_ELEMENTS if chosen.smoke else 1 << 24, 1, rates=rates)
+    found = measure(options, chosen.models, chosen.settings)
     command = f"python -m benchmarks.moe_training {' '.join(sys.argv[1:])}"
     facts = {"command": command, "date": str(date.today()), "processor": processor(), "torch": str(torch.__version__)}
-    options.out.with_suffix(".json").write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
-    draw(found, options.out.with_suffix(".png"))
-    lines = [
-        *("# Benchmark: moe-training", "", f"`{command}`", ""),
-        *(f"{facts['date']}, {facts['processor']}, torch {facts['torch']}", ""),
-        *(table(one).render() for one in found),
-        f"![losses and step times]({options.out.name}.png)",
-    ]
-    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    chosen.out.with_suffix(".json").write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
+    draw(found, chosen.out.with_suffix(".png"))
+    tables = [table(one).render() for one in found]
+    image = f"![losses and step times]({chosen.out.name}.png)\n"
+    text = "\n".join([report_head("moe-training", command), *tables, image])
+    chosen.out.with_suffix(".md").write_text(text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -1,80 +1,72 @@
 """All-reduce and training steps over real slow links: fp32, bf16 and 8 bits.
 
-Hosts are network namespaces on this machine (laconic.testing.netlab), one process and one thread each, and gloo between
-them. The link is calibrated by one TCP transfer before anything is timed. Seconds are the slowest rank's, from a
-barrier to the result in the caller's fp32 tensor, conversions and quantization included.
+Seconds of an all-reduce end when the result is in the caller's fp32 tensor, conversions and quantization included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.models import causal_model
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import format_size, join, leave, run_ranks, seconds_of_all
+from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, slowest_rank
+from benchmarks.timing import Case, Timing, seconds_of
 from laconic.gradients import NATIVE_BELOW_NBYTES, all_reduce_q8, quantize_reduction
-from laconic.testing.netlab import Lab, why_not
 
-_NUM_HOSTS = (2, 4)
-_RATES = (100e6, 1e9)
 _SIZES = tuple(1 << power for power in (15, 16, 17, 18, 20, 22, 25, 26))
 _KINDS = ("fp32", "bf16", "q8")
-_SMOKE = 1 << 12
-# What --smoke measures: one small network.
-_SMOKE_HOSTS, _SMOKE_RATES, _SMOKE_SIZES = (2,), (1e9,), (1 << 15, 1 << 18)
 
 
 @benchmark("network")
+@in_lab("Slow links")
 def network(options: Options) -> list[Table]:
     """All-reduce of 32 KB to 64 MB (at most `elements` fp32 numbers) and steps of a 10M-parameter model."""
-    reason = why_not()
-    if reason is not None:
-        return [Table("Slow links", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
-    hosts = options.num_hosts or (_SMOKE_HOSTS if smoke else _NUM_HOSTS)
-    rates = options.rates or (_SMOKE_RATES if smoke else _RATES)
-    sizes = [size for size in _SIZES if size <= 4 * options.elements]
-    task = {"sizes": _SMOKE_SIZES if smoke else sizes, "rounds": options.rounds, "hidden": 64 if smoke else 320}
+    task = {"sizes": options.sizes(_SIZES, smoke=(1 << 15, 1 << 18)), "hidden": 64 if options.smoke else 320}
     tables: list[Table] = []
-    for num_hosts in hosts:
-        for rate in rates:
-            with Lab(num_hosts, rate) as lab:
-                measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 2)))
-                result = run_ranks(lab, "benchmarks.network", task)
-            tables += _tables(num_hosts, rate, measured, result)
+    for links in networks(options, (2, 4), (100e6, 1e9)):
+        tables += _tables(links, links.run(__name__, task))
     return tables
 
 
-def _tables(num_hosts: int, rate: float, measured: float, result: dict[str, Any]) -> list[Table]:
-    where = f"{num_hosts} hosts, {rate / 1e6:g} Mbit/s each way (one TCP connection gets {measured / 1e6:.0f})"
-    rows = []
-    for size, seconds in result["all_reduce"]:
-        ideal = 2 * (num_hosts - 1) / num_hosts * size * 8 / rate
-        cells = [f"{seconds[kind] * 1e3:.1f}" for kind in _KINDS]
-        gains = [f"{seconds[kind] / seconds['q8']:.2f}x" for kind in ("fp32", "bf16")]
-        rows.append([format_size(size), f"{ideal * 1e3:.1f}", *cells, *gains])
-    all_reduce = Table(
-        f"All-reduce, {where}",
-        ["fp32 tensor", "ring at full rate, ms", "fp32 ms", "bf16 ms", "q8 ms", "q8 over fp32", "q8 over bf16"],
-        rows,
+def _tables(links: Network, found: dict[str, Any]) -> list[Table]:
+    def ideal(size: int) -> float:
+        return 2 * (links.num_hosts - 1) / links.num_hosts * size * 8 / links.rate
+
+    all_reduce = Table.of(
+        f"All-reduce, {links.where(found)}",
+        found["all_reduce"],
+        [
+            ("fp32 tensor", lambda row: format_size(row[0])),
+            ("ring at full rate, ms", lambda row: f"{ideal(row[0]) * 1e3:.1f}"),
+            *((f"{kind} ms", lambda row, kind=kind: f"{row[1][kind] * 1e3:.1f}") for kind in _KINDS),
+            *((f"q8 over {kind}", lambda row, kind=kind: f"{row[1][kind] / row[1]['q8']:.2f}x") for kind in _KINDS[:2]),
+        ],
         f"Bytes alone: 3.88x over fp32, 1.94x over bf16. Below {format_size(NATIVE_BELOW_NBYTES)} `all_reduce_q8` takes"
         " the native collective unless told otherwise; here it never does.",
     )
-    steps = result["steps"]
-    rows = [[kind, f"{steps[kind]:.3f}", f"{steps['fp32'] / steps[kind]:.2f}x"] for kind in _KINDS]
-    note = f"Llama, {result['num_parameters']:,} parameters, DDP, 128 tokens per rank; forward and backward alone"
-    note += f" take {steps['alone']:.3f} s."
-    return [all_reduce, Table(f"Training step, {where}", ["gradients", "s", "speed"], rows, note)]
+    steps = found["steps"]
+    step = Table.of(
+        f"Training step, {links.where(found)}",
+        _KINDS,
+        [
+            ("gradients", str),
+            ("s", lambda kind: f"{steps[kind]:.3f}"),
+            ("speed", lambda kind: f"{steps['fp32'] / steps[kind]:.2f}x"),
+        ],
+        f"Llama, {found['num_parameters']:,} parameters, DDP, 128 tokens per rank; forward and backward alone"
+        f" take {steps['alone']:.3f} s.",
+    )
+    return [all_reduce, step]
 
 
 # --- what each rank does ---
 
 
-def _reduce_cases(x: Tensor) -> dict[str, Callable[[], object]]:
+def _reduce_cases(x: Tensor) -> dict[str, Case]:
     def bf16() -> None:
         half = x.bfloat16()
         dist.all_reduce(half, dist.ReduceOp.AVG)
@@ -87,28 +79,13 @@ def _reduce_cases(x: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def _all_reduces(sizes: list[int], rounds: int) -> list[tuple[int, dict[str, float]]]:
+def _all_reduces(sizes: list[int], rounds: int) -> list[tuple[int, dict[str, Timing]]]:
     found = []
     for size in sizes:
         x = torch.randn(size // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-        repeat = max(1, min(rounds, (1 << 27) // size))
-        found.append((size, seconds_of_all(_reduce_cases(x), repeat)))
+        repeats = max(1, min(rounds, (1 << 27) // size))
+        found.append((size, seconds_of(_reduce_cases(x), repeats, clock=slowest_rank)))
     return found
-
-
-def _model(hidden: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=6,
-        num_attention_heads=hidden // 64,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
 
 
 def _bf16_hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -124,14 +101,15 @@ def _bf16_hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
 _bf16_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
-def _steps(hidden: int, rounds: int) -> tuple[dict[str, float], int]:
+def _steps(hidden: int, rounds: int) -> tuple[dict[str, Timing], int]:
     from torch.nn.parallel import DistributedDataParallel
 
+    sizes = {"intermediate_size": 4 * hidden, "num_hidden_layers": 6, "vocab_size": 2048, "tie_word_embeddings": True}
     ids = torch.randint(0, 2048, (1, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
-    found: dict[str, float] = {}
+    found: dict[str, Timing] = {}
     num_parameters = 0
     for kind in ("alone", *_KINDS):
-        model = _model(hidden)
+        model = causal_model("llama", hidden, **sizes)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if kind != "alone":
             model = DistributedDataParallel(model)
@@ -141,23 +119,22 @@ def _steps(hidden: int, rounds: int) -> tuple[dict[str, float], int]:
             quantize_reduction(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def step(model: Any = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.zero_grad()
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
 
-        step()  # after its first step DDP cuts its buckets anew
-        found |= seconds_of_all({kind: step}, min(rounds, 3))
+        # After its first step DDP cuts its buckets anew.
+        found |= seconds_of({kind: step}, min(rounds, 3), warm_up_rounds=2, clock=slowest_rank)
     return found, num_parameters
 
 
-def main() -> None:
+def measure(task: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures."""
-    task = join()
     all_reduce = _all_reduces(task["sizes"], task["rounds"])
     steps, num_parameters = _steps(task["hidden"], task["rounds"])
-    leave({"all_reduce": all_reduce, "steps": steps, "num_parameters": num_parameters})
+    return {"all_reduce": all_reduce, "steps": steps, "num_parameters": num_parameters}
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(measure)

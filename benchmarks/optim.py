@@ -10,9 +10,6 @@ step any weight took, for gradients with heavy tails and with outliers, which ar
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.peers import installed
+from benchmarks.registry import Options, Table, benchmark, kernels_note
+from benchmarks.timing import Case, seconds_of
 from laconic.formats import QuantizedGradient, set_quantized_gradient
-from laconic.ops import kernels_in_use, native
+from laconic.ops import native
 from laconic.ops.adamw_scalars import largest_step
 from laconic.optim import AdamW8bit
 
@@ -58,10 +57,8 @@ def _peers() -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
     """bitsandbytes and torchao, where they are installed."""
     found: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {}
     for package in ("bitsandbytes", "torchao"):
-        if importlib.util.find_spec(package) is not None:
-            logging.getLogger(package).setLevel(logging.ERROR)
-            theirs = importlib.import_module(f"{package}.optim").AdamW8bit
-            found[f"{package} AdamW8bit"] = partial(theirs, **_OPTIONS)
+        if (theirs := installed(package, "optim")) is not None:
+            found[f"{package} AdamW8bit"] = partial(theirs.AdamW8bit, **_OPTIONS)
     return found
 
 
@@ -69,7 +66,7 @@ def _speed_table(options: Options) -> Table:
     n = options.elements
     ours = partial(AdamW8bit, **_OPTIONS)
     source = torch.empty(2 * n)
-    cases: dict[str, Callable[[], object]] = {
+    cases: dict[str, Case] = {
         "memcpy, 16 bytes per weight": partial(torch.empty_like(source).copy_, source),
         "torch AdamW, fused": _stepping(partial(torch.optim.AdamW, fused=True, **_OPTIONS), _matrix(n)),
         "**AdamW8bit**": _stepping(ours, _matrix(n)),
@@ -80,12 +77,15 @@ def _speed_table(options: Options) -> Table:
     cases |= {name: _stepping(make, _matrix(n)) for name, make in _peers().items()}
     seconds = seconds_of(cases, options.rounds, warm_ups=1)
     fused = seconds["torch AdamW, fused"]
-    rows = [[name, f"{1e3 * taken:.1f}", f"{taken / fused:.2f}"] for name, taken in seconds.items()]
-    return Table(
-        f"One step over {n:,} weights, {options.threads} thread{'s' * (options.threads > 1)}",
-        ["", "ms", "time of fused AdamW"],
-        rows,
-        f"C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}.",
+    return Table.of(
+        f"One step over {n:,} weights, {options.thread_text}",
+        seconds.items(),
+        [
+            ("", lambda row: row[0]),
+            ("ms", lambda row: f"{1e3 * row[1]:.1f}"),
+            ("time of fused AdamW", lambda row: f"{row[1] / fused:.2f}"),
+        ],
+        kernels_note(),
     )
 
 

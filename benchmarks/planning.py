@@ -7,14 +7,15 @@ for published models over many ranks.
 from __future__ import annotations
 
 import gc
-import time
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import laconic
+from benchmarks.models import causal_model
 from benchmarks.registry import Options, Table, benchmark
+from benchmarks.timing import seconds_of
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
 from laconic.cost.memory.saved_tensors import Choice
 from laconic.cost.planner.policy import by_bits, choose
@@ -26,16 +27,17 @@ _SETTINGS = ((16, "exact", "exact"), (4, "exact", "exact"), (4, "int8", "chunked
 @benchmark("planning")
 def planning(options: Options) -> list[Table]:
     """The two tables."""
-    small = options.elements < 1 << 20
-    return [_peaks(small), _choosing(small)]
+    return [_peaks(options.small), _choosing(options.small)]
 
 
 def _peaks(small: bool) -> Table:
     hidden, layers, length = (64, 2, 64) if small else (320, 6, 512)
+    sizes = {"intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": 2048, "head_dim": 32}
+    sizes |= {"num_key_value_heads": hidden // 64}
     rows = []
     for precision in ("fp32", "bf16"):
         for bits, attention, loss in _SETTINGS:
-            model = _llama(hidden, layers)
+            model = causal_model("llama", hidden, **sizes)
             if bits < 16 or loss == "chunked":
                 laconic.compress_activations(model, bits=bits, attention=attention, loss=loss)
             shape = ModelShape.from_config(model.config.to_dict())
@@ -52,23 +54,6 @@ def _peaks(small: bool) -> Table:
         ["", "predicted MB", "allocator MB", "error", "fullest in"],
         rows,
     )
-
-
-def _llama(hidden: int, layers: int) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 64,
-        vocab_size=2048,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
 
 
 def _peak_nbytes(model: nn.Module, job: Job, bf16: bool) -> int:
@@ -129,9 +114,10 @@ def _choosing(small: bool) -> Table:
         most = predict(job).peak_nbytes
         for share in (0.1, 0.5):
             budget = int(least + share * (most - least))
-            started = time.perf_counter()
-            chosen = choose(job, budget)
-            seconds = time.perf_counter() - started
+            choices = []
+            case = {"choose": lambda job=job, budget=budget, found=choices: found.append(choose(job, budget))}
+            seconds = seconds_of(case, 1, warm_up_rounds=0)["choose"]
+            (chosen,) = choices
             rows.append(
                 [
                     f"Llama {name}, {layout.world_size} ranks",

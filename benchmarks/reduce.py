@@ -14,10 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Options, Table, benchmark, seconds_of
+from benchmarks.registry import Options, Table, benchmark, kernels_note
+from benchmarks.synthetic import heavy_tailed_gradients
+from benchmarks.timing import Case, seconds_of
 from laconic.ops import (
     dequantize_blockwise,
-    kernels_in_use,
     native,
     quantize_blockwise,
     sum_blockwise,
@@ -27,7 +28,6 @@ from laconic.ops import (
 _WORLDS = (2, 4, 8, 16)
 _ERROR_ELEMENTS = 1 << 17
 _LENGTH = 1 << 20
-_REGION = 512
 
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -55,10 +55,8 @@ def _int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _gradients(world: int, length: int) -> Tensor:
-    torch.manual_seed(0)
-    student = torch.distributions.StudentT(4.0)
-    size = torch.exp(1.5 * torch.randn(-(-length // _REGION))).repeat_interleave(_REGION)[:length]
-    return size * (0.3 * student.sample((length,)) + student.sample((world, length)))
+    draw = heavy_tailed_gradients(length)
+    return torch.stack([draw() for _ in range(world)])
 
 
 def _all_reduced(x: Tensor, bits: int) -> Tensor:
@@ -120,7 +118,7 @@ def _speed_table(options: Options) -> Table:
             for shard in x[1:]:
                 x[0].add_(shard)
 
-        cases: dict[str, Callable[[], object]] = {
+        cases: dict[str, Case] = {
             "torch, fp32 shards added": add,
             "sum, 8 bits": lambda parts=eight: sum_blockwise(*parts),
             "sum and requantize, 8 bits": lambda parts=eight: sum_requantize_blockwise(*parts),
@@ -135,13 +133,13 @@ def _speed_table(options: Options) -> Table:
         f"Sums of W shards of {_shards(options, 1).shape[1]:,} elements, GB/s, {options.threads} thread(s)",
         ["", *(f"W = {world}" for world in _WORLDS[:3])],
         [[name, *cells] for name, cells in rows.items()],
-        f"In brackets the speed against torch's. C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}.",
+        f"In brackets the speed against torch's. {kernels_note()}",
     )
 
 
 def _instruction_sets_table(options: Options) -> Table:
     x = _shards(options, 4)
-    cases: dict[str, Callable[[], object]] = {}
+    cases: dict[str, Case] = {}
     for isa in native.supported_isas():
         for bits in (8, 12):
             parts = _quantized(x, bits)

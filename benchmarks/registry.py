@@ -1,19 +1,25 @@
-"""What a benchmark is: a named function from options to Markdown tables.
-
-Times are only comparable within one run, because machines drift and share their memory with others. So every table
-times its cases in turn, round after round, and reports medians and ratios within the run.
-"""
+"""What a benchmark is: a named function from options to Markdown tables."""
 
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from statistics import median
+from typing import TypeVar
 
-__all__ = ["BENCHMARKS", "Options", "Table", "benchmark", "processor", "seconds_of"]
+import torch
+
+from laconic.ops import kernels_in_use
+
+__all__ = ["BENCHMARKS", "Options", "Table", "benchmark", "dtype_name", "kernels_note", "report_head"]
+
+SMOKE_ELEMENTS = 1 << 12
+"""Elements of a tiny case that only shows that a benchmark runs."""
+
+Row = TypeVar("Row")
+Size = TypeVar("Size")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,25 @@ class Options:
     profile: bool = False
     """Whether `laconic profile` measures each network first; choices otherwise rest on a brief measurement."""
 
+    @property
+    def smoke(self) -> bool:
+        """Whether a tiny case is enough."""
+        return self.elements <= SMOKE_ELEMENTS
+
+    @property
+    def small(self) -> bool:
+        """Whether models and tables without a size of their own should be small."""
+        return self.elements < 1 << 20
+
+    @property
+    def thread_text(self) -> str:
+        """1 thread, 2 threads."""
+        return f"{self.threads} thread{'s' * (self.threads > 1)}"
+
+    def sizes(self, sizes: Sequence[int], smoke: Sequence[int]) -> list[int]:
+        """Bytes of messages: those of at most 4 x `elements`, or the few of a tiny case."""
+        return list(smoke) if self.smoke else [size for size in sizes if size <= 4 * self.elements]
+
 
 @dataclass(frozen=True)
 class Table:
@@ -42,6 +67,18 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: Iterable[Row],
+        columns: Sequence[tuple[str, Callable[[Row], str]]],
+        note: str = "",
+    ) -> Table:
+        """A table from what its rows are about, and columns that each say their heading and their cell of a row."""
+        header = [heading for heading, _ in columns]
+        return cls(title, header, [[cell(row) for _, cell in columns] for row in rows], note)
 
     def render(self) -> str:
         """The table as Markdown, with its title above and its note below."""
@@ -66,22 +103,9 @@ def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
     return register
 
 
-def seconds_of(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 0) -> dict[str, float]:
-    """Median seconds of each case over `rounds` rounds that take every case in turn; a first round is not counted.
-
-    With `warm_ups` a case runs that often before each time that counts, so that it does not pay for the caches that
-    another one left.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    for round_number in range(rounds + 1):
-        for name, case in cases.items():
-            for _ in range(warm_ups):
-                case()
-            started = time.perf_counter()
-            case()
-            if round_number:
-                taken[name].append(time.perf_counter() - started)
-    return {name: median(seconds) for name, seconds in taken.items()}
+def report_head(name: str, command: str) -> str:
+    """What stands above the tables of a report: the command, the day, the processor."""
+    return f"# Benchmark: {name}\n\n`{command}`\n\n{date.today()}, {processor()}, torch {torch.__version__}\n"
 
 
 def processor() -> str:
@@ -91,6 +115,16 @@ def processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def kernels_note() -> str:
+    """Which of this library's CPU kernels were measured."""
+    return f"C++ kernels: {kernels_in_use()['cpu']['isa'] or 'none, plain torch'}."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,4 +1,9 @@
-"""What benchmarks over slow links share: starting the ranks of a lab, and timing what all of them do together."""
+"""What benchmarks over slow links share: networks, the ranks in them, and timing what all ranks do together.
+
+Hosts are network namespaces on this machine (laconic.testing.netlab), a process and a thread each unless a benchmark
+says otherwise, and gloo between them. The link is calibrated by one TCP transfer before anything is timed. Seconds are
+the slowest rank's, from a barrier to the result.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,11 +22,70 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.testing.netlab import Lab, finish
+from benchmarks import timing
+from benchmarks.registry import Benchmark, Options, Table
+from benchmarks.timing import Case, Timing
+from laconic.testing.netlab import Lab, finish, why_not
 
-__all__ = ["Timed", "format_size", "join", "leave", "run_ranks", "seconds_of_all", "time_all"]
+__all__ = [
+    "Network", "Timed", "as_rank", "format_size", "in_lab", "join", "leave", "networks", "run_ranks",
+    "sent", "slowest_rank", "time_all",
+]  # fmt: skip
 
 _LONGEST_SECONDS = 3600
+
+
+def in_lab(title: str) -> Callable[[Benchmark], Benchmark]:
+    """For a benchmark that needs a lab: where none can be built, its only table says why."""
+
+    def decorate(function: Benchmark) -> Benchmark:
+        @wraps(function)
+        def run(options: Options) -> list[Table]:
+            reason = why_not()
+            return function(options) if reason is None else [Table(title, ["not measured"], [[reason]])]
+
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts and their links, which are slow between nodes if there are nodes; and how a benchmark runs in them."""
+
+    num_hosts: int
+    rate: float
+    options: Options
+    num_nodes: int | None = None
+    ranks_per_host: int = 1
+
+    @property
+    def rate_text(self) -> str:
+        """100 Mbit/s."""
+        return f"{self.rate / 1e6:g} Mbit/s"
+
+    def where(self, found: Mapping[str, Any]) -> str:
+        """The network in a title, with what was measured in it."""
+        calibrated = f"(one TCP connection gets {found['measured'] / 1e6:.0f})"
+        return f"{self.num_hosts} hosts, {self.rate_text} each way {calibrated}"
+
+    def run(self, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
+        """What rank 0 returned from `python -m module TASK`; "measured" is added, what one connection gets in bit/s."""
+        with Lab(self.num_hosts, self.rate, num_nodes=self.num_nodes) as lab:
+            other_node = 1 if self.num_nodes is None else self.num_hosts // self.num_nodes
+            calibration_seconds = 0.2 if self.options.smoke else 1
+            measured = lab.measured_bits_per_second(int(self.rate / 8 * calibration_seconds), sender=other_node)
+            task = {"rate": self.rate, "rounds": self.options.rounds, "smoke": self.options.smoke} | dict(task)
+            found = run_ranks(lab, module, task, self.options.profile, self.ranks_per_host)
+        return found | {"measured": measured}
+
+
+def networks(options: Options, hosts: Sequence[int] | int, rates: Sequence[float], **how: Any) -> Iterator[Network]:
+    """The networks that the options name, else those given; hosts that are one number stay. A tiny case has one."""
+    numbers = [hosts] if isinstance(hosts, int) else options.num_hosts or hosts[: 1 if options.smoke else None]
+    for num_hosts in numbers:
+        for rate in options.rates or ((1e9,) if options.smoke else rates):
+            yield Network(num_hosts, rate, options, **how)
 
 
 def run_ranks(
@@ -41,6 +106,7 @@ def run_ranks(
             _run(lab, profiling, environment, ranks_per_host)
         out = _run(lab, ["-m", module, json.dumps(task)], environment, ranks_per_host)
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    timing.protocols += [timing.Protocol(**protocol) for protocol in result.pop("protocols")]
     return result
 
 
@@ -54,11 +120,18 @@ def _run(lab: Lab, arguments: list[str], environment: dict[str, str], ranks_per_
 
 
 def format_size(nbytes: int) -> str:
-    """64 KB, 4 MB."""
+    """4 B, 64 KB, 4 MB."""
+    if nbytes < 1 << 10:
+        return f"{nbytes} B"
     return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
 
 
 # --- inside of a rank ---
+
+
+def as_rank(measure: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """Be a rank of a lab: take the task, measure, and hand the result over."""
+    leave(measure(join()))
 
 
 def join() -> dict[str, Any]:
@@ -72,17 +145,28 @@ def join() -> dict[str, Any]:
 def leave(result: Mapping[str, Any]) -> None:
     """Rank 0 prints the result; then all end."""
     if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
+        protocols = [asdict(protocol) for protocol in timing.protocols]
+        print(json.dumps(dict(result) | {"protocols": protocols}), flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads may outlive the interpreter's
+
+
+def slowest_rank(case: Case) -> Callable[[], float]:
+    """The clock of a lab: seconds from a barrier to the end of the slowest rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    case()
+    taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item
 
 
 @dataclass(frozen=True)
 class Timed:
     """One case over all rounds that count."""
 
-    seconds: float
-    """Median of the slowest rank's time."""
+    seconds: Timing
+    """Of the slowest rank."""
     interface_nbytes: float
     """Median of what left this host, headers of all layers included."""
     payload_nbytes: float
@@ -95,41 +179,34 @@ _HEADERS_NBYTES = 66
 """Ethernet, IPv4 and TCP with time stamps. A packet that the interface cuts later counts once, as in its counters."""
 
 
-def time_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 1) -> dict[str, Timed]:
-    """Time cases that all ranks run together, from a barrier to the end; they take turns, round after round."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    sent: dict[str, list[tuple[int, int]]] = {name: [] for name in cases}
-    worked: dict[str, list[float]] = {name: [] for name in cases}
-    for round_number in range(-warm_ups, rounds):
-        for name, case in cases.items():
-            dist.barrier()
-            before = _sent()
-            dist.barrier()  # other ranks of this host have not begun when it is read
-            worked_before, started = time.process_time(), time.perf_counter()
+def time_all(cases: Mapping[str, Case], rounds: int, warm_up_rounds: int = 1) -> dict[str, Timed]:
+    """Time cases that all ranks run together, with what leaves this host and what the processors work meanwhile."""
+
+    def read(case: Case) -> tuple[float, int, int, float]:
+        dist.barrier()
+        nbytes, packets = sent()  # the barrier of the clock: other ranks of this host have not begun when it is read
+        work = torch.zeros((), dtype=torch.float64)
+
+        def working() -> None:
+            before = time.process_time()
             case()
-            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            work = torch.tensor(time.process_time() - worked_before, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # when it is done, everybody has received everything
-            after = _sent()
-            dist.all_reduce(work)
-            if round_number >= 0:
-                seconds[name].append(slowest.item())
-                nbytes, packets = (now - then for now, then in zip(after, before, strict=True))
-                sent[name].append((nbytes, nbytes - packets * _HEADERS_NBYTES))
-                worked[name].append(work.item())
-    found = {}
-    for name in cases:
-        nbytes, payload = (median(counts) for counts in zip(*sent[name], strict=True))
-        found[name] = Timed(median(seconds[name]), nbytes, payload, median(worked[name]))
-    return found
+            work.fill_(time.process_time() - before)
+
+        seconds = slowest_rank(working)  # when it returns, everybody has received everything
+        nbytes_after, packets_after = sent()
+        dist.all_reduce(work)
+        return seconds(), nbytes_after - nbytes, packets_after - packets, work.item()
+
+    timed = {}
+    for name, found in timing.in_rounds(cases, rounds, read, warm_up_rounds=warm_up_rounds).items():
+        seconds, nbytes, packets, work = zip(*found, strict=True)
+        payload = [size - count * _HEADERS_NBYTES for size, count in zip(nbytes, packets, strict=True)]
+        timed[name] = Timed(Timing(seconds), median(nbytes), median(payload), median(work))
+    timing.note({name: one.seconds for name, one in timed.items()}, warm_up_rounds, 0)
+    return timed
 
 
-def seconds_of_all(cases: Mapping[str, Callable[[], object]], rounds: int, warm_ups: int = 1) -> dict[str, float]:
-    """The seconds of `time_all`."""
-    return {name: timed.seconds for name, timed in time_all(cases, rounds, warm_ups).items()}
-
-
-def _sent() -> tuple[int, int]:
+def sent() -> tuple[int, int]:
     """Bytes and packets that have left this host so far."""
     counters = Path("/sys/class/net/eth0/statistics")
     nbytes, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))

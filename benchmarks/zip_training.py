@@ -1,9 +1,8 @@
 """Training steps under FSDP2 over real slow links: the collectives as they come, over our raw exchange, and shortened.
 
-Hosts are network namespaces on this machine (laconic.testing.netlab), one process and one thread each: four ranks share
-its cores, whatever they compute. Every kind trains a copy of the same model from the same start on the same tokens; the
-kinds take turns, step after step. Exposed communication is a step's time minus that of the same step without a network:
-every rank alone with the whole model, all of them at once.
+Four ranks share this machine's cores, whatever they compute. Every kind trains a copy of the same model from the same
+start on the same tokens; the kinds take turns, step after step. Exposed communication is a step's time minus that of
+the same step without a network: every rank alone with the whole model, all of them at once.
 """
 
 from __future__ import annotations
@@ -15,14 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.models import causal_model
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import join, leave, run_ranks, time_all
-from laconic.testing.netlab import Lab, why_not
+from benchmarks.slow_links import Network, as_rank, in_lab, networks, time_all
 
-_NUM_HOSTS = (4,)
-_RATES = (100e6, 1e9)
-_SMOKE_HOSTS, _SMOKE_RATES = (2,), (1e9,)
-_SMOKE = 1 << 12
 _MODELS = ("dense", "mixture of experts")
 _KINDS = ("gloo", "raw", "tiered", "auto")
 _TOKENS, _VOCABULARY = 128, 2048
@@ -31,51 +26,41 @@ _STEPS, _SLOW_STEPS, _SLOW_RATE = 50, 3, 300e6
 
 
 @benchmark("zip-training")
+@in_lab("Training over slow links")
 def zip_training(options: Options) -> list[Table]:
     """Steps of a dense model and a mixture of experts, 10M parameters each, under FSDP2 in bf16."""
-    reason = why_not()
-    if reason is not None:
-        return [Table("Training over slow links", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
     tables = []
     for model in _MODELS:
-        for num_hosts in options.num_hosts or (_SMOKE_HOSTS if smoke else _NUM_HOSTS):
-            for rate in options.rates or (_SMOKE_RATES if smoke else _RATES):
-                steps = 2 if smoke else _STEPS if rate > _SLOW_RATE else _SLOW_STEPS
-                with Lab(num_hosts, rate) as lab:
-                    measured = lab.measured_bits_per_second(int(rate / 8 * (0.2 if smoke else 1)))
-                    task = {"model": model, "hidden": 64 if smoke else 320, "steps": steps}
-                    result = run_ranks(lab, "benchmarks.zip_training", task, options.profile)
-                tables.append(_table(model, num_hosts, rate, measured, result))
+        for network in networks(options, (2,) if options.smoke else (4,), (100e6, 1e9)):
+            steps = 2 if options.smoke else _STEPS if network.rate > _SLOW_RATE else _SLOW_STEPS
+            task = {"model": model, "hidden": 64 if options.smoke else 320, "steps": steps}
+            tables.append(_table(model, network, network.run(__name__, task)))
     return tables
 
 
-def _table(model: str, num_hosts: int, rate: float, measured: float, found: dict[str, Any]) -> Table:
+def _table(model: str, network: Network, found: dict[str, Any]) -> Table:
     seconds, alone = found["seconds"], found["seconds"]["alone"]
-    rows = []
-    for kind in _KINDS:
-        exposed = {other: seconds[other] - alone for other in ("gloo", "raw", kind)}
-        nbytes = found["audit"].get(kind)
-        rows.append(
-            [
-                kind,
-                f"{seconds[kind]:.3f}",
-                f"{exposed[kind]:.3f}",
-                *(_speed(exposed[other], exposed[kind]) for other in ("gloo", "raw")),
-                *(_speed(seconds[other], seconds[kind]) for other in ("gloo", "raw")),
-                f"{found['interface'][kind] / 1e6:.1f}",
-                "-" if nbytes is None else f"{nbytes[1] / 1e6:.1f} of {nbytes[0] / 1e6:.1f}",
-                _agreement(found["first_difference"].get(kind), found["steps"]),
-            ]
-        )
-    return Table(
-        f"{model}, {num_hosts} hosts, {rate / 1e6:g} Mbit/s each way (one TCP connection gets {measured / 1e6:.0f})",
+    exposed = {kind: seconds[kind] - alone for kind in _KINDS}
+
+    def audited(kind: str) -> str:
+        raw, sent = found["audit"].get(kind, (0, 0))
+        return f"{sent / 1e6:.1f} of {raw / 1e6:.1f}" if kind in found["audit"] else "-"
+
+    return Table.of(
+        f"{model}, {network.where(found)}",
+        _KINDS,
         [
-            *("collectives", "step, s", "exposed communication, s", "communication: gloo / this", "raw / this"),
-            *("step: gloo / this", "raw / this", "MB on the interface of rank 0 per step", "by the audit"),
-            "losses against raw",
+            ("collectives", str),
+            ("step, s", lambda kind: f"{seconds[kind]:.3f}"),
+            ("exposed communication, s", lambda kind: f"{exposed[kind]:.3f}"),
+            ("communication: gloo / this", lambda kind: _speed(exposed["gloo"], exposed[kind])),
+            ("raw / this", lambda kind: _speed(exposed["raw"], exposed[kind])),
+            ("step: gloo / this", lambda kind: _speed(seconds["gloo"], seconds[kind])),
+            ("raw / this", lambda kind: _speed(seconds["raw"], seconds[kind])),
+            ("MB on the interface of rank 0 per step", lambda kind: f"{found['interface'][kind] / 1e6:.1f}"),
+            ("by the audit", audited),
+            ("losses against raw", lambda kind: _agreement(found["first_difference"].get(kind), found["steps"])),
         ],
-        rows,
         f"{found['num_parameters']:,} parameters, bf16 parameters and gradients on the wire, {_TOKENS} tokens per rank,"
         f" {found['steps']} steps; a step without a network takes {alone:.3f} s. gloo is FSDP2 untouched, raw"
         " `zip_collectives(codec=Raw())`, tiered `Lossless('tiered')`.",
@@ -97,21 +82,11 @@ def _agreement(first_difference: int | None, steps: int) -> str:
 
 
 def _model(kind: str, hidden: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": hidden,
-        "num_attention_heads": max(1, hidden // 64),
-        "num_key_value_heads": max(1, hidden // 64),
-        "tie_word_embeddings": False,
-        "use_cache": False,
-    }
+    common = {"vocab_size": _VOCABULARY, "tie_word_embeddings": False, "use_cache": False}
     if kind == "dense":
-        return LlamaForCausalLM(LlamaConfig(**common, intermediate_size=4 * hidden, num_hidden_layers=6))
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": hidden, "num_hidden_layers": 4}
-    return MixtralForCausalLM(MixtralConfig(**common, **experts))
+        return causal_model("llama", hidden, intermediate_size=4 * hidden, num_hidden_layers=6, **common)
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return causal_model("mixtral", hidden, intermediate_size=hidden, num_hidden_layers=4, **experts, **common)
 
 
 def _sharded(model: nn.Module) -> nn.Module:
@@ -177,24 +152,21 @@ def _first_difference(losses: list[Tensor], others: list[Tensor]) -> int | None:
     return steps[0] if steps else None
 
 
-def main() -> None:
+def measure(task: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures."""
-    task = join()
     runs = {kind: _Training(kind, task) for kind in ("alone", *_KINDS)}
-    timed = time_all({kind: run.step for kind, run in runs.items()}, rounds=task["steps"] - 1, warm_ups=1)
+    timed = time_all({kind: run.step for kind, run in runs.items()}, rounds=task["steps"] - 1)
     found = {kind: _first_difference(runs[kind].losses, runs["raw"].losses) for kind in _KINDS}
     zipped = [kind for kind in _KINDS if kind != "gloo"]
-    leave(
-        {
-            "seconds": {kind: timed[kind].seconds for kind in timed},
-            "interface": {kind: timed[kind].interface_nbytes for kind in timed},
-            "audit": {kind: (runs[kind].audit.raw_nbytes, runs[kind].audit.sent_nbytes) for kind in zipped},
-            "first_difference": found,
-            "num_parameters": runs["gloo"].num_parameters,
-            "steps": task["steps"],
-        }
-    )
+    return {
+        "seconds": {kind: timed[kind].seconds for kind in timed},
+        "interface": {kind: timed[kind].interface_nbytes for kind in timed},
+        "audit": {kind: (runs[kind].audit.raw_nbytes, runs[kind].audit.sent_nbytes) for kind in zipped},
+        "first_difference": found,
+        "num_parameters": runs["gloo"].num_parameters,
+        "steps": task["steps"],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(measure)

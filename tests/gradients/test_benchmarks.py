@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.ops.test_benchmarks import run
 
 
 @pytest.mark.slow
-def test_gradients_benchmark_writes_its_tables(tmp_path: Path) -> None:
-    report = tmp_path / "gradients.md"
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "gradients", "--smoke", "--out", str(report)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+def test_gradients_benchmark_writes_its_tables() -> None:
+    result = run("gradients", "--smoke")
     assert result.returncode == 0, result.stderr
-    rows = {line.split(" | ")[0].strip("|* "): line.split(" | ") for line in report.read_text().splitlines()}
+    rows = {line.split(" | ")[0].strip("|* "): line.split(" | ") for line in result.stdout.splitlines()}
     assert {"accumulate-q8", "accumulate-q12", "torch add_ to fp32", "square sum of 8 bits"} <= rows.keys()
 
     def error_at_64(name: str) -> float:

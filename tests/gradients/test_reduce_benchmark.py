@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.ops.test_benchmarks import run
 
 
 @pytest.mark.slow
-def test_reduce_benchmark_writes_its_tables(tmp_path: Path) -> None:
-    report = tmp_path / "reduce.md"
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "reduce", "--smoke", "--out", str(report)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+def test_reduce_benchmark_writes_its_tables() -> None:
+    result = run("reduce", "--smoke")
     assert result.returncode == 0, result.stderr
     rows = {}
-    for line in report.read_text().splitlines():
+    for line in result.stdout.splitlines():
         name, *cells = line.strip("| ").split(" | ")
         if cells and "e-0" in cells[0]:
             rows[name] = [float(cell) for cell in cells]

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.ops.test_benchmarks import run
 
 
 @pytest.mark.slow
-def test_layer_benchmark_writes_its_tables(tmp_path: Path) -> None:
-    report = tmp_path / "moe.md"
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "moe-layer", "--smoke", "--out", str(report)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+def test_layer_benchmark_writes_its_tables() -> None:
+    result = run("moe-layer", "--smoke")
     assert result.returncode == 0, result.stderr
-    text = report.read_text()
+    text = result.stdout
     for dtype in ("fp32", "bf16"):
         assert f"## Layer, {dtype}, milliseconds" in text
         assert f"## One grouped product forward and backward, {dtype}, milliseconds" in text

@@ -1,0 +1,91 @@
+"""How benchmarks take times: cases in turn, what counts and what does not, and what a report says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks import timing
+from benchmarks.registry import Table
+from benchmarks.run import modules
+from benchmarks.timing import Timing, seconds_of
+
+
+def clock(case: Callable[[], object]) -> Callable[[], float]:
+    """A clock by which a case takes the number that it returns."""
+    taken = float(str(case()))
+    return lambda: taken
+
+
+def test_cases_take_turns_and_first_rounds_do_not_count() -> None:
+    calls: list[str] = []
+    values = {"a": iter((9.0, 1.0, 2.0, 5.0)), "b": iter((9.0, 3.0, 3.0, 3.0))}
+
+    def case(name: str) -> Callable[[], float]:
+        def run() -> float:
+            calls.append(name)
+            return next(values[name])
+
+        return run
+
+    found = seconds_of({"a": case("a"), "b": case("b")}, 3, clock=clock)
+    assert calls == ["a", "b"] * 4
+    assert found["a"].samples == (1.0, 2.0, 5.0)
+    assert found == {"a": 2.0, "b": 3.0}
+    assert found["a"].over(found["b"]) == pytest.approx(2 / 3)
+
+
+def test_warm_ups_and_preparations_come_before_each_time() -> None:
+    calls: list[str] = []
+
+    def run() -> float:
+        calls.append("run")
+        return 1.0
+
+    seconds_of({"a": run}, 2, warm_up_rounds=0, warm_ups=2, before=calls.append, clock=clock)
+    assert calls == ["run", "run", "a", "run"] * 2
+
+
+def test_rounds_begin_with_another_case_when_asked() -> None:
+    calls: list[int] = []
+
+    def case(number: int) -> Callable[[], float]:
+        def run() -> float:
+            calls.append(number)
+            return 1.0
+
+        return run
+
+    cases = {f"{number}": case(number) for number in range(3)}
+    seconds_of(cases, 3, warm_up_rounds=0, rotate=True, clock=clock)
+    assert calls == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+
+
+def test_spread_is_the_distance_of_the_quartiles_over_the_median() -> None:
+    assert Timing((4.0, 1.0, 2.0, 3.0, 5.0)).spread == pytest.approx(2 / 3)
+    assert Timing((4.0,)).spread == 0.0
+
+
+def test_a_report_says_how_times_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "protocols", [])
+    assert timing.summary() == ""
+    timing.note({"steady": Timing((1.0, 1.0, 1.0)), "unsteady": Timing((1.0, 2.0, 3.0))}, 1, 0)
+    timing.note({"other": Timing((1.0,))}, 3, 1)
+    text = timing.summary()
+    assert "Rounds that count: 1 to 3; rounds before them: 1 to 3." in text
+    assert "some right after a run of the same case (warm caches)" in text
+    assert "at most 50.0% (unsteady)" in text
+
+
+def test_a_table_is_made_from_columns() -> None:
+    table = Table.of("Squares", [2, 3], [("x", str), ("x x", lambda x: f"{x * x}")], "Small ones.")
+    assert table.header == ["x", "x x"]
+    assert table.rows == [["2", "4"], ["3", "9"]]
+    assert "\n| 3 | 9 |\n\nSmall ones.\n" in table.render()
+
+
+def test_every_benchmark_is_found_by_its_name() -> None:
+    found = modules()
+    assert found["moe-pipeline-lab"] == "benchmarks.moe_pipeline_lab"
+    assert len(found) >= 29
