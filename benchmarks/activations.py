@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import laconic
-from benchmarks.models import HEAD_DIM, decoder_layers
+from benchmarks.kit.models import HEAD_DIM, decoder_layers
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 from laconic.activations import Choice, Recompute, SavedTensorTracker, Site
 from laconic.activations import checkpoint as packed_checkpoint
 from laconic.formats import BlockFormat

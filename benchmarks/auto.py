@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.collective_calls import call, normal
+from benchmarks.kit.collective_calls import call, normal
+from benchmarks.kit.timing import Case, Timing, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, slowest_rank
-from benchmarks.timing import Case, Timing, seconds_of
 
 _SIZES = (4, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _OPERATIONS = (

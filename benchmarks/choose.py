@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.collective_calls import call, normal
+from benchmarks.kit.collective_calls import call, normal
+from benchmarks.kit.timing import in_rounds, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, slowest_rank
-from benchmarks.timing import in_rounds, seconds_of
 
 _SIZES = tuple(1 << power for power in range(10, 27, 2))
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.collective_calls import call, normal
+from benchmarks.kit.collective_calls import call, normal
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, time_all
 

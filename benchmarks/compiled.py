@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import warnings
 
-from benchmarks.models import decoder_layers
+from benchmarks.kit.models import decoder_layers
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 from laconic.activations import SavedTensorTracker
 
 _COMPILED = ", compiled"

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.peers import installed
+from benchmarks.kit.peers import installed
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark, dtype_name, kernels_note
-from benchmarks.timing import seconds_of
 from laconic.formats.archive import unzip, zip_path
 
 _SMALL = {"hidden-size": 64, "intermediate-size": 192, "num-hidden-layers": 2, "num-attention-heads": 2}

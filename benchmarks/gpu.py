@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from benchmarks import gpu_ops
-from benchmarks.models import decoder_layers
-from benchmarks.peers import bitsandbytes_cases, installed
+from benchmarks.kit.models import decoder_layers
+from benchmarks.kit.peers import bitsandbytes_cases, installed
+from benchmarks.kit.timing import Case, Timing, seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import Case, Timing, seconds_of
 from laconic.ops import BLOCK_SIZES, dequantize_blockwise, kernels_in_use, quantize_blockwise, reference
 from laconic.ops.codebooks import BITS
 from laconic.ops.schemas import DTYPES

@@ -12,7 +12,7 @@ from statistics import mean
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.captured import batch_of_text, trained
+from benchmarks.kit.captured import batch_of_text, trained
 from benchmarks.registry import Options, Table, benchmark
 from laconic.activations import Site
 from laconic.formats import BlockFormat

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.models import causal_model
+from benchmarks.kit.models import causal_model
+from benchmarks.kit.synthetic import heavy_tailed_gradients
+from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark, dtype_name, kernels_note
-from benchmarks.synthetic import heavy_tailed_gradients
-from benchmarks.timing import Case, seconds_of
 from laconic.formats import QuantizedGradient
 from laconic.gradients import compress_gradients
 from laconic.ops import dequantize_dynamic, native, quantize_dynamic

@@ -17,9 +17,9 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from benchmarks.peers import BITSANDBYTES_CODES, bitsandbytes_cases, installed
+from benchmarks.kit.peers import BITSANDBYTES_CODES, bitsandbytes_cases, installed
+from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark, kernels_note
-from benchmarks.timing import Case, seconds_of
 from laconic.ops import BLOCK_SIZES, dequantize_blockwise, native, quantize_blockwise
 from laconic.ops.codebooks import BITS
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark, dtype_name
-from benchmarks.timing import seconds_of
 from laconic import BlockFormat, linear_cross_entropy
 
 # (vocabulary, hidden size, tokens): the demo's; a small model's; the ratio of a Llama-3-8B, 128,256 to 4096, at an

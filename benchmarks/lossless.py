@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.peers import coders
+from benchmarks.kit.peers import coders
+from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark, kernels_note
-from benchmarks.timing import Case, seconds_of
 from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode, native
 
 _PIECE = 1 << 20

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.captured import capture
-from benchmarks.peers import coders
+from benchmarks.kit.captured import capture
+from benchmarks.kit.peers import coders
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark, dtype_name
-from benchmarks.timing import seconds_of
 from laconic.formats import lossless
 from laconic.ops import lossless_decode_, lossless_encode, quantize_blockwise
 from laconic.ops.lossless import BLOCK_NUMEL, LAYOUTS

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import laconic
-from benchmarks.allocated import allocated_nbytes, peak_nbytes
-from benchmarks.models import HEAD_DIM, decoder_layers
+from benchmarks.kit.allocated import allocated_nbytes, peak_nbytes
+from benchmarks.kit.models import HEAD_DIM, decoder_layers
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 
 _NUM_LAYERS = 4
 

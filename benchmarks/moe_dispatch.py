@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.captured import capture_routing
+from benchmarks.kit.captured import capture_routing
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, in_lab, time_all
 from laconic.collectives import Blockwise, Codec, Lossless, Raw

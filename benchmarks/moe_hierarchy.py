@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.expert_packing import rebalance
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 from laconic.moe import GatedExperts, MoELayer, SoftmaxGate, grouped_mm, parallelize
 
 _HUGGING_FACE = ("eager", "batched_mm", "grouped_mm")

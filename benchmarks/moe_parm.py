@@ -16,6 +16,7 @@ from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
+from laconic.cost.moe.shape import group_world
 
 # FSMoE's fit for testbed B, milliseconds: alpha, and beta per byte of the largest buffer of a rank. The all-to-all is
 # between nodes, gather and scatter inside one; an all-reduce inside a node is taken as the two after each other.

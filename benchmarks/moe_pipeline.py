@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 from laconic.schedule.moe import (
     BackwardPart,
     ChunkTime,

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.kit.timing import Case, Timing, in_rounds, note, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import as_rank, in_lab, networks, slowest_rank
-from benchmarks.timing import Case, Timing, in_rounds, note, seconds_of
 from laconic.collectives import Raw
 from laconic.cost.comm.rates import Line
 from laconic.moe import (

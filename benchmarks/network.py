@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.models import causal_model
+from benchmarks.kit.models import causal_model
+from benchmarks.kit.timing import Case, Timing, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, slowest_rank
-from benchmarks.timing import Case, Timing, seconds_of
 from laconic.gradients import NATIVE_BELOW_NBYTES, all_reduce_q8, quantize_reduction
 
 _SIZES = tuple(1 << power for power in (15, 16, 17, 18, 20, 22, 25, 26))

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import installed
+from benchmarks.kit.peers import installed
+from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark, kernels_note
-from benchmarks.timing import Case, seconds_of
 from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.ops import native
 from laconic.ops.adamw_scalars import largest_step

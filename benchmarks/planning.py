@@ -13,9 +13,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import laconic
-from benchmarks.models import causal_model
+from benchmarks.kit.models import causal_model
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.timing import seconds_of
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
 from laconic.cost.memory.saved_tensors import Choice
 from laconic.cost.planner.policy import by_bits, choose

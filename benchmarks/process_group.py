@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.collective_calls import call, normal
+from benchmarks.kit.collective_calls import call, normal
+from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, slowest_rank
-from benchmarks.timing import seconds_of
 
 _SIZES = tuple(1 << power for power in (10, 14, 16, 18, 20, 22, 24))
 _SECONDS_PER_CASE = 0.5

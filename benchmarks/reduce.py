@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.kit.synthetic import heavy_tailed_gradients
+from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark, kernels_note
-from benchmarks.synthetic import heavy_tailed_gradients
-from benchmarks.timing import Case, seconds_of
 from laconic.ops import (
     dequantize_blockwise,
     native,

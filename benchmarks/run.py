@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import timing
+from benchmarks.kit import timing
 from benchmarks.registry import BENCHMARKS, SMOKE_ELEMENTS, Options, report_head
 from laconic.testing.netlab import bits_per_second_of
 

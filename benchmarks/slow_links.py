@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import timing
+from benchmarks.kit import timing
+from benchmarks.kit.timing import Case, Timing
 from benchmarks.registry import Benchmark, Options, Table
-from benchmarks.timing import Case, Timing
 from laconic.testing.netlab import Lab, finish, why_not
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.models import causal_model
+from benchmarks.kit.models import causal_model
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, in_lab, networks, time_all
 

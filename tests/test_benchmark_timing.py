@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import timing
+from benchmarks.kit import timing
+from benchmarks.kit.timing import Timing, seconds_of
 from benchmarks.registry import Table
 from benchmarks.run import modules
-from benchmarks.timing import Timing, seconds_of
 
 
 def clock(case: Callable[[], object]) -> Callable[[], float]:
