@@ -70,12 +70,13 @@ def test_spread_is_the_distance_of_the_quartiles_over_the_median() -> None:
 def test_a_report_says_how_times_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "protocols", [])
     assert timing.summary() == ""
-    timing.note({"steady": Timing((1.0, 1.0, 1.0)), "unsteady": Timing((1.0, 2.0, 3.0))}, 1, 0)
     timing.note({"other": Timing((1.0,))}, 3, 1)
+    assert "Spread (distance of the quartiles over the median): one round has none." in timing.summary()
+    timing.note({"steady": Timing((1.0, 1.0, 1.0)), "unsteady": Timing((1.0, 2.0, 3.0))}, 1, 0)
     text = timing.summary()
     assert "Rounds that count: 1 to 3; rounds before them: 1 to 3." in text
     assert "some right after a run of the same case (warm caches)" in text
-    assert "at most 50.0% (unsteady)" in text
+    assert "of 2 cases, at most 50.0% (unsteady)" in text
 
 
 def test_a_table_is_made_from_columns() -> None:

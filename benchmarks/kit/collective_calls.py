@@ -22,9 +22,8 @@ def normal(numel: int) -> Tensor:
 def call(operation: str, x: Tensor, *, codec: Any = None, group: Any = None) -> Callable[[], object]:
     """One collective of what every rank has in x [numel], with the same input in every call.
 
-    Without a codec it is torch.distributed's own. "send and receive": rank 0 sends x to rank 1, which answers. "ring":
-    an isend to the next rank and an irecv from the one before. Both over torch.distributed or this library's `send`
-    and `recv`, where the latter has them.
+    Without a codec it is torch.distributed's own. "send and receive": rank 0 sends x to rank 1, which answers. "ring",
+    of torch.distributed only: an isend to the next rank and an irecv from the one before.
     """
     from laconic import collectives
 

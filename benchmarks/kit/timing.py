@@ -136,14 +136,19 @@ def summary() -> str:
         frozenset({True}): "each right after a run of the same case (warm caches)",
         frozenset({False}): "each right after another case (cold caches)",
     }.get(frozenset(warm), "some right after a run of the same case (warm caches), some after another (cold caches)")
-    spreads = [(spread, name) for protocol in protocols for name, spread in protocol.spreads.items()]
-    worst, name = max(spreads)
+    spreads = [
+        (spread, name) for protocol in protocols for name, spread in protocol.spreads.items() if protocol.rounds > 1
+    ]
+    spread_text = "one round has none"
+    if spreads:
+        worst, name = max(spreads)
+        middle = median(spread for spread, _ in spreads)
+        spread_text = f"{middle:.1%} in the middle of {len(spreads)} cases, at most {worst:.1%} ({name})"
     return (
         f"Times: medians of rounds in which all cases of a table take turns, {caches}. Rounds that count:"
         f" {_range([protocol.rounds for protocol in protocols])}; rounds before them:"
         f" {_range([protocol.warm_up_rounds for protocol in protocols])}. Spread (distance of the quartiles over the"
-        f" median) of {len(spreads)} cases: {median(spread for spread, _ in spreads):.1%} in the middle, at most"
-        f" {worst:.1%} ({name}).\n"
+        f" median): {spread_text}.\n"
     )
 
 
