@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.kit.collective_calls import call, normal
-from benchmarks.kit.timing import Case, Timing, seconds_of
+from benchmarks.kit.timing import Case, seconds_of
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, format_size, in_lab, networks, slowest_rank
 
@@ -99,9 +99,7 @@ def _row(operation: str, nbytes: int, groups: dict[str, dist.ProcessGroup], smok
             entries = (audit.snapshot() - before).entries
     num_calls = max(1, min(50, int(_SECONDS_PER_BLOCK / once)))
     rounds = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_PER_ROW / (len(cases) * once * num_calls))))
-    seconds: dict[str, Timing] = seconds_of(
-        cases, 2 if smoke else rounds, warm_up_rounds=0, rotate=True, clock=_block(num_calls)
-    )
+    seconds = seconds_of(cases, 2 if smoke else rounds, warm_up_rounds=0, rotate=True, clock=_block(num_calls))
     return {
         "operation": operation,
         "nbytes": nbytes,

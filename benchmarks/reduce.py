@@ -54,11 +54,6 @@ def _int8(codes: Tensor, scales: Tensor) -> Tensor:
 # --- error ---
 
 
-def _gradients(world: int, length: int) -> Tensor:
-    draw = heavy_tailed_gradients(length)
-    return torch.stack([draw() for _ in range(world)])
-
-
 def _all_reduced(x: Tensor, bits: int) -> Tensor:
     total = sum_blockwise(*_quantized(x, bits), factor=1 / len(x))
     codes, scales, rest_codes, rest_scales = _quantized(total, bits)
@@ -93,7 +88,7 @@ def _error_table(length: int) -> Table:
     for name, scheme in schemes.items():
         errors = []
         for world in _WORLDS:
-            x = _gradients(world, length)
+            x = heavy_tailed_gradients(length)(world)
             exact = x.double().mean(0)
             errors.append(f"{((scheme(x).double() - exact).norm() / exact.norm()).item():.1e}")
         rows.append([name, *errors])

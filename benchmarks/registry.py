@@ -13,13 +13,12 @@ import torch
 
 from laconic.ops import kernels_in_use
 
-__all__ = ["BENCHMARKS", "Options", "Table", "benchmark", "dtype_name", "kernels_note", "report_head"]
+__all__ = ["BENCHMARKS", "Options", "Table", "benchmark", "dtype_name", "kernels_note", "processor", "report_head"]
 
 SMOKE_ELEMENTS = 1 << 12
 """Elements of a tiny case that only shows that a benchmark runs."""
 
 Row = TypeVar("Row")
-Size = TypeVar("Size")
 
 
 @dataclass(frozen=True)
