@@ -1,1 +1,1 @@
-"""Layers of experts in a run: making them, balancing routers, moving experts, what metrics say."""
+"""Mixture-of-experts in a run: expert parallel layers, router balance, expert migration, metrics."""

@@ -1,4 +1,4 @@
-"""What the experts of a run do in a step: how evenly they are used, and what travels to them, level by level."""
+"""Expert metrics of a training step: load of each expert, dropped assignments, rows and bytes sent at each level."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ __all__ = ["Capacity", "ExpertMeter", "ExpertUse", "moved_rows", "schedule_of"]
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """One step over all processes and layers."""
+    """Expert metrics of one step, over all processes and layers."""
 
     loads: tuple[tuple[int, ...], ...]
     """Tokens of each expert, by layer."""
     num_dropped: int
-    """Assignments that a capacity took away."""
+    """Assignments dropped by a capacity factor."""
     num_entries: tuple[int, ...]
-    """Assignments that went to a process, by level the same number: what would travel without de-duplication."""
+    """Assignments to processes, the same number at each level: rows that would travel without de-duplication."""
     num_rows: tuple[int, ...]
-    """Different (token, group) pairs at each level: rows that de-duplication leaves."""
+    """Distinct (token, group) pairs at each level: rows left by de-duplication."""
     level_nbytes: tuple[int, ...]
-    """Bytes of rows that left their group at each level on the way to the experts, in the codes that they travel in;
+    """Bytes of rows that left their group at each level on the way to the experts, encoded by the dispatch codec, but
     before lossless coding."""
     num_processes: int
-    """EP."""
+    """Processes of an EP group."""
 
     @property
     def load_ratio(self) -> float:
-        """Tokens of the busiest expert over the mean, mean over layers."""
+        """Tokens of the busiest expert divided by the mean over experts; averaged over layers."""
         return sum(map(_ratio, self.loads)) / len(self.loads)
 
     @property
     def worst_load_ratio(self) -> float:
-        """The same of the least even layer."""
+        """The load ratio of the least even layer."""
         return max(map(_ratio, self.loads))
 
     @property
@@ -57,7 +57,7 @@ class ExpertUse:
         return 1 - rows / entries if entries else 0.0
 
     def to_metrics(self) -> dict[str, float | int]:
-        """Fields of a row of metrics.jsonl."""
+        """Return the fields of a row of metrics.jsonl; traffic only where experts are spread over processes."""
         fields: dict[str, float | int] = {
             "moe_load_ratio": self.load_ratio,
             "moe_load_ratio_worst": self.worst_load_ratio,
@@ -70,10 +70,15 @@ class ExpertUse:
 
 
 class ExpertMeter(Hook):
-    """Counts the training forwards of all layers it is a hook of, until `take`."""
+    """Hook that counts tokens, rows and bytes in the training forwards of its layers, until `take`.
+
+    Args:
+        world: all processes of the run.
+        num_processes: size of an EP group.
+        levels: numbers of groups of an EP group at each level, without the first and the last.
+    """
 
     def __init__(self, world: World, num_processes: int, levels: Sequence[int] = ()) -> None:
-        """`num_processes`: EP, in groups of `levels` (numbers of groups, without the first and the last)."""
         self._world = world
         self.num_processes = num_processes
         self._groups = (*Levels.of_groups(num_processes, levels).num_groups, num_processes)
@@ -83,11 +88,11 @@ class ExpertMeter(Hook):
 
     @property
     def num_levels(self) -> int:
-        """Levels that bytes are counted at; the last is between processes."""
+        """Number of levels at which bytes are counted; the last is between processes."""
         return len(self._groups) - 1
 
     def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
-        """Count one forward."""
+        """Count a training forward; others, and tokens without a `Routing`, are not counted."""
         routing = tokens.routing
         if not layer.training or not isinstance(routing, Routing):
             return
@@ -109,7 +114,10 @@ class ExpertMeter(Hook):
             nbytes[level] += num_rows * nbytes_of_row
 
     def take(self) -> ExpertUse | None:
-        """What was counted since the last call, over all processes, which call it together; None: no layer ran."""
+        """Return the counts since the last call, summed over all processes, and reset them; None if no layer ran.
+
+        All processes call it together.
+        """
         if not self._loads:
             return None
         loads = list(self._loads.values())
@@ -127,24 +135,28 @@ class ExpertMeter(Hook):
         )
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._loads.clear()
         self._counts.zero_()
 
     def _parts(self, counts: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Views: dropped, and by level entries, rows and bytes."""
+        """Views of `counts` (None: of this meter's): dropped, then entries, rows and bytes by level."""
         return (self._counts if counts is None else counts).split([1, *[self.num_levels] * 3])
 
 
 class Capacity(Hook):
-    """Drops what an expert gets beyond its share of a process's tokens."""
+    """Hook that drops assignments beyond an expert's capacity in training.
+
+    Args:
+        factor: capacity of an expert, as a multiple of its even share of a process's assignments; the first tokens in
+            order are kept.
+    """
 
     def __init__(self, factor: float) -> None:
-        """An expert takes `factor` times its even share of the assignments, tokens in order."""
         self._factor = factor
 
     def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> RoutedTokens | None:
-        """Replace the routing."""
+        """Return `tokens` with the assignments that fit; None outside training or without a `Routing`."""
         routing = tokens.routing
         if not layer.training or not isinstance(routing, Routing):
             return None
@@ -153,7 +165,7 @@ class Capacity(Hook):
 
 
 def schedule_of(layer: MoELayer) -> str:
-    """How a layer runs, in a few words: "depth 2 of 2, lossless, 2 chunks forward and 4 backward"."""
+    """Describe how a layer runs, in a few words: "depth 2 of 2, lossless, 2 chunks forward and 4 backward"."""
     dispatcher, schedule = layer.dispatcher, layer.schedule
     if isinstance(dispatcher, LocalDispatcher):
         return "all of them on every process"
@@ -166,7 +178,7 @@ def schedule_of(layer: MoELayer) -> str:
 
 
 def _code_of(dispatcher: Dispatcher) -> str:
-    """What rows are on the wire."""
+    """Name the codec of a dispatcher's rows."""
     if isinstance(dispatcher, HierarchicalDispatcher) and dispatcher.inner_codec is not dispatcher.codec:
         return f"{_name_of(dispatcher.codec)} between nodes"
     return _name_of(getattr(dispatcher, "codec", "raw"))
@@ -181,17 +193,20 @@ def _name_of(codec: Codec | str) -> str:
 
 
 def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int], depth: int | None) -> list[int]:
-    """How many rows of a process's tokens leave their group at each level on their way.
+    """Count the rows of a process's tokens that leave their group at each level on their way.
 
-    Those count that other processes pass on: in another group a row is first where its own process would be in it. So
-    the sum over processes is what all of them send.
+    Rows that other processes forward are counted too: a row enters another group at the process whose position there is
+    that of its own process. The sum over processes is therefore what all of them send.
 
-    Arguments:
+    Args:
         tokens, ranks: int64 [a], assignments of tokens to processes of the EP group.
-        place: of the process in its EP group.
+        place: position of the process in its EP group.
         groups: numbers of groups at each level, from 1 to the number of processes.
-        depth: stages, of which each but the last crosses one level, and a row goes once to each group; None: one
-            exchange, in which every assignment is a row.
+        depth: number of stages of the hierarchical all-to-all; each but the last crosses one level, and a row goes once
+            to each group. None: one all-to-all, in which every assignment is a row.
+
+    Returns:
+        Rows at each level, the outermost first; one entry less than `groups`.
     """
     size, begin, moved = groups[-1], 0, []
     ends = [len(groups) - 1] if depth is None else [*range(1, depth), len(groups) - 1]
@@ -208,11 +223,12 @@ def moved_rows(tokens: Tensor, ranks: Tensor, place: int, groups: Sequence[int],
 
 
 def _ratio(load: Sequence[int]) -> float:
+    """Largest load divided by the mean; 1 where there are no tokens."""
     return max(load) * len(load) / total if (total := sum(load)) else 1.0
 
 
 def _distinct(keys: Tensor) -> Tensor:
-    """The first place of each different key, int64."""
+    """Position of the first occurrence of each distinct key, int64, in order of the keys."""
     ordered, places = keys.sort(stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]

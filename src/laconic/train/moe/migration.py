@@ -1,4 +1,4 @@
-"""Experts of a run that change places: when, and where they are when the run goes on from a checkpoint."""
+"""Expert migration in a run: swaps after a step where they pay, and the placement in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,13 +23,25 @@ from laconic.train.config.schema import MoEConfig
 __all__ = ["STATE_FILE", "Swaps"]
 
 STATE_FILE = "experts.json"
-"""What `Swaps.state` is called in a checkpoint."""
+"""Name of the file in a checkpoint that holds `Swaps.state`."""
 
 
 class Swaps:
-    """Moves experts of layers where rows are counted by level; layers with one all-to-all keep theirs where they are.
+    """Migrates experts while all layers dispatch hierarchically; with one all-to-all, experts stay where they are.
 
     All processes call each method together.
+
+    Args:
+        model: layers whose experts migrate.
+        grid: process groups of the layers.
+        config: `[moe]` of the run.
+        optimizer: of the experts; its state migrates with them.
+        saved: return value of `state` in the checkpoint that the run continues from. Experts take the places that they
+            had, if as many processes share as many experts now; otherwise they begin in logical order.
+
+    Raises:
+        ConfigError: experts cannot be moved, or there are no rates to decide by.
+        CheckpointError: `saved` cannot be read.
     """
 
     def __init__(
@@ -40,12 +52,6 @@ class Swaps:
         optimizer: torch.optim.Optimizer,
         saved: str | None = None,
     ) -> None:
-        """`saved`: what `state` gave when the run was saved that goes on here. Experts take the places that they had,
-        if as many processes share them now; otherwise they begin in logical order.
-
-        Raises ConfigError where experts cannot be moved, or there are no rates to decide by, and CheckpointError for a
-        state that cannot be read.
-        """
         path = Path(config.rates) if config.rates is not None else default_moe_path()
         if not path.is_file():
             raise ConfigError(
@@ -53,7 +59,7 @@ class Swaps:
                 "write them with laconic profile, or name a file in moe.rates"
             )
         self.count = 0
-        """Layers whose experts have changed places so far."""
+        """Number of times that experts of a layer have changed places so far."""
         self._config, self._rates = config, MoERates.load(path)
         self._layers = list(model.layers.values())
         replicas = grid.edp if grid.layout.edp > 1 else None
@@ -68,23 +74,23 @@ class Swaps:
         self._find_balancer()
 
     def step(self, done: int) -> None:
-        """Move experts if that pays, after the step with which `done` are done."""
+        """Swap experts where the policy asks for it, after the step with which `done` are done."""
         self._find_balancer()
         if self._balancer is not None and (balanced := self._balancer.step(done)) is not None:
             self.count += len(balanced.swapped)
 
     def state(self) -> str:
-        """Where experts are and when to look at them next, as JSON."""
+        """Return the placement of experts and the periods of routing queries, as JSON."""
         slots = [self._mover.placement(number).slots.tolist() for number in range(len(self._layers))]
         periods = [asdict(period) for period in self._periods]
         return json.dumps({**self._sharers(), "num_swaps": self.count, "slots": slots, "periods": periods})
 
     def at_home(self) -> AbstractContextManager[object]:
-        """The context in which a checkpoint is saved: experts are in logical order."""
+        """Return a context with experts in logical order, to save a checkpoint in."""
         return self._mover.logical_order()
 
     def _find_balancer(self) -> None:
-        """Have one while all layers go in levels, which may change from step to step."""
+        """Keep a balancer while all layers dispatch hierarchically, which may change from step to step."""
         if any(not isinstance(layer.dispatcher, HierarchicalDispatcher) for layer in self._layers):
             self._balancer = None
         elif self._balancer is None:
@@ -101,6 +107,11 @@ class Swaps:
             self._periods = self._balancer.periods
 
     def _restore(self, saved: str) -> None:
+        """Move experts to their saved places, unless the run was saved with other EP groups or numbers of experts.
+
+        Raises:
+            CheckpointError: `saved` cannot be read.
+        """
         try:
             state = json.loads(saved)
             if any(state[name] != value for name, value in self._sharers().items()):
@@ -116,7 +127,7 @@ class Swaps:
         self._mover.move([*slots])
 
     def _sharers(self) -> dict[str, Any]:
-        """What has to be the same for experts to have the same places."""
+        """Return what has to be equal for a saved placement to apply."""
         return {
             "expert_parallel": self._config.expert_parallel,
             "num_experts": [layer.gate.num_experts for layer in self._layers],

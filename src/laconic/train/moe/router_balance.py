@@ -1,8 +1,9 @@
-"""What keeps the experts of a model evenly used in training: losses of its routers, and biases that follow the load.
+"""Router balance in training: losses that keep a model's experts evenly used, and biases that follow the load.
 
-Routers are looked at from outside, whether the model's own blocks call them or layers of laconic.moe. The balance loss
-is that of Hugging Face's families (Switch Transformers, equations 4 to 6, over all layers as one), with shares counted
-over the micro-batches of all processes: the loss does not depend on how many share the batch.
+Forward hooks on the routers read their decisions, whether the model's own blocks call them or layers of laconic.moe.
+The balance loss is that of Hugging Face's families (Switch Transformer, arXiv 2101.03961, equations 4 to 6, over all
+layers as one). Shares are counted over the micro-batches of all processes, so the loss does not depend on the number of
+processes that share the batch.
 """
 
 from __future__ import annotations
@@ -23,26 +24,35 @@ from laconic.train.distributed.world import World
 __all__ = ["Routers", "watch_routers"]
 
 _BIAS = "e_score_correction_bias"
-"""What families with DeepSeek-V3's balancing call the buffer that is added to scores before the choice."""
+"""Name of the buffer that families with DeepSeek-V3's balancing add to scores before the choice."""
 _BIAS_RATE = 1e-3
-"""DeepSeek-V3 (2024), section 4.2."""
+"""Update speed of the biases: DeepSeek-V3 (arXiv 2412.19437), section 4.2."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One router in one forward."""
+    """Decisions of one router in one forward."""
 
     probabilities: Tensor
-    """fp32 [E], their mean over tokens; with a graph."""
+    """fp32 [E], mean over tokens; with a graph."""
     counts: Tensor
-    """int64 [E], tokens that chose each expert."""
+    """int64 [E], number of tokens that chose each expert."""
     num_tokens: int
     z: Tensor
     """The z-loss, 0-dim; with a graph."""
 
 
 class Routers:
-    """The routers of a model in training: `begin`, a forward, `loss`; after the step's update `after_step`."""
+    """Balances the routers of a model in training.
+
+    Call `begin` before each forward and `loss` after it, and `after_step` after the update of the step.
+
+    Args:
+        model: gets a forward hook on each router.
+        blocks: of `model`, with their routers known.
+        world: all processes of the run.
+        balance_coef, z_coef, bias_rate: coefficients of `[moe]`; 0 turns a term off.
+    """
 
     def __init__(
         self,
@@ -54,12 +64,11 @@ class Routers:
         z_coef: float = 0.0,
         bias_rate: float = 0.0,
     ) -> None:
-        """`blocks`: of `model`, with their routers known. The coefficients are those of `[moe]`."""
         self.balance_coef, self.z_coef, self.bias_rate = balance_coef, z_coef, bias_rate
         self._routers = {block.router: block.num_experts for block in blocks if block.router is not None}
         self._model, self._names, self._world = model, tuple(self._routers), world
         self._seen: dict[str, _Seen] = {}
-        # Since the last step: balance losses, z-losses, forwards.
+        # Sums since the last step: balance losses, z-losses, number of forwards.
         self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
         self._with_logits: set[str] = set()
@@ -67,13 +76,17 @@ class Routers:
             model.get_submodule(name).register_forward_hook(self._watch(name, num_experts))
 
     def begin(self) -> None:
-        """A forward is about to begin; what another one left, or a second run of a layer in backward, is forgotten."""
+        """Start a forward: drop records of an unfinished one, and of layers that ran a second time in backward."""
         self._seen.clear()
 
     def loss(self) -> Tensor | None:
-        """What to add to the loss of the forward that has ended, fp32 0-dim with a graph; None if nothing.
+        """Compute the term to add to the loss of the forward that has ended; all processes call it together.
 
-        All processes call it together. Raises ModelError if a router was not called, or its logits have no graph.
+        Returns:
+            fp32, 0-dim, with a graph; None if both coefficients are 0.
+
+        Raises:
+            ModelError: a router was not called, or its logits have no graph.
         """
         seen = self._seen
         missing = [name for name in self._names if name not in seen]
@@ -101,9 +114,10 @@ class Routers:
         return total
 
     def after_step(self, skipped: bool) -> dict[str, float]:
-        """Let biases follow the load unless the update was `skipped`; fields for metrics.jsonl, since the last call.
+        """Update the biases from the load, unless the step's update was `skipped`; all processes call it together.
 
-        All processes call it together.
+        Returns:
+            Fields for metrics.jsonl: means over the forwards since the last call, and the range of the biases.
         """
         fields: dict[str, float] = {}
         balance, z, num_forwards = self._world.sum(self._sums.clone()).tolist()
@@ -117,7 +131,7 @@ class Routers:
         return fields
 
     def clear(self) -> None:
-        """Forget all forwards since the last step."""
+        """Drop the records and sums of all forwards since the last step."""
         self._seen.clear()
         self._sums.zero_()
         self._loads.clear()
@@ -128,13 +142,15 @@ class Routers:
         return f"routers: {found or 'nothing balances them'}"
 
     def _watch(self, name: str, num_experts: int) -> Callable[[nn.Module, Any, Any], None]:
+        """Make the forward hook that records the decisions of router `name`."""
+
         def watch(router: nn.Module, _: Any, out: Any) -> None:
             if not router.training:
                 return
             logits, indices = _decision(name, out, num_experts)
             num_tokens = len(logits)
             if num_tokens and (self.balance_coef or self.z_coef) and name not in self._with_logits:
-                self._with_logits.add(name)  # looked at once: it waits for a GPU
+                self._with_logits.add(name)  # checked once: the check waits for a GPU
                 if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-2).all()):
                     raise ModelError(
                         f"router {name} returns probabilities, but balance and z-loss need logits; set"
@@ -150,7 +166,7 @@ class Routers:
         return watch
 
     def _balance(self) -> Tensor:
-        """E * sum over experts of (assignments per token) * (mean probability), both means over layers too."""
+        """E * sum over experts of (assignments per token) * (mean probability), both means over layers too; 0-dim."""
         seen = list(self._seen.values())
         num_experts = len(seen[0].counts)
         tokens = seen[0].counts.new_tensor([sum(one.num_tokens for one in seen)])
@@ -160,7 +176,7 @@ class Routers:
 
     @torch.no_grad()
     def _update_biases(self, skipped: bool) -> float:
-        """Lower the bias of experts with more than the mean load, raise the others'; the widest layer's range."""
+        """Lower biases of experts above the mean load, raise those below; return the widest layer's max - min."""
         loads = self._world.sum(torch.cat([self._loads[name] for name in self._names]))
         sizes = [len(self._loads[name]) for name in self._names]
         widest = 0.0
@@ -174,9 +190,13 @@ class Routers:
 
 
 def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Logits fp32 [n, E] and chosen experts int64 [n, k] among what a router returned.
+    """Find logits and chosen experts among the outputs of a router.
 
-    Raises ModelError if one of them is not there.
+    Returns:
+        Logits, fp32 [n, E], and chosen experts, int64 [n, k].
+
+    Raises:
+        ModelError: one of them is missing.
     """
     parts = [part for part in (out if isinstance(out, tuple | list) else (out,)) if isinstance(part, Tensor)]
     logits = [part for part in parts if part.is_floating_point() and part.shape[-1] == num_experts]
@@ -191,11 +211,17 @@ def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[Routers | None, str | None]:
-    """The routers of `model` as `[moe]` wants them balanced, and a line that says how; None, None for a dense model.
+    """Hook the routers of `model` to balance them as `[moe]` asks.
 
     Call it before the model's blocks are replaced or its parts wrapped. Where the configuration asks for nothing, the
-    family decides: its `router_aux_loss_coef`, and DeepSeek-V3's rate where there are biases. Raises ConfigError for
-    what this model cannot do.
+    family decides: its `router_aux_loss_coef`, and DeepSeek-V3's rate where there are biases.
+
+    Returns:
+        The routers and a line that describes their balancing; None and a line with the reason where nothing balances
+        them; None, None for a dense model.
+
+    Raises:
+        ConfigError: this model cannot be balanced as the configuration asks.
     """
     moe = config.moe
     asked = {
@@ -244,6 +270,11 @@ def watch_routers(model: nn.Module, config: TrainConfig, world: World) -> tuple[
 
 
 def _check_alike(model: nn.Module, blocks: Mapping[str, Block], balance_coef: float) -> None:
+    """Check that all layers have the same number of experts, which the balance loss needs.
+
+    Raises:
+        ConfigError: they do not.
+    """
     sizes = {block.num_experts for block in blocks.values()}
     if balance_coef and len(sizes) > 1:
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""Experts of a mixture-of-experts model spread over the processes of a run, as `[moe]` of its configuration says.
+"""Expert parallelism in a run: spreads the experts of a model over processes, as `[moe]` of its configuration says.
 
-The rest of the model is data parallel over all processes, as it always is. An EP group is `expert_parallel` processes
-next to each other that hold every expert once; processes at the same place of different EP groups hold the same
-experts and average their gradients.
+The rest of the model is data parallel over all processes. An EP group is `expert_parallel` consecutive ranks that hold
+every expert once; ranks at the same position of different EP groups hold the same experts and average their gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +39,11 @@ _ROWS = BlockFormat("int8", 128)
 
 
 def check_experts(config: TrainConfig, world: World) -> None:
-    """Raise ConfigError where `[moe]` does not fit the processes of the run."""
+    """Check that `[moe]` fits the number of processes of the run.
+
+    Raises:
+        ConfigError: the size of an EP group, its levels or the depth does not fit.
+    """
     moe, size = config.moe, config.moe.expert_parallel or 1
     if world.size % size:
         raise ConfigError(
@@ -61,7 +64,7 @@ def check_experts(config: TrainConfig, world: World) -> None:
 
 
 def level_sizes(config: TrainConfig) -> tuple[int, ...]:
-    """Groups of an EP group at each level below the first; `moe.levels`, or the machines."""
+    """Return the number of groups of an EP group at each level below the first: `moe.levels`, or the machines."""
     moe, size = config.moe, config.moe.expert_parallel or 1
     if moe.levels:
         return moe.levels
@@ -71,7 +74,13 @@ def level_sizes(config: TrainConfig) -> tuple[int, ...]:
 
 
 class SpreadExperts:
-    """The layers of a run whose experts are spread, what they do in each step, and who moves them."""
+    """The expert parallel layers of a run, with their metrics, autotuning and migration.
+
+    Args:
+        model: the layers and their process groups.
+        meter: hook of these layers that counts their traffic.
+        config: of the run.
+    """
 
     def __init__(self, model: Parallelized, meter: ExpertMeter, config: TrainConfig) -> None:
         self.model = model
@@ -83,10 +92,15 @@ class SpreadExperts:
         self._messages: list[str] = []
 
     def tune(self, example: Callable[[], object]) -> None:
-        """With `dispatcher = "auto"`, choose how every layer runs by a forward, `example`; all processes call it.
+        """Choose how every layer runs, with `dispatcher = "auto"`; with another one, do nothing.
 
-        Before the model is wrapped: layers are measured on their own. Raises ConfigError for layers or rates that
-        nothing can be predicted from.
+        All processes call it together, before the model is wrapped, as layers are measured on their own.
+
+        Args:
+            example: runs a forward of the model.
+
+        Raises:
+            ConfigError: nothing can be predicted from the layers or the rates.
         """
         moe, grid = self._config.moe, self.model.grid
         if moe.dispatcher != "auto" or grid is None:
@@ -101,22 +115,30 @@ class SpreadExperts:
         self._messages += str(self._tuned).splitlines()
 
     def messages(self) -> list[str]:
-        """What there is to tell since the last call."""
+        """Return the lines to log that are new since the last call."""
         told, self._messages = self._messages, []
         return told
 
     def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
-        """Make ready to move experts, if the configuration wants that; see `Swaps`. All processes call it together."""
+        """Set up expert migration if the configuration asks for it; all processes call it together.
+
+        Args:
+            optimizer, saved: as for `Swaps`.
+
+        Raises:
+            ConfigError: experts cannot be moved, or there are no rates to decide by.
+            CheckpointError: `saved` cannot be read.
+        """
         moe, grid = self._config.moe, self.model.grid
         if moe.swap_every and grid is not None:
             self._swaps = Swaps(self.model, grid, moe, optimizer, saved)
 
     def state(self) -> str | None:
-        """Where experts are, as text for a checkpoint; None if they stay at home."""
+        """Return the placement of experts as text for a checkpoint; None without migration."""
         return None if self._swaps is None else self._swaps.state()
 
     def begin(self) -> None:
-        """Forget what layers did before the first step."""
+        """Reset the metrics, so that forwards before the first step do not count."""
         self._meter.clear()
 
     @property
@@ -125,9 +147,14 @@ class SpreadExperts:
         return "; ".join(dict.fromkeys(map(schedule_of, self.model.layers.values())))
 
     def after_step(self, done: int, skipped: bool) -> dict[str, float | int | str]:
-        """Take the numbers of the step after which `done` steps are done, and move experts if that pays.
+        """Collect the metrics of a step, and migrate experts where that pays; all processes call it together.
 
-        All processes call it together and get the same fields for metrics.jsonl.
+        Args:
+            done: number of steps done, this one included.
+            skipped: whether the step's update was left out; then no expert migrates.
+
+        Returns:
+            Fields for metrics.jsonl, the same on every process.
         """
         self._last = self._meter.take()
         fields: dict[str, float | int | str] = {"moe_schedule": self.schedule}
@@ -140,14 +167,14 @@ class SpreadExperts:
         return fields
 
     def at_home(self) -> AbstractContextManager[object]:
-        """The context in which a checkpoint is saved: experts are in logical order."""
+        """Return a context with experts in logical order, to save a checkpoint in."""
         return nullcontext() if self._swaps is None else self._swaps.at_home()
 
     def __str__(self) -> str:
         return f"experts: {len(self.model.layers)} layers over {self._meter.num_processes} processes, {self.schedule}"
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: how rows travel, and what the last step's experts did."""
+        """Return the entry of summary.json: how rows travel, and the expert metrics of the last step."""
         last = self._last
         return {
             "experts": str(self),
@@ -162,10 +189,16 @@ class SpreadExperts:
 
 
 def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> SpreadExperts | None:
-    """Put layers of laconic.moe in the place of `model`'s blocks; None without `moe.expert_parallel`.
+    """Replace the mixture-of-experts blocks of `model` by layers of laconic.moe, in place.
 
-    All processes call it together, with the whole model on `world.device`. Raises ModelError for a model without such
-    blocks, and ConfigError where its experts cannot be divided.
+    All processes call it together, with the whole model on `world.device`.
+
+    Returns:
+        The new layers; None without `moe.expert_parallel`.
+
+    Raises:
+        ModelError: the model has no such blocks.
+        ConfigError: its experts cannot be divided.
     """
     size = config.moe.expert_parallel
     if size is None:
@@ -192,13 +225,13 @@ def spread_experts(model: nn.Module, config: TrainConfig, world: World) -> Sprea
 def _dispatcher(grid: Grid | None, config: TrainConfig) -> Dispatcher:
     if grid is None:
         return LocalDispatcher()
-    if config.moe.dispatcher != "hierarchical":  # auto begins with one, too
+    if config.moe.dispatcher != "hierarchical":  # auto starts with a flat one, too
         return FlatDispatcher(grid.ep, codec=row_codec(config))
     return HierarchicalDispatcher(grid.levels, config.moe.depth, codec=row_codec(config))
 
 
 def row_codec(config: TrainConfig) -> Codec | str:
-    """What rows travel in."""
+    """Return the codec of rows between processes, from `moe.dispatch_codec` and `zip`."""
     codecs: dict[str, Codec | str | None] = {"int8": Blockwise(_ROWS), "raw": Raw(), "lossless": Lossless()}
     codec = codecs.get(config.moe.dispatch_codec, zip_codec(config))
     return Raw() if codec is None else codec
