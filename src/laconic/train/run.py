@@ -1,6 +1,6 @@
 """One run from its configuration to its summary, as every process of it executes it.
 
-The run directory appears only when data and model have been found good, so a run that could not start leaves nothing
+The run directory is made only after data and model have been checked, so a run that could not start leaves nothing
 behind.
 """
 
@@ -61,14 +61,19 @@ __all__ = ["run"]
 _MAX_SKIPPED_STEPS = 5
 _SAMPLE_TOKENS = 1 << 18
 _FORMERLY = {"optimizer.kind": "adamw"}
-"""Settings that older checkpoints do not name, and what they were."""
+"""Values, in the runs that wrote them, of settings that older checkpoints do not name."""
 
 
 def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
-    """Train as `config` says; all processes call it together. Returns the exit code: 0, or the stop request's.
+    """Train as `config` says; all processes call it together.
 
-    Raises ConfigError, DataError, ModelError, FormatError or CheckpointError for what cannot be done, and TrainingError
-    when loss or gradients stay non-finite.
+    Returns:
+        The exit code: 0, or the stop request's.
+
+    Raises:
+        ConfigError, DataError, ModelError, FormatError, PlanError, CheckpointError: a setting, the data, the model, the
+            plan or the checkpoint cannot be used.
+        TrainingError: loss or gradients stay non-finite, or a file cannot be read or written.
     """
     try:
         with RunLock() as lock:
@@ -83,7 +88,7 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
 
 def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) -> int:
-    """The steps of a run. Everything that can be refused is, before anything is written."""
+    """Prepare, train and sum up. Everything that can be refused is refused before anything is written."""
     started = time.monotonic()
     config, layout, run_dir = _check_settings(config, world, lock)
     data = _load_data(config, world)
@@ -92,7 +97,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
     identity = _identity(config, data.corpus)
     checkpoint = _find_start(config, world, run_dir, identity)
     training = _make_trainer(plain, model, config, world, layout, data, checkpoint)
-    del plain  # a stage of a pipeline holds only its own part
+    del plain  # frees it: a stage of a pipeline holds only its own part
     first_step = _restore(training, world, checkpoint)
     if first_step >= config.steps:
         if world.is_main:
@@ -112,7 +117,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
 
 @dataclass(frozen=True)
 class _Data:
-    """The tokens of a run."""
+    """The token datasets of a run; without `validation` there is no validation loss."""
 
     corpus: TokenCorpus
     train: TokenDataset
@@ -121,14 +126,14 @@ class _Data:
 
 @dataclass(frozen=True)
 class _ConvertedModel:
-    """What was decided about a model, and what is known of it, before it is wrapped."""
+    """Decisions and facts about a converted model, collected before it is wrapped."""
 
     chunked_loss: bool
     plan: Plan | None
     report: Report
-    """What activations keep."""
+    """Report of the activation compression."""
     bf16_nbytes_per_token: float
-    """What the unchanged model would save."""
+    """Bytes per token that the unchanged model would keep for backward with parameters in bf16."""
     config: dict[str, Any]
     texts: dict[str, str]
     """The Hugging Face files that describe the unchanged model."""
@@ -139,16 +144,16 @@ class _ConvertedModel:
 
 @dataclass(frozen=True)
 class _Training:
-    """A trainer and what takes part in its steps."""
+    """A trainer, and the components that take part in its steps."""
 
     trainer: Trainer
     forecast: Forecast
     routers: Routers | None
     experts: SpreadExperts | None
     messages: list[str]
-    """How processes communicate, line by line."""
+    """Lines for the log: how processes communicate."""
     comm_state: str | None
-    """What a checkpoint keeps of that."""
+    """State of the comm compression, for checkpoints; None if there is nothing to keep."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class _Saver:
     texts: dict[str, str]
 
     def save(self, done: int) -> None:
-        """Save the state after `done` steps."""
+        """Save the state after `done` steps, with experts in logical order."""
         trainer, experts, chosen = self.training.trainer, self.training.experts, self.config.checkpoint
         placement = None if experts is None else experts.state()
         states = {migration.STATE_FILE: placement, comm_compression.STATE_FILE: self.training.comm_state}
@@ -184,7 +189,7 @@ class _Saver:
 
 
 def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[TrainConfig, Layout, Path]:
-    """Fill in what the model directory decides, and refuse what these processes or this machine cannot do."""
+    """Complete settings from the model directory, and refuse what these processes or this machine cannot do."""
     with _log_on_stderr(world):
         config = settle(config)
     check_agreement(config, world)
@@ -194,13 +199,13 @@ def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[T
     if config.tensorboard:
         check_tensorboard()
     run_dir = check_run_dir(config, world)
-    if config.resume:  # from here on nobody else may write there; a new directory is claimed when it is made
+    if config.resume:  # no other run may write there from now on; a new directory is claimed when it is made
         claim_run_dir(lock, run_dir, True, world)
     return config, layout, run_dir
 
 
 def _load_data(config: TrainConfig, world: World) -> _Data:
-    """Tokenize the corpus, or open the token files that are there."""
+    """Tokenize the corpus, or open token files of an earlier run."""
     with _log_on_stderr(world):
         corpus = prepare(config.data, verify=world.local_rank == 0)
     train = TokenDataset(corpus.train, config.sequence_length)
@@ -209,7 +214,7 @@ def _load_data(config: TrainConfig, world: World) -> _Data:
 
 
 def _build_model(config: TrainConfig, world: World, layout: Layout, corpus: TokenCorpus) -> PreTrainedModel:
-    """The unchanged model, on its device unless it is going to be cut into stages."""
+    """Build the unchanged model, on its device unless it is going to be cut into stages."""
     with _log_on_stderr(world):
         shape = corpus.vocab_size, config.sequence_length
         model = build_model(config.model, *shape, config.seed, corpus.end_of_document)
@@ -222,7 +227,7 @@ def _build_model(config: TrainConfig, world: World, layout: Layout, corpus: Toke
 def _convert_model(
     plain: PreTrainedModel, config: TrainConfig, world: World, layout: Layout, train: TokenDataset
 ) -> _ConvertedModel:
-    """Watch the routers of `plain`, spread its experts and compress its activations, all in place."""
+    """Hook the routers of `plain`, spread its experts and compress its activations, all in place."""
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
     chunked_loss = _chunks_loss(config, world, layout, plain)
     plan = None
@@ -241,7 +246,7 @@ def _convert_model(
 
 
 def _find_start(config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint that the run continues from; None for a new run."""
+    """Find the checkpoint that the run continues from; None for a new run."""
     if not config.resume:
         return None
     name = None if config.checkpoint.load is None else str(config.checkpoint.load)
@@ -259,13 +264,13 @@ def _make_trainer(
     data: _Data,
     checkpoint: Checkpoint | None,
 ) -> _Training:
-    """Wrap `plain` or cut it into stages, decide what its messages are coded in, and make its optimizer."""
+    """Wrap `plain` or cut it into stages, choose the codecs of its messages, and make its optimizer."""
     spread = None if model.experts is None else model.experts.model
     pipeline = None if layout.num_stages == 1 else Pipeline(config, world, layout, plain, model.chunked_loss)
     wrapped = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
     messages: list[str] = []
     comm_state = None
-    bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients find their codec by themselves
+    bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients choose their codec themselves
     if not bare:
         saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
         modules = [wrapped] if pipeline is None else pipeline.wrapped
@@ -292,7 +297,7 @@ def _make_trainer(
 
 
 def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -> int:
-    """Load `checkpoint` if there is one and make experts ready to move; the number of steps done before."""
+    """Load `checkpoint`, if any, and set up expert migration; return the number of steps done before."""
     trainer, experts = training.trainer, training.experts
     if checkpoint is not None:
         load_checkpoint(checkpoint, world, trainer.model, trainer.optimizer)
@@ -302,7 +307,7 @@ def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -
 
 
 def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: Path, model: _ConvertedModel) -> None:
-    """Make the run directory, unless it is there, and write down what the run can be repeated from."""
+    """Make the run directory, unless the run is resumed, and write the files that the run can be repeated from."""
     if not config.resume:
         claim_run_dir(lock, run_dir, False, world)
     if not world.is_main:
@@ -318,7 +323,7 @@ def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: P
 
 
 def _announce(training: _Training, model: _ConvertedModel, journal: RunLogger, first_step: int) -> None:
-    """Say what the steps are going to run with."""
+    """Log what the steps run with: activations, experts, routers, communication, the step resumed from."""
     journal.message(str(model.report).splitlines()[-1])
     lines: list[str] = []
     if training.experts is not None:
@@ -335,7 +340,14 @@ def _announce(training: _Training, model: _ConvertedModel, journal: RunLogger, f
 def _steps(
     config: TrainConfig, training: _Training, journal: RunLogger, stop: StopRequest, first_step: int, saver: _Saver
 ) -> tuple[int, bool]:
-    """The steps from `first_step` on, with evaluations and saves; the number done, and whether a stop was asked for."""
+    """Run the steps after `first_step`, with evaluations and checkpoints.
+
+    Returns:
+        The number of steps done, and whether a stop was requested.
+
+    Raises:
+        TrainingError: loss or gradient was not finite in several steps in a row.
+    """
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
         result = _step(done, training, journal, stop)
@@ -358,7 +370,7 @@ def _steps(
 
 
 def _step(done: int, training: _Training, journal: RunLogger, stop: StopRequest) -> StepResult:
-    """The step after which `done` are done, written down with all that happened in it."""
+    """Run the step after which `done` are done, and log its metrics and messages."""
     trainer, forecast, routers, experts = training.trainer, training.forecast, training.routers, training.experts
     started = time.perf_counter()
     result = trainer.step(done - 1, stop)
@@ -386,7 +398,7 @@ def _write_summary(
     training: _Training,
     corpus: TokenCorpus,
 ) -> None:
-    """Complete `summary`, write it down and say the closing words."""
+    """Complete `summary`, write summary.json and print the closing words."""
     summary["moe"] = None if training.experts is None else training.experts.summary()
     if world.is_main:
         # Losses of runs with other tokenizers are compared per byte of text.
@@ -396,7 +408,11 @@ def _write_summary(
 
 
 def _check_batch(config: TrainConfig, layout: Layout) -> None:
-    """Raise ConfigError when the token ids of a step alone are more than this machine's memory."""
+    """Check that the token ids of a step alone fit into this machine's memory.
+
+    Raises:
+        ConfigError: they do not.
+    """
     sequences = config.batch_size // layout.num_replicas
     nbytes, memory = 8 * sequences * (config.sequence_length + 1), psutil.virtual_memory().total
     if nbytes > memory:
@@ -408,9 +424,9 @@ def _check_batch(config: TrainConfig, layout: Layout) -> None:
 
 @contextmanager
 def _log_on_stderr(world: World) -> Iterator[None]:
-    """Show what our loggers have to say while the block runs, unless the user has set up logging.
+    """Print laconic's log messages to stderr while the block runs, unless the user has set up logging.
 
-    The first process speaks, and about the corpus any: whichever tokenizes.
+    The main process prints all of them, the others only those about the corpus, which any process may tokenize.
     """
     logger = logging.getLogger("laconic" if world.is_main else "laconic.train.data.corpus")
     if logger.hasHandlers():
@@ -429,7 +445,7 @@ def _log_on_stderr(world: World) -> Iterator[None]:
 
 
 def _chunks_loss(config: TrainConfig, world: World, layout: Layout, model: PreTrainedModel) -> bool:
-    """Whether the loss is computed in chunks. Chunks are tiles: with fewer logits than one holds there is no gain."""
+    """Decide whether the loss is computed in chunks; with "auto", if there are more logits than one tile holds."""
     if config.activations.loss != "auto":
         return config.activations.loss == "chunked"
     tokens = config.batch_size // (layout.num_replicas * config.micro_batches) * config.sequence_length
@@ -441,7 +457,7 @@ def _chunks_loss(config: TrainConfig, world: World, layout: Layout, model: PreTr
 def _first_loss(
     model: nn.Module, config: TrainConfig, world: World, layout: Layout, train: TokenDataset, chunked: bool
 ) -> Tensor:
-    """The loss of this process's first micro-batch."""
+    """Run a forward of this process's first micro-batch and return its loss, 0-dim."""
     places = config.micro_batches, 0, layout.replica, layout.num_replicas
     tokens = batch(train, config.seed, 0, config.batch_size, *places).to(world.device)
     with autocast(model, world.device, config.precision):
@@ -449,14 +465,14 @@ def _first_loss(
 
 
 def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, chunked_loss: bool) -> Report:
-    """Make `model` keep what the plan, or else [activations], says."""
+    """Make `model` keep for backward what the plan says, or else `[activations]`."""
     chosen = config.activations
     options: dict[str, Any] = {"sequence_length": config.sequence_length}
     options["loss"] = "chunked" if chunked_loss else "exact"
     if plan is not None:
         return laconic.compress_activations(model, plan=activation_plan(plan), **options)
     if chosen.mode == "sites":
-        # Where nothing is compressed, attention is not unless asked for; else the library's default decides.
+        # Without compression, attention is exact unless set; otherwise the library's default decides.
         options["attention"] = "exact" if chosen.attention is None and chosen.bits == 16 else chosen.attention
     return laconic.compress_activations(
         model, chosen.bits, format=chosen.format, block_size=chosen.block_size, mode=chosen.mode, **options
@@ -464,14 +480,14 @@ def _compress(model: PreTrainedModel, config: TrainConfig, plan: Plan | None, ch
 
 
 def _bytes_per_token(config: TrainConfig, corpus: TokenCorpus) -> float | None:
-    """UTF-8 bytes of text per token, of the tokens that validation reads first."""
+    """UTF-8 bytes of text per token, over the tokens that validation reads first; None if they have no text."""
     stream = corpus.validation if len(corpus.validation) else corpus.train
     tokenizer = load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document)
     return bytes_per_token(tokenizer, stream.read(0, min(len(stream), _SAMPLE_TOKENS)))
 
 
 def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
-    """The settings that a continued run shares with its beginning, or it would be another run."""
+    """Settings that a resumed run must share with the run that wrote its checkpoint."""
     return {
         "model": asdict(replace(config.model, allow_download=False)),
         "data": corpus.fingerprint,
@@ -483,7 +499,12 @@ def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
 
 
 def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
-    # Through JSON, as the manifest has been: tuples are lists there.
+    """Check that the settings `now` are those `then`, of the checkpoint at `path`.
+
+    Raises:
+        ConfigError: one of them has changed.
+    """
+    # Through JSON, like the manifest: tuples become lists.
     here = flat_settings(json.loads(json.dumps(now)))
     there = flat_settings({name: then.get(name, _FORMERLY.get(name)) for name in now})
     for name in {**here, **there}:
@@ -496,7 +517,7 @@ def _check_identity(now: dict[str, Any], then: dict[str, Any], path: Path) -> No
 
 
 def _model_texts(model: PreTrainedModel) -> dict[str, str]:
-    """The Hugging Face files that describe `model`, to stand beside its weights."""
+    """Texts of the Hugging Face files that describe `model`, by name, to be saved beside its weights."""
     texts = {"config.json": model.config.to_json_string(use_diff=False)}
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string(use_diff=False)
