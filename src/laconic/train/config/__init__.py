@@ -1,1 +1,1 @@
-"""The configuration of a run: its fields and their rules, TOML files, recipes, plans."""
+"""Configuration of a run: its fields and their rules, TOML files, recipes, plans."""

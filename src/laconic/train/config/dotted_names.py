@@ -1,4 +1,4 @@
-"""Settings by dotted names, as messages and tables name them: `model.extra.num_experts`."""
+"""Settings by dotted names such as `model.extra.num_experts`, as messages and tables write them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _RENAMED = {
     "moe.balance_coef": "moe.router_aux_loss_coef",
     "moe.z_coef": "moe.router_z_loss_coef",
 }
-"""Settings that had another name before."""
+"""Present names of settings, by their former ones."""
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of `table` and of the tables in it; those without any value have no name."""
+    """Flatten `table` and the tables in it to values by dotted names; an empty table leaves no name."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         inner = isinstance(value, Mapping)
@@ -29,7 +29,7 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables that hold the values of `flat` by their dotted names."""
+    """Build the nested tables that hold the values of `flat`, whose keys are dotted names."""
     tables: dict[str, Any] = {}
     for name, value in flat.items():
         *outer, leaf = name.split(".")
@@ -41,7 +41,7 @@ def nested_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def setting_types(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Name and type, without its range, of every field of a dataclass and of the dataclasses in it."""
+    """Yield dotted name and type, without its range, of every field of a dataclass and of the dataclasses in it."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -51,10 +51,14 @@ def setting_types(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known dotted name nearest to `name`, or an empty string.
+    """Suggest a name for the unknown dotted name `name`, as the end of a message.
 
-    A name may be an old one, misspelt, or right but in the wrong table: its own table is searched first, then the
+    A name may be a former one, misspelt, or right but in the wrong table: its own table is searched first, then the
     others.
+
+    Returns:
+        `; did you mean X?` for the nearest of the `known` names, `; it is called X now` for a former name, or an empty
+        string.
     """
     if (renamed := _RENAMED.get(name.replace("-", "_"))) is not None:
         return f"; it is called {renamed} now"

@@ -1,6 +1,6 @@
-"""A plan of `laconic plan` as a run: the settings it was made for, and whether a run is the planned one.
+"""Runs from a plan of `laconic plan`: the settings it was made for, and the check that a run is the planned one.
 
-Light to import, as the command line reads a plan before torch is there.
+Light to import, as the command line reads a plan before it imports torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ __all__ = ["activation_plan", "check_plan", "load_plan", "plan_settings"]
 
 
 def plan_settings(plan: Plan) -> dict[str, Any]:
-    """Values for fields of TrainConfig, as nested tables, that make a run the planned one.
+    """Return values for fields of TrainConfig, as nested tables, that make a run the planned one.
 
-    Raises PlanError for what can be planned but not trained (tensor parallelism, parameters in bf16, 16-bit gradients).
+    Raises:
+        PlanError: the plan has what cannot be trained (tensor parallelism, parameters in bf16, 16-bit gradients).
     """
     shape, batch, layout, settings = plan.job.shape, plan.job.batch, plan.job.layout, plan.job.settings
     if layout.tensor_parallel != 1:
@@ -68,7 +69,18 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
 def check_plan(
     plan: Plan, config: TrainConfig, layout: Layout, model_config: PretrainedConfig, chunked_loss: bool
 ) -> None:
-    """Raise PlanError, naming the first difference, unless this run is what `plan` was made for."""
+    """Check that a run is the one that `plan` was made for.
+
+    Args:
+        plan: the plan.
+        config: settings of the run.
+        layout: processes of the run.
+        model_config: of the model that is trained.
+        chunked_loss: whether the run computes its loss in chunks.
+
+    Raises:
+        PlanError: the run differs; the message names the first difference.
+    """
     replicas = layout.num_replicas
     world: dict[str, Any] = {
         "stages": layout.num_stages,
@@ -101,7 +113,7 @@ def check_plan(
 
 
 def activation_plan(plan: Plan) -> ActivationPlan:
-    """What `compress_activations` is to carry out."""
+    """Return the part of `plan` that `compress_activations` carries out."""
     from laconic.activations import ActivationPlan
 
     return ActivationPlan.from_json(json.dumps(plan.activation_plan()))

@@ -1,7 +1,7 @@
-"""Named settings that belong together, to start from: `laconic train --recipe agoq`.
+"""Recipes: named settings to start from, as in `laconic train --recipe agoq`.
 
-A recipe is a function that gives values for fields of TrainConfig, as nested tables; configuration files and flags go
-on top of them.
+A recipe is a function that returns values for fields of TrainConfig, as nested tables; configuration files and flags
+override them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["RECIPES", "recipe"]
 
 
 def exact() -> dict[str, Any]:
-    """Nothing compressed: the reference to compare with."""
+    """Compress nothing: the reference for comparisons."""
     return {
         "activations": {"bits": 16, "attention": "exact", "loss": "exact"},
         "gradients": {"bits": 32, "reduce": "native"},
@@ -24,10 +24,10 @@ def exact() -> dict[str, Any]:
 
 
 def agoq() -> dict[str, Any]:
-    """All of AGoQ (arXiv 2605.00539), activations in about 4 bits, gradients stored and reduced in 8, and moments in 8.
+    """Compress as AGoQ (arXiv 2605.00539): activations in about 4 bits; gradients, their reduction and moments in 8.
 
-    The loss is computed in chunks where that pays. How attention is kept is left to the library's default, which
-    follows its quality benchmark.
+    The loss is computed in chunks where that pays. The library's default decides how attention is kept; it follows the
+    quality benchmark.
     """
     return {
         "activations": {"bits": 4, "loss": "auto"},
@@ -37,11 +37,15 @@ def agoq() -> dict[str, Any]:
 
 
 RECIPES: dict[str, Callable[[], dict[str, Any]]] = {"exact": exact, "agoq": agoq}
-"""By name."""
+"""Recipes by name."""
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """The values of the recipe `name`. Raises ConfigError for an unknown one."""
+    """Return the values of the recipe `name`, as nested tables.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
     if name not in RECIPES:
         raise ConfigError(f"recipe is {name!r}, but it must be one of {', '.join(RECIPES)}")
     return RECIPES[name]()

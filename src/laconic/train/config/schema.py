@@ -1,8 +1,10 @@
-"""Everything that `laconic train` can be told, as frozen dataclasses.
+"""All settings of `laconic train`, as frozen dataclasses.
 
-One tree serves three doors: Python code builds it, a TOML file is read into it, flags override it. The resolved tree is
-saved with every run, so a run can be repeated from its own directory. The type of a field states its range, and
-`__post_init__` holds rules of several fields; what depends on the machine or the data is checked where it is known.
+Python code builds the tree, TOML files are read into it, and flags override it. The resolved tree is saved with every
+run, so a run can be repeated from its own directory. The type of a field states its range, and `__post_init__` checks
+rules of several fields; what depends on the machine or the data is checked where that is known.
+
+Docstrings of sections and fields are the help texts of the flags and the descriptions of the JSON schema.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ NonNegativeFloat = Annotated[float, Strict(), Field(ge=0)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Text = Annotated[str, Strict(), Field(pattern=r"^[^\x00]*$")]
 exact = BeforeValidator(TypeAdapter(StrictInt).validate_python)
-"""For choices of integers, where pydantic would take 8.0 for 8."""
+"""Validator for choices of integers; pydantic alone would accept 8.0 for 8."""
 
 
 def list_of(words: str) -> BeforeValidator:
-    """Take lists and tuples, no other sequences."""
+    """Make a validator that accepts lists and tuples only; `words` names their elements in its message."""
 
     def listed(value: object) -> object:
         if not isinstance(value, list | tuple):
@@ -301,7 +303,7 @@ class MoEConfig:
 
 @section("checkpoint.")
 class CheckpointConfig:
-    """When and how many checkpoints are kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every: NonNegativeInt = 0
     """Save each time this many steps are done; 0 means only at the end (and on Ctrl-C)."""
@@ -402,7 +404,7 @@ class TrainConfig:
 
     @property
     def reduce(self) -> Literal["native", "q8"]:
-        """`gradients.reduce`, or what it means when it is left out."""
+        """`gradients.reduce`, or its default for this run when it is left out."""
         if self.gradients.reduce is not None:
             return self.gradients.reduce
         return "q8" if self.gradients.bits < 32 and self.parallel == "ddp" else "native"

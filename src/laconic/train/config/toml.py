@@ -1,7 +1,7 @@
-"""TOML in and out of the configuration tree of `laconic.train.config.schema`.
+"""Reads TOML files into the configuration tree of `laconic.train.config.schema`, and writes them.
 
-Layers meet as plain mappings, and the dataclasses are built once from the merged result: names and types are judged on
-each file, ranges and rules on what will run. Layers, weakest first: defaults, the config.toml of a resumed run, the
+Layers are merged as plain mappings, and the dataclasses are built once from the result: names and types are checked in
+each file, ranges and rules in the merged values. Layers, weakest first: defaults, the config.toml of a resumed run, the
 file given by `--config`, flags. Relative paths in a file are relative to the working directory, as in flags.
 """
 
@@ -41,10 +41,15 @@ _TREE = TypeAdapter(TrainConfig)
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The configuration in the TOML file at `path` (None: the defaults) with `overrides` on top.
+    """Load the configuration in a TOML file, with `overrides` on top.
 
-    `overrides` maps dotted names to values, e.g. ``{"model.hidden_size": 256}``. Raises ConfigError for a file that
-    cannot be read, an unknown key (naming the nearest known one), a value of the wrong type, or a broken rule.
+    Args:
+        path: of the file; None for the defaults.
+        overrides: values by dotted names, such as ``{"model.hidden_size": 256}``.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown (the message names the nearest known one), a value has
+            the wrong type, or a rule is broken.
     """
     values = {} if path is None else read_toml(path)
     source = None if path is None else os.fspath(path)
@@ -52,7 +57,11 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Mapping[s
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The TOML file at `path` as nested dicts, its keys and types checked against TrainConfig; raises ConfigError."""
+    """Read the TOML file at `path` as nested dicts, its keys and types checked against TrainConfig.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML, a key is unknown, or a value has the wrong type.
+    """
     name = os.fspath(path)
     try:
         with open(path, "rb") as file:
@@ -65,7 +74,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     try:
         _TREE.validate_python(values)
-    except ValidationError as error:  # rules are judged when all layers have met
+    except ValidationError as error:  # rules are checked when all layers are merged
         wrong = [one for one in error.errors() if one["type"] not in RULES]
         if wrong:
             raise refusal(wrong, TrainConfig, name) from None
@@ -73,7 +82,11 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def build_config(values: Mapping[str, Any], source: str | None = None) -> TrainConfig:
-    """TrainConfig from nested mappings; `source` is the file that messages name. Raises ConfigError."""
+    """Build TrainConfig from nested mappings; `source` is the file that messages name.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, or a rule is broken.
+    """
     try:
         return _TREE.validate_python(dict(values))
     except ValidationError as error:
@@ -81,7 +94,7 @@ def build_config(values: Mapping[str, Any], source: str | None = None) -> TrainC
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `top` over it, table by table; neither argument is changed."""
+    """Return `base` with the values of `top` over it, table by table; neither argument is changed."""
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
@@ -90,7 +103,11 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_config(config: TrainConfig, path: str | os.PathLike[str]) -> None:
-    """Write `config` as TOML so that `load_config(path) == config`; the file appears whole or not at all."""
+    """Write `config` as TOML so that `load_config(path) == config`; the file appears whole or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written, or a value cannot be written as TOML.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -102,19 +119,23 @@ def save_config(config: TrainConfig, path: str | os.PathLike[str]) -> None:
 
 
 def dump_config(config: TrainConfig) -> str:
-    """`config` as TOML text, each field under its documentation; a field that is None is left out and says so."""
+    """Return `config` as TOML text, each field below its documentation; for a field that is None, a comment says so.
+
+    Raises:
+        ConfigError: a value cannot be written as TOML.
+    """
     return "\n".join(_dump(config, "")) + "\n"
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a section, as one line of text; empty where the source is not at hand."""
+    """Return the docstring of each field of a section, as one line of text; empty where the source is not at hand."""
     fields: dict[str, FieldInfo] = vars(cls)["__pydantic_fields__"]
     return {name: " ".join(field.description.split()) for name, field in fields.items() if field.description}
 
 
 def json_schema() -> dict[str, Any]:
-    """What a configuration file may hold, as a JSON schema: type, range, default and documentation of every field."""
+    """Return the JSON schema of configuration files: type, range, default and documentation of every field."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_TREE.json_schema()}
     for table in (schema, *schema["$defs"].values()):
         for field in table["properties"].values():
@@ -152,6 +173,11 @@ def _dump(config: Any, prefix: str) -> list[str]:
 
 
 def _toml(values: Mapping[str, Any], name: str) -> str:
+    """Write `values` as TOML; `name` is what the message of an error calls them.
+
+    Raises:
+        ConfigError: a value has no TOML form.
+    """
     try:
         return tomli_w.dumps(values).rstrip("\n")
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Tables of settings whose values pydantic checks, and the words in which a wrong one is refused."""
+"""Sections of the configuration: dataclasses whose values pydantic checks, and messages for values it refuses."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RULES = {
     "too_long": "have at most {max_length} numbers",
     "string_pattern_mismatch": _TEXT,
     "string_unicode": _TEXT,
-    "value_error": "",  # a rule of several fields, which has words of its own
+    "value_error": "",  # a rule of several fields, which brings its own message
 }
-"""What pydantic calls a value of the right type that is refused, and the rule that it broke."""
+"""Rule that a value of the right type broke, by pydantic's name of the error."""
 _TYPES = {
     "bool_type": "be true or false",
     "int_type": "be an integer (without quotes or decimal point)",
@@ -46,16 +46,19 @@ _TYPES = {
     "dataclass_type": "be a table",
 }
 _PREFIXES: dict[type, str] = {}
-"""What stands before the fields of a section in messages."""
+"""Prefix of a section's fields in messages, such as "model."."""
 
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def section(prefix: str = "") -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen dataclass whose values are checked, and refused with ConfigError.
+    """Make a class a frozen dataclass that checks its values and raises ConfigError for a wrong one.
 
-    `prefix` is the name of its table, with a dot. Rules of several fields are judged in `__post_init__` by `refuse`.
+    Rules of several fields are checked in the class's `__post_init__`, which calls `refuse`.
+
+    Args:
+        prefix: name of the section's table, with a dot at the end.
     """
 
     def make(cls: type[T]) -> type[T]:
@@ -78,13 +81,26 @@ def section(prefix: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def refuse(section: object, name: str, rule: str) -> NoReturn:
-    """Raise ConfigError: the value of the field `name`, dotted, of `section` must do what `rule` says."""
+    """Refuse the value of a field.
+
+    Args:
+        section: the object that has the field.
+        name: dotted name of the field in `section`.
+        rule: what the value must do, as the message says it after "but it must".
+
+    Raises:
+        ConfigError: always.
+    """
     value = functools.reduce(getattr, name.split("."), section)
     raise ConfigError(_message(_PREFIXES[type(section)] + name, value, rule))
 
 
 def check_table(table: object, name: str) -> None:
-    """Raise ConfigError for text or an integer in the free table `name` that cannot be written into config.toml."""
+    """Check that the values of the free table `name` can be written into config.toml.
+
+    Raises:
+        ConfigError: a text has a NUL or a surrogate in it, or an integer needs more than 64 bits.
+    """
     if isinstance(table, str) and _NO_TEXT.search(table):
         raise ConfigError(_message(name, table, _TEXT))
     if isinstance(table, int) and not -MAX_INT - 1 <= table <= MAX_INT:
@@ -99,13 +115,20 @@ def check_table(table: object, name: str) -> None:
 
 
 def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None) -> ConfigError:
-    """What pydantic found wrong with values for the section `cls`, in our words; they came from the file `source`."""
+    """Turn what pydantic found wrong into a ConfigError in laconic's words, with the first few of the errors.
+
+    Args:
+        errors: of the ValidationError.
+        cls: the section whose values were validated.
+        source: name of the file that the values came from, if any.
+    """
     told = [_told(error, cls, source) for error in errors]
     more = [f"and {len(told) - _MAX_ERRORS} more"] if len(told) > _MAX_ERRORS else []
     return ConfigError("; ".join(told[:_MAX_ERRORS] + more))
 
 
 def _told(error: ErrorDetails, cls: type, source: str | None) -> str:
+    """Word one error."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind == "value_error":
         return str(limits["error"])
@@ -125,6 +148,7 @@ def _told(error: ErrorDetails, cls: type, source: str | None) -> str:
 
 
 def _message(name: str, value: object, rule: str) -> str:
+    """Say what the value is and what it must be; a long value is shortened."""
     try:
         shown = repr(list(value) if isinstance(value, tuple) else value)
     except (ValueError, RecursionError):  # a number of thousands of digits, tables in tables
