@@ -1,1 +1,1 @@
-"""What tests and benchmarks of distributed programs need, here and in other projects; imported by nobody inside."""
+"""Tools for tests and benchmarks of distributed programs, in any project; the library itself imports none of them."""

@@ -6,8 +6,8 @@
 
     python -m laconic.testing.netlab --hosts 4 --rate 1gbit -- python train.py
 
-Hosts may sit in nodes: then the links inside of a node are fast, and the slow ones lie between nodes. Links can be cut,
-joined and slowed down, processes stopped and killed while a program runs. docs/netlab.md has the whole page.
+Hosts can be grouped in nodes, with fast links inside a node and slow ones between nodes. While a program runs, links
+can be cut, joined and slowed down, and processes stopped and killed. docs/netlab.md documents all of it.
 """
 
 from laconic.testing.netlab.lab import Lab, why_not

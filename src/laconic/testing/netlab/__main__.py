@@ -3,8 +3,8 @@
     python -m laconic.testing.netlab --hosts 4 --rate 1gbit -- python train.py
     python -m laconic.testing.netlab --hosts 4 --nodes 2 --rate 1gbit --node-rate 10gbit -- laconic train
 
-The command finds the variables that torchrun sets. Its lines are printed as they come, with the rank in front; at the
-end stand the bytes that passed every link. Exit code: that of the first rank that failed, 0 when none did, 2 for bad
+The command gets the variables that torchrun sets. Its lines are printed as they come, with the rank in front; the last
+lines are the bytes that passed every link. Exit code: that of the first rank that failed, 0 when none did, 2 for bad
 input, 3 when no lab can be built here.
 """
 
@@ -21,7 +21,7 @@ from laconic.testing.netlab.lab import Lab, why_not
 from laconic.testing.netlab.link import Traffic, bits_per_second_of
 from laconic.testing.netlab.program import Program
 
-# How long the others may go on when one rank has failed: their own error says more than being killed.
+# Time for the other ranks to end by themselves after one has failed: their own errors say more than a kill.
 _GRACE_SECONDS = 15.0
 _CALIBRATION_SECONDS = 2.0
 
@@ -29,7 +29,7 @@ _print_lock = threading.Lock()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (None: the process's own); returns the exit code."""
+    """Run the command line `arguments` (None: the process's own) and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     place = given.index("--") if "--" in given else len(given)
     chosen = _parser().parse_args(given[:place])
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(lab: Lab) -> None:
+    """Print the rate that one TCP connection gets, between hosts and between nodes."""
     pairs = {}
     if lab.num_hosts > 1:
         pairs["between the first two hosts"] = 1
@@ -110,7 +111,12 @@ def _show(program: Program, line: str) -> None:
 
 
 def _watch(programs: Sequence[Program], timeout_seconds: float | None) -> int:
-    """Wait for all; the exit code of the first that failed. The others are then given some time, and killed."""
+    """Wait for all programs; those that still run some time after the first failure, or at the timeout, are killed.
+
+    Returns:
+        The exit code of the first that failed (128 + the signal's number when one killed it), 0 when none did, 124
+        after the timeout.
+    """
     first, deadline = 0, None if timeout_seconds is None else time.monotonic() + timeout_seconds
     running = list(programs)
     while running:

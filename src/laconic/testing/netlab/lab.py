@@ -1,8 +1,8 @@
 """The lab: builds the network, starts programs on its hosts, and leaves nothing behind.
 
 Each host is a network namespace with one interface, eth0. One more namespace holds the switches: a bridge `core`, and
-one bridge per node when hosts are grouped in nodes. Nothing outside the namespaces is touched, and deleting them takes
-everything along. Needs root and the programs ip and tc.
+one bridge per node when hosts are grouped in nodes. Nothing outside the namespaces is changed, and deleting them
+removes everything. Needs root and the programs ip and tc.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _numbers = count()
 
 
 def why_not() -> str | None:
-    """Why no lab can be built here, None if one can."""
+    """Return the reason why no lab can be built on this machine; None if one can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -44,15 +44,22 @@ def why_not() -> str | None:
 
 
 class Lab:
-    """Context manager: `num_hosts` hosts behind one switch, or in `num_nodes` nodes of as many hosts each.
+    """Context manager: a network of hosts behind one switch, or in nodes of equally many hosts.
 
-    `bits_per_second` is the rate, in each direction, of every host's link; with nodes that of every node's uplink, and
-    `node_bits_per_second` that of the hosts' links inside the nodes. None: no limit.
+    Args:
+        num_hosts: from 1 to 250.
+        bits_per_second: rate, in each direction, of every host's link; with nodes, of every node's uplink. None: no
+            limit.
+        num_nodes: number of nodes, which divides `num_hosts`; None: no nodes.
+        node_bits_per_second: rate, in each direction, of the hosts' links inside the nodes. None: no limit.
 
-    Attributes: `host_links`, one Link per host; `uplinks`, one per node (none without nodes).
+    Attributes:
+        host_links: one Link per host.
+        uplinks: one Link per node; empty without nodes.
 
-    Raises ConfigError when the numbers do not fit, RuntimeError when the system refuses a step; then nothing is left
-    behind.
+    Raises:
+        ConfigError: the numbers do not fit.
+        RuntimeError: on entry, the system refuses a step; nothing is left behind then.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class Lab:
         reason = why_not()
         if reason is not None:
             raise RuntimeError(f"a lab cannot be built here: {reason}")
-        # A process that is told to end must not leave namespaces behind.
+        # SIGTERM must not leave namespaces behind.
         if threading.current_thread() is threading.main_thread():
             self._on_sigterm = signal.signal(signal.SIGTERM, _exit)
         try:
@@ -105,7 +112,7 @@ class Lab:
         if handled:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for host in range(self.num_hosts):
-            _kill_inside(self._host(host))  # what left its program's session, too
+            _kill_inside(self._host(host))  # children that left their program's session, too
         for program in self._programs:
             program.kill()
         for name in (*map(self._host, range(self.num_hosts)), self._switch):
@@ -115,19 +122,28 @@ class Lab:
 
     @staticmethod
     def address(host: int) -> str:
-        """The host's IPv4 address, known inside the lab only."""
+        """Return the host's IPv4 address, valid inside the lab only."""
         return f"10.77.0.{host + 1}"
 
     def node_of(self, host: int) -> int:
-        """The node a host is in; without nodes every host is one of its own."""
+        """Return the node of a host; without nodes, each host is a node of its own."""
         return host if self.num_nodes is None else host * self.num_nodes // self.num_hosts
 
     def traffic(self) -> dict[str, Traffic]:
-        """What has passed every link so far, by its name: "host 0", ..., "node 0", ..."""
+        """Read the bytes that have passed every link so far, by its name: "host 0", ..., "node 0", ..."""
         return {link.name: link.traffic() for link in (*self.host_links, *self.uplinks)}
 
     def measured_bits_per_second(self, num_bytes: int, sender: int = 1, receiver: int = 0) -> float:
-        """What one TCP connection between two hosts really gets: calibrate before quoting a speed-up."""
+        """Measure the rate of one TCP connection between two hosts: calibrate before quoting a speed-up.
+
+        Args:
+            num_bytes: bytes to transfer.
+            sender, receiver: hosts.
+
+        Raises:
+            RuntimeError: the transfer fails.
+            TimeoutError: it takes more than 120 seconds.
+        """
         arguments = [self.address(receiver), str(num_bytes)]
         command = [sys.executable, "-S", transfer.__file__]
         receiving = self.start(receiver, [*command, "receive", *arguments])
@@ -151,7 +167,19 @@ class Lab:
         name: str | None = None,
         on_line: OnLine | None = None,
     ) -> Program:
-        """Start a command on a host, with this process's environment and what `environment` changes in it."""
+        """Start a command on a host.
+
+        Args:
+            host: number of the host.
+            command: program and arguments.
+            environment: changes to this process's environment.
+            cwd: working directory; None: this process's.
+            name: of the program in messages; None: "host" and its number.
+            on_line: called with every line that the program prints.
+
+        Raises:
+            ConfigError: there is no such host.
+        """
         program = Program(
             self._host(host),
             command,
@@ -176,7 +204,20 @@ class Lab:
         """Start a command `ranks_per_host` times on each host with the variables that torchrun sets, for gloo.
 
         LOCAL_RANK counts the ranks of one node (of one host, without nodes); OMP_NUM_THREADS is 1 unless set.
-        Raises ConfigError unless `ranks_per_host` is at least 1.
+
+        Args:
+            command: program and arguments.
+            environment: changes to this process's environment and to the variables that are set here.
+            ranks_per_host: processes on each host.
+            port: MASTER_PORT, on host 0.
+            cwd: working directory; None: this process's.
+            on_line: called with every line that the programs print.
+
+        Returns:
+            The programs by rank, each named "rank" and its number.
+
+        Raises:
+            ConfigError: `ranks_per_host` is below 1.
         """
         if ranks_per_host < 1:
             raise ConfigError(f"ranks_per_host is {ranks_per_host}, but it must be at least 1")
@@ -204,7 +245,7 @@ class Lab:
         return programs
 
     def signal(self, host: int, number: signal.Signals) -> None:
-        """Send a signal to every program on a host that still runs, and to their children."""
+        """Send a signal to the programs that still run on a host, and to their children."""
         namespace = self._host(host)
         for program in self._programs:
             if program.namespace == namespace:
@@ -217,11 +258,13 @@ class Lab:
         return f"{self._name}s"
 
     def _host(self, number: int) -> str:
+        """Name of a host's namespace."""
         if not 0 <= number < self.num_hosts:
             raise ConfigError(f"there is no host {number}; hosts are numbered from 0 to {self.num_hosts - 1}")
         return f"{self._name}h{number}"
 
     def _build(self) -> None:
+        """Make namespaces, bridges and cables, and limit the links."""
         run_tool("ip", "netns", "add", self._switch)
         self._add_bridge("core")
         for node in range(self.num_nodes or 0):
@@ -261,7 +304,7 @@ def _add_cable(near: End, far: End) -> None:
 
 
 def _kill_inside(namespace: str) -> None:
-    """Kill all processes of a namespace; one that was never made has none."""
+    """Kill all processes of a namespace, which may not exist."""
     with suppress(RuntimeError):
         for pid in run_tool("ip", "netns", "pids", namespace).split():
             with suppress(ProcessLookupError):
@@ -269,14 +312,14 @@ def _kill_inside(namespace: str) -> None:
 
 
 def _remove(namespace: str) -> None:
-    """Kill what is left inside of a namespace and delete it."""
+    """Kill the processes that are left in a namespace, and delete it."""
     _kill_inside(namespace)
     with suppress(RuntimeError):
         run_tool("ip", "netns", "delete", namespace)
 
 
 def _remove_abandoned() -> None:
-    """Remove the namespaces of labs whose process was killed before it could."""
+    """Remove the namespaces of labs whose process was killed before it could remove them."""
     for line in run_tool("ip", "netns", "list").splitlines():
         found = re.match(r"laconic([0-9]+)n[0-9]+(?:s|h[0-9]+)\b", line)
         if found is not None and not Path("/proc", found[1]).exists():

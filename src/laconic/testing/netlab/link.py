@@ -1,6 +1,6 @@
-"""One cable of the lab: two interfaces whose rate, state and byte counts can be set and read.
+"""Cables of the lab: pairs of interfaces with a rate, a state (plugged in or cut) and byte counts.
 
-Token buckets (tbf) at both ends limit what goes in and what comes out, as on a full-duplex cable.
+Token buckets (tbf) at both ends limit each direction on its own, as on a full-duplex cable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SLOWEST_BITS_PER_SECOND = 8000.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that have passed a link so far, Ethernet and IP headers included, as its near end counts them."""
+    """Bytes that a link's near end has sent and received so far, Ethernet and IP headers included."""
 
     sent_nbytes: int
     received_nbytes: int
@@ -33,14 +33,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class End:
-    """One interface: the namespace it lives in and its name there."""
+    """One interface: its network namespace and its name there."""
 
     namespace: str
     device: str
 
 
 class Link:
-    """A cable between a host (or a node's switch), its near end, and the switch behind it, its far end."""
+    """A cable between a host (or a node's switch), its near end, and the switch behind it, its far end.
+
+    Attributes:
+        name: "host 0", "node 0" and so on.
+        near, far: the interfaces at both ends.
+        bits_per_second: rate in each direction; None without a limit.
+    """
 
     def __init__(self, name: str, near: End, far: End) -> None:
         self.name = name
@@ -49,16 +55,17 @@ class Link:
         self.bits_per_second: float | None = None
 
     def limit(self, bits_per_second: float | None) -> None:
-        """Let this many bits pass per second in each direction from now on; None: as many as the machine can.
+        """Set the rate in each direction, from now on; None removes the limit.
 
-        Raises ConfigError when the rate is not a number of at least 8000.
+        Raises:
+            ConfigError: the rate is not a finite number of at least 8000 bits per second.
         """
         if bits_per_second is not None:
             check_rate(f"the rate of {self.name}", bits_per_second)
         for end in (self.near, self.far):
-            # What the link carries in 1 ms may pass at once after a pause: less costs rate when timers are late, more
-            # would let short messages through at no cost. What it carries in 50 ms may queue; a sender with more than
-            # that is told by losses.
+            # After a pause, as much as the link carries in 1 ms may pass at once: a smaller burst costs rate when
+            # timers are late, a larger one would let short messages through at no cost. As much as it carries in 50 ms
+            # may queue; beyond that packets are lost.
             if bits_per_second is not None:
                 burst = max(16 * 1024, int(bits_per_second / 8 * 0.001))
                 run_tool(
@@ -70,7 +77,7 @@ class Link:
         self.bits_per_second = bits_per_second
 
     def cut(self) -> None:
-        """Unplug the cable: what is queued is lost, and nothing passes until `join`."""
+        """Unplug the cable: queued packets are lost, and nothing passes until `join`."""
         run_tool("ip", "-n", self.far.namespace, "link", "set", self.far.device, "down")
 
     def join(self) -> None:
@@ -78,16 +85,17 @@ class Link:
         run_tool("ip", "-n", self.far.namespace, "link", "set", self.far.device, "up")
 
     def traffic(self) -> Traffic:
-        """What has passed so far."""
+        """Read the bytes that have passed so far."""
         shown = run_tool("ip", "-n", self.near.namespace, "-s", "-j", "link", "show", "dev", self.near.device)
         counts = json.loads(shown)[0]["stats64"]
         return Traffic(counts["tx"]["bytes"], counts["rx"]["bytes"])
 
 
 def bits_per_second_of(text: str) -> float:
-    """The rate that "100mbit", "2.5gbit" or "1e9" means, in bits per second.
+    """Read a rate such as "100mbit", "2.5gbit" or "1e9", in bits per second.
 
-    Raises ConfigError when it is not a rate of at least 8000 bits per second.
+    Raises:
+        ConfigError: `text` is not a rate of at least 8000 bits per second.
     """
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([a-z]*)", text.strip().lower())
     try:
@@ -103,7 +111,11 @@ def bits_per_second_of(text: str) -> float:
 
 
 def check_rate(name: str, bits_per_second: float) -> None:
-    """Raise ConfigError unless a link can have this rate."""
+    """Check that a link can have this rate; `name` is what the message calls it.
+
+    Raises:
+        ConfigError: the rate is not a finite number of at least 8000 bits per second.
+    """
     if not (math.isfinite(bits_per_second) and bits_per_second >= _SLOWEST_BITS_PER_SECOND):
         raise ConfigError(
             f"{name} is {bits_per_second} bits per second, but it must be a number of at least"
@@ -112,7 +124,11 @@ def check_rate(name: str, bits_per_second: float) -> None:
 
 
 def run_tool(*command: str) -> str:
-    """Run `ip` or `tc` and return what it prints; RuntimeError with its message when it fails."""
+    """Run `ip` or `tc` and return what it prints.
+
+    Raises:
+        RuntimeError: the program fails; with what it printed to standard error.
+    """
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""A process on a host of the lab, what it prints, and the signals it gets."""
+"""Programs on the hosts of a lab: their output, their signals and their end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import IO
 __all__ = ["Ending", "OnLine", "Program", "finish"]
 
 OnLine = Callable[["Program", str], None]
-"""Told every line that a program prints, without its line break, while it runs; called from threads."""
+"""Callback for every line that a program prints, without its line break, while it runs; called from threads."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a program ended: exit code (minus the signal's number when one killed it) and all it printed."""
+    """How a program ended: exit code (minus the signal's number when one killed it) and all of its output."""
 
     code: int
     out: str
@@ -31,7 +31,15 @@ class Ending:
 class Program:
     """A command in a network namespace, in a session of its own so that signals reach its children too.
 
-    Two threads read what it prints, so that it never waits for somebody to read it.
+    Two threads read its output, so that it never waits for a reader.
+
+    Args:
+        namespace: name of the network namespace.
+        command: program and arguments.
+        environment: all variables of the process.
+        name: of the program in messages.
+        cwd: working directory; None: this process's.
+        on_line: called with every line that the program prints.
     """
 
     def __init__(
@@ -71,34 +79,36 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """The process's number; `ip` has become the command itself."""
+        """Process id of the command, which `ip` has replaced itself with."""
         return self._popen.pid
 
     @property
     def code(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Exit code; None while the program runs."""
         return self._popen.poll()
 
     @property
     def out(self) -> str:
-        """What it has printed so far."""
+        """Standard output so far."""
         return "".join(self._lines["out"])
 
     @property
     def err(self) -> str:
-        """What it has printed to standard error so far."""
+        """Standard error so far."""
         return "".join(self._lines["err"])
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and its children; nothing happens when it has ended."""
-        if self.code is None:  # afterwards its number may belong to somebody else
+        """Send a signal to the process and its children; do nothing when it has ended."""
+        if self.code is None:  # afterwards its process id may belong to another process
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def wait_for(self, text: str, timeout_seconds: float = 60) -> None:
-        """Return once it has printed `text`.
+        """Wait until the program has printed `text`.
 
-        Raises TimeoutError after that many seconds, RuntimeError when it ends before; both with what it printed.
+        Raises:
+            TimeoutError: it has not after `timeout_seconds`; with its output.
+            RuntimeError: it ended before; with its output.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._printed:
@@ -111,7 +121,11 @@ class Program:
                 self._printed.wait(timeout=0.1)
 
     def wait(self, timeout_seconds: float) -> Ending:
-        """Wait for its end. Raises TimeoutError with what it printed when it is still running then."""
+        """Wait for the program's end.
+
+        Raises:
+            TimeoutError: it is still running after `timeout_seconds`; with its output.
+        """
         try:
             code = self._popen.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -123,7 +137,7 @@ class Program:
         return Ending(code, self.out, self.err)
 
     def kill(self) -> None:
-        """End it and its children at once, and wait until they are gone."""
+        """Kill the process and its children, and wait for its end."""
         self.signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=10)
@@ -131,6 +145,7 @@ class Program:
             reader.join(timeout=10)
 
     def _read(self, stream: IO[str], lines: list[str]) -> None:
+        """Collect the lines of a stream until it is closed; runs in a thread."""
         with stream:
             for line in stream:
                 with self._printed:
@@ -141,6 +156,10 @@ class Program:
 
 
 def finish(programs: Sequence[Program], timeout_seconds: float) -> list[Ending]:
-    """Wait for all programs, `timeout_seconds` in all. Raises TimeoutError naming one that is still running."""
+    """Wait until all programs have ended, for at most `timeout_seconds` in all.
+
+    Raises:
+        TimeoutError: a program is still running; the message names it.
+    """
     deadline = time.monotonic() + timeout_seconds
     return [program.wait(max(0.0, deadline - time.monotonic())) for program in programs]

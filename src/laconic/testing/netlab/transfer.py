@@ -1,4 +1,4 @@
-"""One TCP transfer of known size: what calibrates a link. Run as a program on two hosts; needs the standard library."""
+"""One TCP transfer of known size, to calibrate a link: a program for two hosts that needs only the standard library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ _PORT = 7777
 
 
 def receive(address: str, num_bytes: int) -> None:
-    """Take `num_bytes` from one connection and say when all have come."""
+    """Receive `num_bytes` from one connection and acknowledge them with one byte.
+
+    Raises:
+        ConnectionError: the sender closes the connection earlier.
+    """
     with socket.create_server((address, _PORT)) as server:
         print("ready", flush=True)
         connection, _ = server.accept()
@@ -25,7 +29,7 @@ def receive(address: str, num_bytes: int) -> None:
 
 
 def send(address: str, num_bytes: int) -> None:
-    """Send `num_bytes` and print the bits per second until the other side had them."""
+    """Send `num_bytes` and print the rate in bits per second, up to the receiver's acknowledgement."""
     payload = bytes(min(num_bytes, 1 << 20))
     with socket.create_connection((address, _PORT), timeout=60) as connection:
         started = time.perf_counter()
