@@ -1,6 +1,6 @@
 """Checks this installation for `laconic doctor`: versions, machine, kernels, devices, backends, and whether they work.
 
-`problems` keep laconic from working here; `hints` name missing extras and what they would bring.
+Its `problems` keep laconic from working here; its `hints` name missing extras and what needs them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _EXTRAS = {
     "transformers": "laconic train needs transformers: pip install 'laconic[train]'",
     "tqdm": "the live progress bar needs tqdm: pip install 'laconic[train]'",
 }
-# Half of the widest gap between neighbouring levels, as a share of the largest, with room for the rounding of a
-# bfloat16 scale (2**-9): no value may come back further away than this share of its block's largest.
+# Bound on the error of a value, as a share of the largest magnitude in its block: half of the widest gap between
+# neighbouring levels, with room for the rounding of a bfloat16 scale (2**-9).
 _ERROR_BOUNDS = {
     "nf4": 0.152 + 0.002,
     "e2m1": 1 / 6 + 0.002,
@@ -49,7 +49,7 @@ Dequantize = Callable[[Tensor, Tensor, str, int], Tensor]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of this machine; every part is plain data."""
+    """State of this machine and installation, as plain data."""
 
     versions: dict[str, str | None]
     machine: dict[str, Any]
@@ -57,17 +57,17 @@ class Diagnosis:
     devices: list[dict[str, Any]]
     backends: dict[str, bool]
     self_test: dict[str, str]
-    """Implementation -> "ok" or what is wrong."""
+    """Result of each implementation: "ok", or what is wrong with it."""
     problems: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all fields as plain dicts and lists, for `--json`."""
         return asdict(self)
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine and run the self test (about a second)."""
+    """Inspect this machine and run the self test, which takes about a second."""
     problems: list[str] = []
     kernels: dict[str, dict[str, str]] = {}
     self_test: dict[str, str] = {}
@@ -76,7 +76,7 @@ def diagnose() -> Diagnosis:
 
         kernels = kernels_in_use()
         self_test = _test_kernels() | _test_lossless()
-    except LaconicError as error:  # an environment variable asks for kernels that are not there
+    except LaconicError as error:  # an environment variable asks for kernels that are missing
         problems.append(str(error))
     backends = _backends()
     if backends.get("gloo"):
@@ -98,7 +98,7 @@ def diagnose() -> Diagnosis:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """`diagnosis` as text for a terminal."""
+    """Format `diagnosis` as text for a terminal."""
     machine = diagnosis.machine
     sections: list[tuple[str, list[tuple[str, str]]]] = [
         ("versions", [(name, version or "not installed") for name, version in diagnosis.versions.items()]),
@@ -174,7 +174,7 @@ def _backends() -> dict[str, bool]:
 
 
 def _test_kernels() -> dict[str, str]:
-    """Every implementation that can run here: same bits as the reference, and values close to what went in."""
+    """Test the block-wise ops of every implementation that runs here: the reference's bits, errors within bounds."""
     from laconic.ops import dequantize_blockwise, native, quantize_blockwise, reference
 
     def quantize_reference(x: Tensor, code: str) -> tuple[Tensor, Tensor]:
@@ -223,7 +223,7 @@ def _test_one(quantize: Quantize, dequantize: Dequantize, expected: Quantize, de
 
 
 def _test_lossless() -> dict[str, str]:
-    """Lossless messages of every implementation that can run here: the reference's bytes, and every value back."""
+    """Test the lossless ops of every implementation that runs here: the reference's bytes, values restored exactly."""
     from laconic.ops import lossless_decode_, lossless_encode, native, reference
 
     results = {}
@@ -267,7 +267,7 @@ def _test_messages(
 
 
 def _test_gloo() -> str:
-    """One all-reduce in a group of one process: the network interface gloo picks must be usable."""
+    """Run one all-reduce in a group of one process: gloo must find a usable network interface."""
     if dist.is_initialized():
         return "ok"
     try:

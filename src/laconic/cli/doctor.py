@@ -10,7 +10,7 @@ __all__ = ["run"]
 
 
 def run(args: Sequence[str]) -> int:
-    """Run `laconic doctor` with `args`; returns 1 if a required part is broken."""
+    """Run `laconic doctor` with `args`; return 1 if a required part is broken, else 0."""
     parser = argparse.ArgumentParser(
         prog="laconic doctor",
         description="Show versions, kernels, devices and distributed backends, and run a short self test. "

@@ -1,9 +1,9 @@
 """Flags over the configuration tree, parsed by tyro.
 
-tyro sees a mirror of the dataclasses: the same fields, types, groups and help, the merged values as defaults, but no
-rules, so that rules are judged once, on the final values, and reported in one way. What tyro does not do is added
-here: a misspelt flag names the nearest known one, `--flag=false` works for booleans, and `--model.extra.NAME VALUE`
-fills a table.
+tyro gets a mirror of the dataclasses: the same fields, types, groups and help, the merged values as defaults, but no
+rules, so that rules are checked once, on the final values, and reported in one way. This module adds what tyro lacks:
+the message for a misspelt flag names the nearest known one, `--flag=false` works for booleans, and
+`--model.extra.NAME VALUE` fills a table.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse_flags(
 
 
 def option(args: Sequence[str], name: str) -> str | None:
-    """The last value given to `--name VALUE` or `--name=VALUE` in `args`, before the real parse; None if absent."""
+    """Find the last value of `--name VALUE` or `--name=VALUE` in `args`, before they are parsed; None if absent."""
     found = None
     for index, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
@@ -80,7 +80,7 @@ def _negated(name: str) -> str:
 
 
 def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """`args` as tyro spells them, and values of table flags by dotted names.
+    """Spell `args` as tyro does, and collect the values of table flags by dotted names.
 
     Raises:
         ConfigError: a flag is not known.
@@ -123,7 +123,7 @@ def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str
 
 
 def _toml_value(text: str) -> Any:
-    """`text` as a TOML value (number, true, list, quoted string); what is none of these is a plain string."""
+    """Parse `text` as a TOML value (number, true, list, quoted string); anything else is a plain string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
@@ -135,7 +135,7 @@ def _toml_value(text: str) -> Any:
 def _mirror(
     cls: type, values: Mapping[str, Any], prefix: str = "", own_fields: Sequence[tuple[str, Any, Any]] = ()
 ) -> type:
-    """A dataclass like `cls`, with `values` as defaults and without its rules."""
+    """Make a dataclass like `cls`, with `values` as defaults and without its rules."""
     import tyro
 
     annotated: Any = Annotated  # type checkers want literal types inside it; ours come from the fields
@@ -153,7 +153,7 @@ def _mirror(
             table = annotated[Any, tyro.conf.arg(help=text), tyro.conf.Fixed]
             fields.append((field.name, table, dataclasses.field(default_factory=partial(dict, value))))
         else:
-            default = tuple(value) if isinstance(value, list) else value  # as TOML has it, but a dataclass has not
+            default = tuple(value) if isinstance(value, list) else value  # dataclasses refuse lists
             fields.append((field.name, annotated[hint, tyro.conf.arg(help=text)], dataclasses.field(default=default)))
     made = dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
     made.__doc__ = cls.__doc__

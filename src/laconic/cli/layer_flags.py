@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer and its grid on the command line."""
+"""Flags for the shape of a mixture-of-experts layer and for its grid of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["add_layer", "layer_shape"]
 
 
 def add_layer(add: Callable[..., object]) -> None:
-    """Flags of the layer and of its groups, but for `--dtype`; `add` is an `add_argument`."""
+    """Add the flags of the layer and of its process groups, except `--dtype`; `add` is argparse's `add_argument`."""
     numbers = {
         "tokens": (1024, "of a process"),
         "model-dim": (1024, "of a token"),
@@ -29,7 +29,7 @@ def add_layer(add: Callable[..., object]) -> None:
 
 
 def layer_shape(options: argparse.Namespace) -> LayerShape:
-    """The layer and grid that the flags describe.
+    """Read the layer and the grid that the flags describe.
 
     Raises:
         ConfigError: the layer is not possible.

@@ -1,8 +1,8 @@
-"""The command `laconic`: finds the subcommand, runs it, turns our errors into one line and an exit code.
+"""The command `laconic`: runs a subcommand, and turns laconic's errors into one line and an exit code.
 
 Subcommands are imported when they are called, so that `laconic --help` needs neither torch nor transformers.
-Exit codes: 0 done, 1 the command's own "no" (a failed self test), 2 bad input, 130 interrupted with Ctrl-C; `train`
-passes on the code of the training processes.
+Exit codes: 0 done, 1 the command's answer is no (a self test fails, a plan does not fit), 2 bad input, 130
+interrupted with Ctrl-C; `train` returns the exit code of the training processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMANDS = {
     "verify": "compare every checksum of what zip wrote",
     "doctor": "show versions, kernels and devices, and test them",
 }
-"""Name of each subcommand and what it does; `laconic.cli.<name>.run(args)` carries it out."""
+"""Subcommands and their summaries; `laconic.cli.<name>.run(args)` runs one and returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"laconic: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of our output left (`laconic ... | head`); give the interpreter's last flush somewhere to go.
+        # The reader of stdout has gone (`laconic ... | head`); the interpreter's last flush must not fail on the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`laconic plan`: does a run fit, and which activations must be kept in how many bits so that it does."""
+"""`laconic plan`: predict whether a run fits into memory, and choose the bits of its activations so that it does."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
 _ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")
 _MOST = 10**9
-"""The largest number that can be planned: arithmetic and solver work with 64-bit floats."""
+"""Largest integer that the planner accepts: its arithmetic and its solver use 64-bit floats."""
 
 
 def run(args: Sequence[str]) -> int:
-    """Run `laconic plan` with `args`: 0 if the run fits (or no budget was given), 1 if it does not."""
+    """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
     options = _parser().parse_args(args)
     if options.calibrate is not None:
         return _calibrate(options)

@@ -1,4 +1,4 @@
-"""`laconic profile`: measure links and codecs of this cluster, for the choice of collectives."""
+"""`laconic profile`: measure the links and codecs of this cluster, for the cost model that chooses collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 
 def run(args: Sequence[str]) -> int:
-    """Run `laconic profile` with `args`: as one of torchrun's processes, or start some here."""
+    """Run `laconic profile` with `args`, as one of torchrun's processes or in local ones that it starts itself."""
     options = _parser().parse_args(args)
     from laconic.train.distributed.world import join_world, read_environment
 
@@ -74,7 +74,7 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
 
 
 def _finish(world: World, rates: WireRates | MoERates, text: str, path: Path, see: str) -> int:
-    # Every node may look at a disk of its own.
+    # Each node may have its own disk.
     if world.local_rank == 0:
         rates.save(path)
     if world.is_main:
@@ -93,7 +93,7 @@ def _lossy(names: Sequence[str]) -> list[Codec]:
 
 
 def _start(num_processes: int, args: Sequence[str]) -> int:
-    """Run the command in `num_processes` processes on this machine; the first exit code that is not 0."""
+    """Run the command in `num_processes` processes on this machine; return the first exit code that is not 0."""
     if num_processes < 2:
         raise ConfigError(f"nproc is {num_processes}, but links need at least 2 processes")
     from laconic.train.launch.rendezvous import local_rendezvous

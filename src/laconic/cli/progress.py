@@ -11,7 +11,15 @@ __all__ = ["progress_bar"]
 
 @contextlib.contextmanager
 def progress_bar(total_nbytes: Callable[[], int], what: str) -> Iterator[Callable[[int], None] | None]:
-    """A function to call with numbers of bytes done; None when stderr is no terminal or tqdm is missing."""
+    """Show a progress bar while the block runs.
+
+    Args:
+        total_nbytes: returns the bytes of the whole work; called only if there is a bar.
+        what: label of the bar.
+
+    Yields:
+        A function to call with each number of further bytes done; None when stderr is no terminal or tqdm is missing.
+    """
     if not sys.stderr.isatty():
         yield None
         return

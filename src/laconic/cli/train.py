@@ -26,7 +26,7 @@ _OWN_FLAGS = {
 
 
 def run(args: Sequence[str]) -> int:
-    """Run `laconic train` with `args`; returns the exit code of training."""
+    """Run `laconic train` with `args`; return the exit code of training."""
     config, asked = resolve(args)
     if asked["schema"]:
         print(json.dumps(json_schema(), indent=2))
@@ -41,7 +41,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
-    """The configuration that `args` ask for, and the values of the command's own flags.
+    """Resolve the configuration that `args` ask for, and the values of the command's own flags.
 
     Layers, weakest first: defaults; the --recipe; with --resume, the config.toml saved in the run directory; what the
     --plan was made for; the --config file; flags.

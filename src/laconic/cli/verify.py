@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def add_zipped(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of reading a zipped file or directory to `parser`: its path, --base and --jobs."""
+    """Add the arguments that name a zipped file or directory to `parser`: its path, --base and --jobs."""
     parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="what `laconic zip` wrote")
     parser.add_argument(
         "--base", metavar="BASE", type=path_of, help="the checkpoint it was zipped against with --delta"
@@ -53,7 +53,7 @@ def add_zipped(parser: argparse.ArgumentParser) -> None:
 
 
 def note_unlisted(names: Sequence[str]) -> None:
-    """Say that a zipped directory holds files that are no part of it."""
+    """Note on stderr the files of a zipped directory that its manifest does not list, if there are any."""
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         print(f"laconic: note: left alone, because the manifest does not list them: {shown}", file=sys.stderr)

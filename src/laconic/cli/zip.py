@@ -64,7 +64,11 @@ def run(args: Sequence[str]) -> int:
 
 
 def path_of(text: str) -> Path:
-    """The path `text`, for argparse. An empty one, as of a variable that is not set, would be the working directory."""
+    """Parse a path, for argparse.
+
+    Raises:
+        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory.
+    """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
