@@ -1,4 +1,4 @@
-"""Schedules as data: which task runs on which stream in which order. Pure Python, without torch.
+"""Schedules as data: the stream and the order of every task. Pure Python, without torch.
 
 >>> from laconic.schedule import make_schedule
 >>> make_schedule("interleaved-1f1b", num_ranks=4, num_micro_batches=8, stages_per_rank=2).peak_in_flight()

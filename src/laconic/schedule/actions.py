@@ -1,4 +1,4 @@
-"""One step of a pipeline: which pass of which stage, on which micro-batch.
+"""Actions of a pipeline: a pass of one stage over one micro-batch.
 
 The text form is that of torch.distributed.pipelining: stage, kind, micro-batch, so `2F0` is the forward of micro-batch
 0 through stage 2.
@@ -55,7 +55,7 @@ def parse_action(text: str) -> Action:
 
 
 def actions_of(action: Any) -> Iterator[Action]:
-    """The passes in one entry of torch's `pipeline_order`: none, one, or those of an overlapped pair.
+    """Yield the passes in one entry of torch's `pipeline_order`: none, one, or those of an overlapped pair.
 
     Args:
         action: None, or an object with `stage_index`, `computation_type`, `microbatch_index` and `sub_actions` as in

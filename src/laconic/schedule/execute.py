@@ -1,6 +1,6 @@
-"""Executes a plan: the tasks that were simulated, with actions, on real streams.
+"""Executes a plan on real streams: runs an action for each task that was simulated.
 
-`execute` issues every task once, in the plan's order, and each stream does its own in that order. A stream is a thread
+`execute` issues every task once, in the plan's order, and each stream runs its own in that order. A stream is a thread
 (`ThreadStream`), the caller's own thread (`InlineStream`), a CUDA stream (`laconic.moe.pipeline.cuda_streams`) or any
 other `Stream`. Ranks that execute equal plans start the tasks of a stream in the same order, so a stream may own a
 process group and issue its collectives without any further agreement.
@@ -27,7 +27,7 @@ Action = Callable[[], object]
 
 
 class Work(Protocol):
-    """A task that was given to a stream."""
+    """Handle of a task that a stream has accepted."""
 
     def wait(self) -> None:
         """Wait for the end of the task, on a device by the current stream; never raises the task's error."""
@@ -93,7 +93,7 @@ def execute(plan: StreamPlan, actions: Mapping[str, Action], streams: Mapping[st
         streams: by name of the stream. Two names may share a stream.
 
     Raises:
-        ScheduleError: a task has no action or its stream is not there, or an action is for no task.
+        ScheduleError: a task has no action, its stream is missing, or an action is for no task.
     """
     for kind, wanted, given in (
         ("task", [task.name for task in plan.tasks], actions),
@@ -116,7 +116,7 @@ def execute(plan: StreamPlan, actions: Mapping[str, Action], streams: Mapping[st
         for work in works.values():
             work.wait()
     except BaseException:
-        failed.set()  # for example Ctrl-C while waiting: what has not started does not start any more
+        failed.set()  # for example Ctrl-C while waiting: tasks that have not started are skipped
         raise
     results: dict[str, object] = {}
     for task in plan.in_order():
@@ -242,10 +242,10 @@ def _serve(items: SimpleQueue[_Item | None]) -> None:
                 return action()
 
         work.run(entered, after)
-        del item, work, action, after, around, entered  # and with them what the action closes over
+        del item, work, action, after, around, entered  # frees what the action closes over
 
 
 def _stop(items: SimpleQueue[_Item | None], thread: threading.Thread) -> None:
     items.put(None)
     if thread is not threading.current_thread():
-        thread.join(timeout=5)  # a task that hangs is not waited for
+        thread.join(timeout=5)  # do not wait longer for a task that hangs

@@ -1,6 +1,6 @@
 """Timelines as pictures: one row per stream, one bar per task, the critical path outlined.
 
-HTML is drawn here, as one file with nothing else to load; a PNG needs matplotlib (`pip install 'laconic[plots]'`).
+HTML is one file that loads nothing else; a PNG needs matplotlib (`pip install 'laconic[plots]'`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["gantt_html", "save_gantt"]
 
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac")
 _WIDTH, _LEFT, _ROW, _TOP = 1000, 150, 30, 60  # pixels
-_LETTER = 7  # pixels that a letter takes, about
+_LETTER = 7  # approximate width of a letter in pixels
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ def save_gantt(timelines: Timeline | Mapping[str, Timeline], path: str | Path, t
     """Write a chart: HTML if the name ends so, otherwise PNG or whatever else matplotlib makes of the ending.
 
     Args:
-        timelines: one, or several by name, below each other on one axis of time.
+        timelines: one, or several by name, drawn below each other on one time axis.
+        path: of the file; its ending decides the format.
+        title: above the chart.
 
     Raises:
         ScheduleError: matplotlib is missing or does not know the ending, or the file cannot be written.
@@ -53,7 +55,7 @@ def save_gantt(timelines: Timeline | Mapping[str, Timeline], path: str | Path, t
 
 
 def gantt_html(timelines: Timeline | Mapping[str, Timeline], title: str = "") -> str:
-    """The chart as a page of its own. What a task is, when it ran and what it waited for is shown under the pointer."""
+    """Draw the chart as an HTML page; the tooltip of a bar has the task's name, its times and its prerequisites."""
     rows, bars, whole = _layout(timelines)
     unit, scale = _unit(whole)
     pixels = (_WIDTH - _LEFT - 20) / whole if whole else 0.0
@@ -111,7 +113,7 @@ def _save_figure(timelines: Timeline | Mapping[str, Timeline], path: Path, title
     colors = _colors(bars)
     figure = Figure(figsize=(12, 1.8 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    inches = 9.0  # what of the width the bars have, about
+    inches = 9.0  # approximate width that the bars have
     for bar in bars:
         start, width = bar.span.start_seconds * scale, bar.span.seconds * scale
         axes.barh(
@@ -178,7 +180,7 @@ def _cycle() -> Iterator[str]:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """The unit of time that suits, and how many of it a second has."""
+    """Choose the unit of time for an axis of `seconds`, and how many of it a second has."""
     for unit, scale in (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6)):
         if seconds * scale >= 1:
             return unit, scale

@@ -1,14 +1,14 @@
-"""Where in backward dense gradients are reduced: in the windows in which the wire between nodes is idle.
+"""Plans the reduction of dense gradients in backward, in windows in which the link between nodes is idle.
 
 FSMoE (arXiv 2501.10714, section 5) calls it adaptive gradient partitioning: fill the windows greedily, then place the
-rest by differential evolution. Neither is needed. A part of backward takes, with a reduction of t seconds in it,
+rest by differential evolution. This module needs neither. A part of backward with a reduction of t seconds takes
 
     f(t) = min over degrees r of  base_r + max(0, t - window_r)
 
 where base_r is the makespan without the reduction and window_r the slack of an empty one. All slopes are 0 or 1, and
-what is not reduced yet can always wait. So in every part it is enough to consider, for every degree, three amounts:
-nothing, what fits into the window, all there is. Keeping only the states that are not surely worse than another, going
-through the parts in order finds the least time.
+gradients that are not reduced yet can always wait. So for every part and degree three amounts suffice: nothing, as much
+as fits into the window, everything. A pass through the parts in order, which drops states that another one dominates,
+finds the least time.
 """
 
 from __future__ import annotations
@@ -163,10 +163,10 @@ def fill_windows(
         parts: in the order in which backward runs them.
         reduction: time of a reduction between nodes, by bytes.
         degrees: candidates for every mixture layer.
-        one_wire: traffic inside a node and between nodes shares a link.
+        one_wire: whether traffic inside a node and between nodes shares a link.
 
     Raises:
-        ScheduleError: names are there twice, or there are no degrees to try.
+        ScheduleError: two parts have the same name, or there are no degrees to try.
     """
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
@@ -207,7 +207,7 @@ def fill_windows(
 
 
 def _options(times: LayerTimes, degrees: Sequence[int], one_wire: bool) -> list[_Option]:
-    """Degrees that no other beats in both time and window."""
+    """Return the degrees that no other one beats in both time and window."""
     found = []
     for degree in degrees:
         timeline = simulate(pipeline_plan(times, degree, 0.0, one_wire=one_wire))
@@ -221,7 +221,7 @@ def _options(times: LayerTimes, degrees: Sequence[int], one_wire: bool) -> list[
 
 
 def _amounts(option: _Option, waiting: float, alpha: float, beta: float) -> list[float]:
-    """Bytes worth considering. A full window costs nothing, so with it, reducing nothing is not worth considering."""
+    """Return the numbers of bytes to try. Filling the window is free, so with a window, 0 bytes need no try."""
     if waiting <= 0:
         return [0.0]
     if option.window_seconds >= alpha + beta * waiting:
@@ -240,10 +240,10 @@ def _seconds(option: _Option, sent: float, reduction: ReductionLine) -> float:
 
 
 def _pruned(states: list[_State], alpha: float, beta: float) -> list[_State]:
-    """The states that no other dominates.
+    """Return the states that no other dominates.
 
-    One state dominates another if it could do all that the other does and send its extra bytes at the very end, as one
-    more message, in no more time.
+    One state dominates another if it takes no more time when it continues as the other does and sends its extra bytes
+    at the very end, as one more message.
     """
     states.sort(key=lambda state: (state.seconds, state.waiting_nbytes))
     kept: list[_State] = []
@@ -291,11 +291,11 @@ def _plan_of(state: _State, parts: Sequence[BackwardPart], reduction: ReductionL
 
 
 def backward_plan(parts: Sequence[BackwardPart], plan: GradientPlan, *, one_wire: bool = False) -> StreamPlan:
-    """The whole backward as tasks: parts one after the other, each with its reduction beside it.
+    """Turn the whole backward into tasks: parts one after the other, each overlapped with its reduction.
 
     Names begin with the part's, as in `mlp 3 dispatch 0`; a dense part is one task of its name on `compute`; reductions
-    are `<part> gradients`, and `gradients` at the end. Takes plan.seconds where dense parts and mixture layers
-    alternate, and not longer elsewhere.
+    are `<part> gradients`, and `gradients` at the end. The makespan is plan.seconds where dense parts and mixture
+    layers alternate, and not more elsewhere.
 
     Raises:
         ScheduleError: the plan is for other parts.

@@ -46,7 +46,7 @@ GRADIENTS = "gradients"
 """The task that reduces a slice of the dense gradients."""
 
 DEGREES = range(1, 17)
-"""The degrees that are tried."""
+"""Degrees to try by default."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ChunkTime:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Time of each step of one layer in one direction, on the slowest rank.
+    """Time of each step of one layer, forward or backward, on the slowest rank.
 
     Attributes:
         dispatch: all-to-all of tokens to their experts.
@@ -111,7 +111,7 @@ def pipeline_tasks(
     after: tuple[str, ...] = (),
     one_wire: bool = False,
 ) -> list[Task]:
-    """The tasks of `pipeline_plan`, to combine with others.
+    """Make the tasks of `pipeline_plan`, to combine them with others.
 
     Args:
         times, degree, gradient_seconds: as in `pipeline_plan`.
@@ -151,13 +151,13 @@ def pipeline_tasks(
 def pipeline_plan(
     times: LayerTimes, degree: int, gradient_seconds: float | None = None, *, one_wire: bool = False
 ) -> StreamPlan:
-    """One layer in `degree` chunks.
+    """Plan one layer in `degree` chunks.
 
     Its tasks are `dispatch i`, `all_gather i`, `experts i`, `reduce_scatter i`, `combine i` and `share i`. The same
     names serve forward and backward; in backward, `dispatch` carries the gradients of what forward combined.
 
     Args:
-        times: of the direction.
+        times: of the forward or the backward.
         degree: number of chunks.
         gradient_seconds: of the task `gradients`, which reduces dense gradients between dispatches and combines, where
             the link between nodes is idle. None leaves it out.
@@ -186,7 +186,7 @@ class DegreeChoice:
 def best_degree(
     times: LayerTimes, gradient_seconds: float = 0.0, degrees: Iterable[int] = DEGREES, *, one_wire: bool = False
 ) -> DegreeChoice:
-    """The degree with the smallest makespan by simulation, the smallest of equals.
+    """Choose the degree with the smallest makespan by simulation; of equals, the smallest.
 
     The paper minimizes its closed forms over real degrees by SLSQP; a scan over integers is as good, needs no solver
     and holds where gather and scatter take different times.
@@ -218,7 +218,7 @@ class ClosedForm:
 
 
 def closed_form(times: LayerTimes, degree: int, gradient_seconds: float = 0.0) -> ClosedForm:
-    """The layer's time by the paper's predicates Q1 to Q7 and its four cases.
+    """Compute the layer's time by the paper's predicates Q1 to Q7 and its four cases.
 
     Equal to the simulation where all_gather and reduce_scatter take the same time; elsewhere never above it.
 

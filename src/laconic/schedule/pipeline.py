@@ -1,7 +1,7 @@
-"""A pipeline schedule: the actions of every rank in order, and what follows from them.
+"""A pipeline schedule: the actions of every rank in order, with their memory, time and correctness.
 
-Nothing here knows a particular schedule. A replay of the actions finds how many micro-batches are in flight, how long a
-step takes and whether the schedule can run at all.
+The code works for any schedule: it replays the actions to find how many micro-batches are in flight, how long a step
+takes and whether the schedule can run at all.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PipelineSchedule:
     def peak_states(self, rank: int) -> list[dict[int, int]]:
         """The maximal states of a rank: micro-batches in flight by stage, none of them below another in every stage.
 
-        Whatever the stages keep per micro-batch, the peak of memory is at one of these.
+        For any bytes per stage and micro-batch, the peak of memory is at one of these.
         """
         stages = self.stages_of(rank)
         seen = {tuple(state[stage] for stage in stages) for state in self.in_flight(rank)}
@@ -139,8 +139,8 @@ class PipelineSchedule:
         Args:
             forward_seconds, backward_seconds: of one stage on one micro-batch, one number or one per stage. The two
                 halves of a backward take half of it each.
-            send_seconds: until a result has reached the neighbouring stage on another rank: a task of its own, which
-                delays nothing but its receiver.
+            send_seconds: time for a result to reach the neighbouring stage on another rank; a task of its own, which
+                delays only its receiver.
 
         Raises:
             ScheduleError: ranks wait for each other.
@@ -224,7 +224,7 @@ class PipelineSchedule:
 
 
 def _needs(action: Action, last_stage: int) -> list[list[Action]]:
-    """The prerequisites of an action: groups, of each of which one action is enough."""
+    """Prerequisites of an action: groups, each of which is met by any one of its actions."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         return [] if stage == 0 else [[Action(stage - 1, "F", micro_batch)]]

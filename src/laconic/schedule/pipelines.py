@@ -106,7 +106,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
-    """A schedule by name: "gpipe", "1f1b" or "interleaved-1f1b".
+    """Make a schedule by name: "gpipe", "1f1b" or "interleaved-1f1b".
 
     Args:
         name: of the schedule.

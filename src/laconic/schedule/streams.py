@@ -1,10 +1,9 @@
-"""Tasks on streams: one representation for everything that overlaps, and the one simulator.
+"""Tasks on streams: the representation of all schedules, and their simulator.
 
-A stream is whatever does one thing at a time, in the order it was asked to: a processor, a link or one direction of it,
-a pipeline rank. A task takes its stream for some seconds, after the tasks that it names and after all earlier tasks of
-its stream. Nothing else is assumed, so a pipeline of layers, the chunks of a mixture-of-experts layer and a serving
-cluster are all the same kind of plan, and the plan that was simulated is the plan that runs
-(`laconic.schedule.execute`).
+A stream runs one task at a time, in the order of issue: a processor, a link or one direction of it, a pipeline rank. A
+task takes its stream for some seconds, after the tasks that it names and after all earlier tasks of its stream. Nothing
+else is assumed, so a pipeline of layers, the chunks of a mixture-of-experts layer and a serving cluster are all the
+same kind of plan, and the plan that was simulated is the plan that runs (`laconic.schedule.execute`).
 
     >>> plan = StreamPlan((
     ...     Task("send 0", "wire", 2.0),
@@ -40,9 +39,9 @@ class Task:
 
     Attributes:
         name: unique in its plan.
-        stream: that runs it.
+        stream: name of the stream that runs it.
         seconds: expected duration.
-        after: names of tasks that must have ended before it starts, on whatever streams.
+        after: names of tasks, on any streams, that must have ended before it starts.
     """
 
     name: str
@@ -58,8 +57,8 @@ class StreamPlan:
     A task may wait for one that is issued later, on another stream, as long as there is no cycle.
 
     Raises:
-        ScheduleError: a name is there twice, a task waits for an unknown one, seconds are negative or not finite, or
-            streams wait for each other.
+        ScheduleError: two tasks have the same name, a task waits for an unknown one, seconds are negative or not
+            finite, or streams wait for each other.
     """
 
     tasks: tuple[Task, ...]
@@ -89,7 +88,7 @@ class StreamPlan:
         object.__setattr__(self, "_order", self._sorted())
 
     def _sorted(self) -> tuple[int, ...]:
-        """Indices of the tasks in topological order; the order of issue wherever that is one."""
+        """Sort the indices of the tasks topologically; keep the order of issue where it is topological."""
         if all(number > one for number, found in enumerate(self._before) for one in found):
             return tuple(range(len(self.tasks)))
         missing = [len(found) for found in self._before]
@@ -135,7 +134,7 @@ class StreamPlan:
         return len(self.tasks)
 
     def timed(self, seconds: Mapping[str, float]) -> StreamPlan:
-        """The same plan with other seconds for the tasks that are named, for example measured ones.
+        """Return the plan with new seconds for some tasks, for example measured ones.
 
         Raises:
             ScheduleError: a name is no task.
@@ -145,7 +144,7 @@ class StreamPlan:
         return StreamPlan(tuple(replace(task, seconds=seconds.get(task.name, task.seconds)) for task in self.tasks))
 
     def to_json(self) -> str:
-        """The plan as JSON; `from_json` reads it."""
+        """Return the plan as JSON, which `from_json` reads."""
         tasks = [asdict(task) for task in self.tasks]
         return json.dumps({"format": _FORMAT, "version": _VERSION, "tasks": tasks}, indent=1) + "\n"
 
@@ -213,11 +212,11 @@ class Timeline:
         return max((span.end_seconds for span in self.spans.values()), default=0.0)
 
     def busy_seconds(self, stream: str) -> float:
-        """Time a stream works; it is idle for the rest of the makespan."""
+        """Return the time in which a stream works; it is idle for the rest of the makespan."""
         return math.fsum(span.seconds for span in self.spans.values() if span.stream == stream)
 
     def critical_path(self) -> tuple[str, ...]:
-        """Names of the tasks that decide the makespan, in order: each waited for the one before it to the last.
+        """Find the tasks that decide the makespan: names in order, each the last that its successor waited for.
 
         In a simulated timeline their seconds add up to the makespan.
         """
@@ -231,7 +230,7 @@ class Timeline:
         return tuple(tasks[number].name for number in reversed(path))
 
     def slack_seconds(self, name: str) -> float:
-        """How much longer a task could take without changing the makespan, all other tasks taking what they took."""
+        """Return how much longer a task could take without changing the makespan, if all others take what they took."""
         plan = self.plan
         until = [self.makespan_seconds] * len(plan)
         wanted = plan._index[name]

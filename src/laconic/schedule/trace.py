@@ -16,7 +16,7 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]:
-    """The trace as data for JSON, in the Trace Event Format.
+    """Return the trace as data for JSON, in the Trace Event Format.
 
     Every task is a complete event ("X") with its prerequisites; arrows ("s", "f") lead from tasks to those of other
     streams that wait for them. Times are in microseconds.
