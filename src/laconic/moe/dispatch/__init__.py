@@ -1,1 +1,1 @@
-"""Rows to their experts and back: each dispatcher as a whole and in chunks, and what both plan with."""
+"""Dispatchers: move rows to the ranks that hold their experts and outputs back, in one chunk or several."""

@@ -1,8 +1,8 @@
-"""The contracts of dispatch: what a dispatcher is, and the steps of the exchange that it plans.
+"""Contracts of dispatch: dispatchers, exchange plans and the transports that carry them out.
 
 [Note: one exchange]
-A dispatcher says once what a layer sends (`ExchangePlan`); its `Transport` then moves buffers step by step, in one
-chunk or in several:
+An `ExchangePlan` fixes once what a layer sends; its `Transport` then moves buffers step by step, in one chunk or in
+several:
 
     out     send (between EP ranks), gather (inside nodes), unpack (into slices)
     home    pack (from slices), scatter (inside nodes), send_back (between EP ranks), share (among MP ranks)
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Buffers = tuple[Tensor, ...]
-"""What travels together: rows [*, M] first, then what belongs to them, such as weights."""
+"""Tensors of one message: rows [*, M] first, then what belongs to them, such as weights."""
 
 State = TypeVar("State")
 
@@ -61,7 +61,7 @@ class Dispatched(ExpertRows, Generic[State]):
     """The experts' inputs after dispatch."""
 
     state: State
-    """What the same dispatcher's `combine` needs; nobody else looks inside."""
+    """What the same dispatcher's `combine` needs; opaque to everybody else."""
 
 
 class Dispatcher(Protocol):
@@ -83,7 +83,7 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RoutedShare(RoutedTokens):
-    """What passes this rank's gate, where ranks share their tokens before the gate sees them."""
+    """The tokens that pass this rank's gate, where ranks share their tokens before the gate."""
 
     sizes: list[int]
     """Tokens of each rank of the group that shares them."""
@@ -91,14 +91,14 @@ class RoutedShare(RoutedTokens):
 
 @runtime_checkable
 class SharesTokens(Protocol):
-    """What a dispatcher also has if ranks share their tokens before the gate sees them."""
+    """Additional methods of a dispatcher whose ranks share their tokens before the gate."""
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
-        """Of a layer's tokens [n, M] those that pass this rank's gate."""
+        """Select the tokens that pass this rank's gate, of the layer's tokens x [n, M], and route them."""
         ...
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
-        """The outputs [n, M] of the layer's tokens, of those [m, M] that passed here."""
+        """Return the outputs [n, M] of the layer's tokens, given those [m, M] of the tokens that passed here."""
         ...
 
 
@@ -109,7 +109,7 @@ class _LocalState:
 
 
 class LocalDispatcher:
-    """All experts are on this rank: nothing is sent."""
+    """Dispatcher for experts that are all on this rank; sends nothing."""
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_LocalState]:
         """See `Dispatcher.dispatch`."""
@@ -122,66 +122,69 @@ class LocalDispatcher:
 
 
 class Transport(Protocol):
-    """One layer's exchange in one direction and one number of chunks, see [Note: one exchange]. `i` is a chunk."""
+    """Buffers of one layer's exchange in one direction and one number of chunks; see [Note: one exchange].
+
+    `i` is the number of a chunk.
+    """
 
     @property
     def has_shards(self) -> bool:
-        """Whether gather and scatter do anything; they are not called otherwise."""
+        """Whether gather and scatter do anything; callers skip them otherwise."""
 
     @property
     def shares(self) -> bool:
-        """Whether share does anything; it is not called otherwise."""
+        """Whether share does anything; callers skip it otherwise."""
 
     def send(self, i: int, home: Buffers) -> Buffers:
-        """The chunk's part of all that is at home, to the ranks (nodes) that have its experts."""
+        """Send the chunk's part of the home buffers to the ranks (nodes) that have its experts."""
 
     def gather(self, i: int, buffers: Buffers) -> Buffers:
-        """What came, on to the ranks inside a node that need it."""
+        """Pass received buffers on to the ranks inside a node that need them."""
 
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
-        """What came, slice by slice, as `ExchangePlan.enter` takes it."""
+        """Split received buffers by slice, as `ExchangePlan.enter` takes them."""
 
     def pack(self, i: int, slices: list[Buffers]) -> Buffers:
-        """What `ExchangePlan.leave` gave for the chunk's slices, as one message."""
+        """Join what `ExchangePlan.leave` gave for the chunk's slices into one message."""
 
     def scatter(self, i: int, buffers: Buffers) -> Buffers:
-        """Back inside the node, summed."""
+        """Send outputs back inside the node, summed."""
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
-        """To where the chunk came from."""
+        """Send outputs back to the ranks that the chunk came from."""
 
     def share(self, i: int, buffers: Buffers) -> Buffers:
-        """What came home, to the MP ranks that want the same."""
+        """Copy what came home to the MP ranks that need the same rows."""
 
     def land(self, i: int, buffers: Buffers) -> None:
         """Put what came home to its place in `home`."""
 
     @property
     def home(self) -> Buffers:
-        """All chunks, when the last has landed."""
+        """Buffers of all chunks; complete when the last has landed."""
 
 
 class ExchangePlan(Protocol):
-    """What all ranks send for one pass of a layer, agreed between them; transports need no further agreement."""
+    """Messages of all ranks for one pass of a layer, agreed between them; transports need no further agreement."""
 
     def begin(self, x: Tensor) -> Buffers:
-        """What goes out for tokens x [n, M]; differentiable."""
+        """Return the buffers that go out for tokens x [n, M]; differentiable."""
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
-        """The exchange in `degree` chunks, a divisor of the plan's number of slices. For one use."""
+        """Return the exchange in `degree` chunks, a divisor of the plan's number of slices; for a single use."""
 
     def enter(self, number: int, buffers: Buffers) -> ExpertRows:
-        """The experts' inputs of a slice; differentiable."""
+        """Return the experts' inputs of a slice; differentiable."""
 
     def leave(self, number: int, rows: Tensor, buffers: Buffers) -> Tensor:
-        """What goes home of the experts' outputs of a slice that entered as `buffers`; differentiable."""
+        """Return what goes home of the experts' outputs of a slice that entered as `buffers`; differentiable."""
 
     def finish(self, out: Tensor) -> Tensor:
-        """Outputs [n, M] of what came home; differentiable."""
+        """Return outputs [n, M] of what came home; differentiable."""
 
 
 def row_nbytes(dispatcher: Dispatcher, x: Tensor) -> int:
-    """Bytes of a row of x [n, M] on the wire, before lossless coding."""
+    """Return the bytes of a row of x [n, M] in transit, before lossless coding."""
     codec = getattr(dispatcher, "codec", None)
     if isinstance(codec, Blockwise):
         return codec.format.nbytes((x.shape[1],))

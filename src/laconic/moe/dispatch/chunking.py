@@ -1,13 +1,13 @@
 """Partitions each expert's rows into slices, and slices into chunks. Index lists only; nothing is sent.
 
 [Note: slices and chunks]
-The rows of every expert are cut into `num_slices` nearly equal *slices* (the axis that FSMoE calls capacity), by the
-rank that has them; ranks know each other's numbers of rows, so they know each other's slices. Experts see one slice at
-a time: its rows sorted by expert, within an expert by the rank they come from. A *chunk* is what one message carries:
-num_slices / degree slices next to each other. Forward and backward may send chunks of different sizes, because both
-are made of the same slices. A layer that is not cut is one slice and one chunk.
+The rank that has the rows of an expert cuts them into `num_slices` nearly equal *slices* (the axis that FSMoE calls
+capacity); ranks know each other's numbers of rows, so they know each other's slices. Experts see one slice at a time:
+its rows sorted by expert, within an expert by the rank they come from. A *chunk* is the content of one message:
+num_slices / degree adjacent slices. Forward and backward may send chunks of different sizes, because both are made of
+the same slices. A layer that is not cut is one slice and one chunk.
 
-Where an expert has fewer rows than there are slices, which slices get one depends on the expert's number, so that many
+Where an expert has fewer rows than there are slices, the expert's number decides which slices get one, so that many
 experts with few rows do not all fill the same slice.
 """
 
@@ -22,7 +22,13 @@ __all__ = ["Chunk", "ShardGather", "SlicedRows", "rows_of_chunks", "slice_sizes"
 
 
 def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
-    """Rows in each slice, int64 [..., E, num_slices], of counts int64 [..., E] of the experts numbered int64 [E]."""
+    """Count the rows in each slice, int64 [..., E, num_slices].
+
+    Args:
+        counts: int64 [..., E], rows of each expert.
+        experts: int64 [E], numbers of the experts.
+        num_slices: slices per expert.
+    """
     if num_slices == 1:
         return counts[..., None]
     steps = torch.arange(num_slices + 1, device=counts.device)
@@ -31,7 +37,12 @@ def slice_sizes(counts: Tensor, experts: Tensor, num_slices: int) -> Tensor:
 
 
 def rows_of_chunks(sizes: Tensor, degree: int) -> list[Tensor]:
-    """For each of `degree` chunks, int64 [a], which rows sorted by expert are in it; sizes int64 [E, num_slices]."""
+    """List the rows of each of `degree` chunks, int64 [a] each: indices of rows sorted by expert.
+
+    Args:
+        sizes: int64 [E, num_slices], rows of each slice.
+        degree: number of chunks, a divisor of num_slices.
+    """
     num_experts, num_slices = sizes.shape
     by_chunk = sizes.view(num_experts, degree, -1).sum((0, 2)).tolist()
     chunk_of_row = torch.arange(degree, device=sizes.device).repeat_interleave(num_slices // degree).repeat(num_experts)
@@ -41,14 +52,14 @@ def rows_of_chunks(sizes: Tensor, degree: int) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What one message carries to the experts, and the message back."""
+    """Content of one message to the experts and of the message back."""
 
     home: Tensor | None
-    """int64 [a]: which of this rank's rows sorted by expert go, ascending; None: all, in one chunk."""
+    """int64 [a]: indices of this rank's rows sorted by expert that are sent, ascending; None: all, in one chunk."""
     sent: list[int]
-    """How many of them go to each place where experts are."""
+    """Rows sent to each place that holds experts."""
     received: list[int]
-    """Rows that come from each rank."""
+    """Rows received from each rank."""
     index: Tensor
     """int64 [q]: row j in the order of (slice, expert, source) arrives as row index[j]."""
     inverse: Tensor
@@ -66,23 +77,24 @@ class SlicedRows:
     home: Tensor
     """int64 [E, num_slices]: this rank's rows."""
     arriving: Tensor
-    """int64 [W, E_local, num_slices]: those that come here."""
+    """int64 [W, E_local, num_slices]: rows that come to this rank."""
     table: Tensor
-    """int64 [W, places, num_slices]: those of every rank to every place."""
+    """int64 [W, places, num_slices]: rows of every rank to every place."""
     rank: int
     """This rank's number in the exchange, below W."""
     _chunks: dict[int, list[Chunk]] = field(default_factory=dict, init=False)
 
     @property
     def num_slices(self) -> int:
+        """Slices of each expert's rows."""
         return self.home.shape[1]
 
     def counts(self) -> Tensor:
-        """int64 [num_slices, E_local]: arriving rows."""
+        """Sum the arriving rows over source ranks: int64 [num_slices, E_local]."""
         return self.arriving.sum(0).T.contiguous()
 
     def chunks(self, degree: int) -> list[Chunk]:
-        """The chunks of `degree`, a divisor of num_slices."""
+        """Return `degree` chunks, a divisor of num_slices; cached by degree."""
         if degree not in self._chunks:
             self._chunks[degree] = self._cut(degree)
         return self._chunks[degree]
@@ -93,7 +105,7 @@ class SlicedRows:
         place = self.rank // (num_ranks // num_places)  # ranks next to each other share a place
         by_chunk = self.table.view(num_ranks, num_places, degree, per_chunk).sum(3).permute(2, 0, 1)
         by_slice = self.arriving.sum((0, 1))
-        # One look at the device for everything that the host has to know.
+        # One transfer from the device for everything that the host has to know.
         told = torch.cat((by_chunk.flatten(), by_slice)).tolist()
         size, sizes = num_ranks * num_places, told[degree * num_ranks * num_places :]
         homes = [None] if degree == 1 else rows_of_chunks(self.home, degree)
@@ -114,17 +126,23 @@ class SlicedRows:
 
 @dataclass(frozen=True, eq=False)
 class ShardGather:
-    """What the ranks that share experts bring together for one chunk, each padded to the most that one has."""
+    """Gather of one chunk among the ranks that share experts; each part is padded to the longest."""
 
     most: int
+    """Rows of the longest part, at least 1."""
     index: Tensor
-    """int64 [q]: row j in the order of (slice, expert, sharer) is row index[j] of the padded ones."""
+    """int64 [q]: row j in the order of (slice, expert, sharer) is row index[j] of the padded parts."""
     sizes: list[int]
-    """As in `Chunk`, of all sharers together."""
+    """Rows of each slice, of all sharers together."""
 
     @staticmethod
     def of(table: Tensor, degree: int) -> list[ShardGather]:
-        """For each of `degree` chunks; table int64 [N_ESP, num_slices, E_local], rows of every sharer."""
+        """Plan the gathers of `degree` chunks.
+
+        Args:
+            table: int64 [N_ESP, num_slices, E_local], rows of every sharer.
+            degree: number of chunks, a divisor of num_slices.
+        """
         num_sharers, num_slices, _ = table.shape
         per_chunk = num_slices // degree
         rows_table = table.view(num_sharers, degree, -1).sum(2).T.tolist()

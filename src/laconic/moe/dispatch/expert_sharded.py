@@ -1,4 +1,4 @@
-"""Experts that ranks share, reached in two steps on two kinds of wires: an exchange, then a gather among sharers."""
+"""Dispatch to experts that ranks share, in two steps on two networks: an exchange, then a gather among sharers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["ShardedDispatcher", "gathered_counts"]
 class ShardedDispatcher(StagedDispatcher):
     """FSMoE's data path (arXiv 2501.10714, figure 2): EP-AlltoAll, ESP-AllGather, experts, ESP-ReduceScatter, AlltoAll.
 
-    Each row crosses the wires between EP ranks once and is copied to the other N_ESP - 1 shards on those between them;
-    the joint exchange (`FlatDispatcher` with shards) sends every copy the whole way, in one collective less each way.
-    The shards' parts of outputs are added in fp32 (fp64 for fp64) and rounded once.
+    Each row crosses the network between EP ranks once and is then copied to the other N_ESP - 1 shards; the joint
+    exchange (`FlatDispatcher` with shards) sends every copy between EP ranks, with one collective less in each
+    direction. The shards' parts of outputs are added in fp32 (fp64 for fp64) and rounded once.
     """
 
     def __init__(self, ep: dist.ProcessGroup, esp: dist.ProcessGroup, *, codec: Codec | str = "auto") -> None:
-        """`ep` and `esp` of a `Grid`; `codec` of rows and gradients on both."""
+        """Take `ep` and `esp` of a `Grid`; `codec` of rows and gradients on both."""
         self.esp, self.codec = esp, codec
         self.exchange = FlatDispatcher(ep, codec=codec)
 
@@ -53,7 +53,7 @@ class _ShardedPlan(RowsPlan):
 
 
 class _ShardedTransport(FlatTransport):
-    """Each row crosses to one sharer, who hands it on; outputs are summed before they return."""
+    """Sends each row to one sharer, which passes it on; outputs are summed before they return."""
 
     has_shards = True
 
@@ -81,7 +81,7 @@ class _ShardedTransport(FlatTransport):
 
 
 def gathered_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """int64 [W, n] of every rank's int64 [n]."""
+    """Gather every rank's counts int64 [n]: int64 [W, n]."""
     table = counts.new_empty(group.size(), len(counts))
     api.all_gather(table, counts.contiguous(), group, codec=Raw())
     return table

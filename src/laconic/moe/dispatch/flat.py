@@ -1,11 +1,11 @@
-"""Expert parallelism by one exchange: every rank sends every other the rows for its experts.
+"""Expert parallelism by one all-to-all: every rank sends every other the rows for its experts.
 
 [Note: path of a row]
-Local rows [a, M] are sorted by expert, so the rows for EP rank e lie together. They go to the N_ESP ranks that share
+Local rows [a, M] are sorted by expert, so the rows for EP rank e are contiguous. They go to the N_ESP ranks that share
 e's experts, a copy to each. Rows arrive source by source, each source's sorted by expert, and are put in the order of
-experts with the sources in order within an expert. Outputs go back the same ways; where N_ESP ranks share an expert,
-each has a part of the sum over its hidden dimension, and the parts are added at home. The transpose of a copy is a sum,
-that of an exchange the exchange back, so backward is the same picture from the other side.
+experts with the sources in order within an expert. Outputs go back the same way; where N_ESP ranks share an expert,
+each has a part of the sum over its hidden dimension, and the parts are added at home. The transpose of a copy is a sum
+and the transpose of an exchange is the exchange back, so backward follows the same path in the other direction.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ __all__ = ["FlatDispatcher", "FlatTransport", "RowsPlan", "added_up", "agreed_ro
 class FlatDispatcher(StagedDispatcher):
     """One all-to-all to the experts and one back; see [Note: path of a row].
 
-    Every assignment's row travels, also to experts on the same node and several times to the same rank if several of
+    Every assignment's row is sent, also to experts on the same node and several times to the same rank if several of
     its experts are there. Nothing is dropped and nothing padded; a rank may have no tokens, or get no rows.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, num_shards: int = 1, codec: Codec | str = "auto") -> None:
-        """Experts are spread over `group`, one after the other.
+        """Spread experts over `group`, one after the other.
 
-        Arguments:
+        Args:
             group: `Grid.ep`, or with shards `Grid.joint`.
-            num_shards: N_ESP ranks next to each other that share each expert; their outputs are added.
+            num_shards: N_ESP adjacent ranks that share each expert; their outputs are added.
             codec: of rows and their gradients, as in `laconic.collectives`.
 
-        Raises ConfigError if the group's ranks cannot be cut into `num_shards`.
+        Raises:
+            ConfigError: the group's ranks cannot be cut into `num_shards`.
         """
         if num_shards < 1 or group.size() % num_shards:
             raise ConfigError(
@@ -64,32 +65,44 @@ class FlatDispatcher(StagedDispatcher):
 
 
 class RowsPlan:
-    """The exchange of a `FlatDispatcher`; what is alike in all plans where each assignment is a row of its own."""
+    """Exchange plan of a `FlatDispatcher`; base of all plans where each assignment is a row of its own."""
 
     def __init__(self, exchange: FlatDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
-        """`rows`: of all ranks; `routing` and `order`: of this rank's tokens."""
+        """Bind the plan to the rows of all ranks.
+
+        Args:
+            exchange: sends the rows between EP ranks.
+            rows: slices of all ranks.
+            routing: of this rank's tokens.
+            order: sorts and sums this rank's tokens.
+        """
         self.exchange, self.rows, self.routing, self.order = exchange, rows, routing, order
         self.counts = rows.counts()
         """int64 [num_slices, E_local]: rows that this rank's experts get."""
 
     def begin(self, x: Tensor) -> Buffers:
+        """See `ExchangePlan.begin`: rows [a, M] sorted by expert."""
         return (self.order.permute(x, self.routing)[0],)
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
+        """See `ExchangePlan.transport`."""
         return FlatTransport(self.exchange, self.rows.chunks(degree))
 
     def enter(self, number: int, buffers: Buffers) -> ExpertRows:
+        """See `ExchangePlan.enter`."""
         return ExpertRows(buffers[0], self.counts[number])
 
     def leave(self, number: int, rows: Tensor, buffers: Buffers) -> Tensor:
+        """See `ExchangePlan.leave`: the outputs as they are."""
         return rows
 
     def finish(self, out: Tensor) -> Tensor:
+        """See `ExchangePlan.finish`: each token's weighted sum."""
         return self.order.combine(out, self.routing)
 
 
 class FlatTransport:
-    """The one exchange of `FlatDispatcher`, whose sharers get copies the whole way."""
+    """Transport of `FlatDispatcher`: one exchange that sends a copy to every sharer of an expert."""
 
     has_shards = False
     shares = False
@@ -100,33 +113,41 @@ class FlatTransport:
         self._home: Tensor | None = None
 
     def send(self, i: int, home: Buffers) -> Buffers:
+        """See `Transport.send`."""
         chunk = self._chunks[i]
         rows = copied(self._outgoing(i, home[0]), chunk.sent, self._shards)
         return (self._exchanged(rows, chunk.received, self._copies(chunk.sent), self._table(chunk)),)
 
     def gather(self, i: int, buffers: Buffers) -> Buffers:
+        """See `Transport.gather`: nothing to do, the exchange has sent a copy to each sharer."""
         return buffers
 
     def unpack(self, i: int, buffers: Buffers) -> list[Buffers]:
+        """See `Transport.unpack`."""
         chunk = self._chunks[i]
         return [(rows,) for rows in buffers[0].index_select(0, chunk.index).split(chunk.sizes)]
 
     def pack(self, i: int, slices: list[Buffers]) -> Buffers:
+        """See `Transport.pack`."""
         return (_joined([rows for (rows,) in slices]).index_select(0, self._chunks[i].inverse),)
 
     def scatter(self, i: int, buffers: Buffers) -> Buffers:
+        """See `Transport.scatter`: nothing to do, `send_back` adds the sharers' parts."""
         return buffers
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
+        """See `Transport.send_back`; adds the parts of the N_ESP sharers."""
         chunk = self._chunks[i]
         back = list(zip(*self._table(chunk), strict=True))
         rows = self._exchanged(buffers[0], self._copies(chunk.sent), chunk.received, back)
         return (added_up(rows, chunk.sent, self._shards),)
 
     def share(self, i: int, buffers: Buffers) -> Buffers:
+        """See `Transport.share`: nothing to do."""
         return buffers
 
     def land(self, i: int, buffers: Buffers) -> None:
+        """See `Transport.land`."""
         index = self._chunks[i].home
         if index is None:
             (self._home,) = buffers
@@ -135,6 +156,7 @@ class FlatTransport:
 
     @property
     def home(self) -> Buffers:
+        """See `Transport.home`."""
         assert self._home is not None, "every chunk has landed"
         return (self._home,)
 
@@ -159,9 +181,15 @@ class FlatTransport:
 
 
 def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> SlicedRows:
-    """The slices of what all ranks of an exchange send; counts: int64 [E], this rank's rows by expert.
+    """Agree on the slices of what all ranks of an exchange send. All ranks of its group call it together.
 
-    Raises RoutingError if experts cannot be spread evenly.
+    Args:
+        exchange: whose group the ranks are of.
+        counts: int64 [E], this rank's rows by expert.
+        num_slices: slices per expert.
+
+    Raises:
+        RoutingError: experts cannot be spread evenly.
     """
     num_places, num_shards, group = exchange.num_places, exchange.num_shards, exchange.group
     num_local, device, world = num_local_experts(len(counts), num_places), counts.device, group.size()
@@ -178,14 +206,14 @@ def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Sl
 
 
 def copied(rows: Tensor, sizes: Sequence[int], num_copies: int) -> Tensor:
-    """Each part of rows [a, M], sizes[i] of them, `num_copies` times: [num_copies * a, M]."""
+    """Repeat each part of rows [a, M], sizes[i] rows long, `num_copies` times: [num_copies * a, M]."""
     if num_copies == 1:
         return rows
     return torch.cat([part for part in rows.split(list(sizes)) for _ in range(num_copies)])
 
 
 def added_up(rows: Tensor, sizes: Sequence[int], num_copies: int) -> Tensor:
-    """The transpose of `copied`: the sum over the copies of each part, in fp32 (fp64 for fp64), rounded once."""
+    """Sum the copies of each part, in fp32 (fp64 for fp64), rounded once; the transpose of `copied`."""
     if num_copies == 1:
         return rows
     sums = rows.new_empty(sum(sizes), rows.shape[1], dtype=accumulation_dtype(rows.dtype))

@@ -1,8 +1,8 @@
-"""All-to-all in levels, each row once per destination group (HierMoE, arXiv 2508.09591, section 3).
+"""Hierarchical all-to-all, each row once per destination group (HierMoE, arXiv 2508.09591, section 3).
 
-The first stage goes over the wire between nodes, the later ones stay inside. In several chunks they take the places of
-an exchange and a gather in the plan, so that both wires and the experts work at once. In one chunk ranks agree on a
-stage while the rows of the one before travel.
+The first stage crosses nodes, the later ones stay inside. In several chunks, the first stage runs as the exchange of
+the schedule and the later ones as its gather, so that both networks and the experts work at once. In one chunk, ranks
+agree on a stage while the rows of the previous one are in transit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["HierarchicalDispatcher", "LevelGroups"]
 
 
 class LevelGroups(Protocol):
-    """The process groups of one level, as `Grid.levels` has them."""
+    """Process groups of one level, as `Grid.levels` has them."""
 
     @property
     def num_groups(self) -> int:
@@ -43,28 +43,29 @@ class LevelGroups(Protocol):
 
     @property
     def across(self) -> dist.ProcessGroup | None:
-        """One rank of each sister part in the level before, at the same place in it; None at the first level."""
+        """One rank of each sister part in the previous level, at the same position in it; None at level 1."""
 
 
 class HierarchicalDispatcher(StagedDispatcher):
     """Sends a row once to each group of ranks that has experts for it, level by level, and adds on the way back.
 
-    At depth d, stages 1 ... d - 1 cross levels 1 ... d - 1 and the last goes from rank to rank inside of a group; at
-    depth 1 that is the flat all-to-all, with each row at most once per rank. Ids and weights travel with the rows. On
-    the way back a rank sums its experts' weighted outputs, and at each stage the sums that come from several places are
-    added in fp32 (fp64 for fp64), by place, and rounded to the rows' dtype: between depths results differ by rounding.
-
-    Arguments:
-        levels: `Grid.levels`: the whole expert-parallel group, and its parts; parts of one rank are left out.
-        depth: 1 ... `levels.max_depth`, the same on all ranks; None is the largest.
-        codec: what rows and their gradients travel in; Lossless() changes nothing, Blockwise(...) rounds.
-        inner_codec: that of all stages but the first, which stay inside of nodes; None is `codec`. Raw() saves the work
-            where links are faster than the codec.
+    At depth d, stages 1 ... d - 1 cross levels 1 ... d - 1 and the last goes from rank to rank inside a group; at
+    depth 1 that is the flat all-to-all, with each row at most once per rank. Ids and weights are sent with the rows. On
+    the way back a rank sums its experts' weighted outputs, and each stage adds the sums of several places in fp32 (fp64
+    for fp64), by place, and rounds them to the rows' dtype: between depths results differ by rounding.
 
     Every rank of the expert-parallel group dispatches and combines together, also one without tokens; if the gradients
     of one need it, all go backward.
 
-    Raises ConfigError for levels that are not nested and a depth that they do not have.
+    Args:
+        levels: `Grid.levels`: the whole expert-parallel group, and its parts; parts of one rank are left out.
+        depth: 1 ... `levels.max_depth`, the same on all ranks; None is the largest.
+        codec: of rows and their gradients in transit; Lossless() changes nothing, Blockwise(...) rounds.
+        inner_codec: of all stages but the first, which stay inside nodes; None is `codec`. Raw() saves the work where
+            links are faster than the codec.
+
+    Raises:
+        ConfigError: levels are not nested, or they do not have that depth.
     """
 
     def __init__(
@@ -95,18 +96,19 @@ class HierarchicalDispatcher(StagedDispatcher):
 
     @property
     def depth(self) -> int:
-        """The number of stages."""
+        """Number of stages."""
         return self._depth
 
     @property
     def codecs(self) -> tuple[Codec | str, ...]:
-        """What rows travel in, stage by stage."""
+        """Codec of rows in each stage."""
         return (self.codec, *[self.inner_codec] * (self._depth - 1))
 
     def set_depth(self, depth: int) -> None:
         """Use another depth from now on. All ranks of the group call it together.
 
-        Raises ConfigError, on every rank, if the depth does not exist or ranks ask for different ones.
+        Raises:
+            ConfigError: on every rank, if the depth does not exist or ranks ask for different ones.
         """
         self.levels.stages(depth)
         told: list[int] = [0] * self.group.size()
@@ -120,19 +122,19 @@ class HierarchicalDispatcher(StagedDispatcher):
         self._depth = depth
 
     def stages(self, depth: int | None = None) -> tuple[tuple[Stage, dist.ProcessGroup], ...]:
-        """The stages of a depth (None: the current one), each with the group of this rank's peers."""
+        """Return the stages of a depth (None: the current one), each with the group of this rank's peers."""
         stages = self.levels.stages(self._depth if depth is None else depth)
         across = [level.across for level in self._groups[1 : len(stages)]]
         groups = [*across, self._groups[len(stages) - 1].within]
         return tuple((stage, group) for stage, group in zip(stages, groups, strict=True) if group is not None)
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
-        """See `StagedDispatcher.plan`; tokens are cut, not each expert's rows. Sets `traffic` when all is agreed."""
+        """See `StagedDispatcher.plan`; cuts tokens, not each expert's rows. Sets `traffic` when all is agreed."""
         return _LevelPlan(self, routing, order, num_slices)
 
 
 class _LevelPlan:
-    """Tokens by slice through all stages."""
+    """Exchange plan of tokens by slice through all stages."""
 
     def __init__(self, dispatcher: HierarchicalDispatcher, routing: Routing, order: Order, num_slices: int) -> None:
         self._experts_per_rank = num_local_experts(routing.num_experts, dispatcher.levels.num_ranks)
@@ -144,11 +146,11 @@ class _LevelPlan:
         self._stages: list[SlicedStage] = []
         self._exchanges: dict[tuple[int, int, int], StageExchange] = {}
         self._local: list[Routing] = []
-        # One chunk agrees on the rest while rows travel; several, on several wires, need to know all before.
+        # One chunk agrees on later stages while rows are in transit; several chunks need all stages agreed before.
         self.agree_on(1 if num_slices == 1 else self.num_stages)
 
     def agree_on(self, num_stages: int) -> None:
-        """Make sure that this many stages are agreed, as far as there are so many."""
+        """Agree on stages until `num_stages` are agreed, or all of them."""
         while self._todo and len(self._stages) < num_stages:
             stage, group = self._todo.pop(0)
             earlier = self._stages[-1] if self._stages else None
@@ -156,25 +158,27 @@ class _LevelPlan:
             self._stages.append(found)
 
     def begin(self, x: Tensor) -> Buffers:
+        """See `ExchangePlan.begin`."""
         return x, self._routing.weights
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
+        """See `ExchangePlan.transport`."""
         return _LevelTransport(self, degree)
 
     def exchange(self, stage: int, first: int, last: int) -> StageExchange:
-        """Of the slices first ... last - 1, in a stage that is agreed."""
+        """Return the exchange of the slices first ... last - 1 in an agreed stage; cached."""
         key = stage, first, last
         if key not in self._exchanges:
             self._exchanges[key] = self._stages[stage].exchange(first, last)
         return self._exchanges[key]
 
     def size_at_home(self, first: int, last: int) -> tuple[int, int]:
-        """Rows and assignments of the slices first ... last - 1 before they leave."""
+        """Count rows and assignments of the slices first ... last - 1 before they leave."""
         before = self._stages[0].before
         return sum(before.num_rows[first:last]), sum(before.num_entries[first:last])
 
     def arriving(self, first: int, last: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows and assignments that come in the last stage, by slice first ... last - 1 and place."""
+        """Return rows and assignments received in the last stage, by slice first ... last - 1 and place."""
         stage = self._stages[-1]
         return stage.received_rows[first:last], stage.received_entries[first:last]
 
@@ -192,7 +196,7 @@ class _LevelPlan:
         return out
 
     def _local_routings(self) -> list[Routing]:
-        """Of each slice's rows here, with weights still to come."""
+        """Return the routing of each slice's rows on this rank, its weights left empty."""
         held, num_entries = self._held.held, self._held.num_entries
         first_expert = self._experts_per_rank * self._dispatcher.group.rank()
         rows, experts = held.rows.split(num_entries), held.experts.split(num_entries)
@@ -205,7 +209,7 @@ class _LevelPlan:
 
 
 class _LevelTransport:
-    """Rows with their weights (forward) or gradients of sums (backward) out, sums or gradients of both home."""
+    """Transport of a `_LevelPlan`: rows with their weights (forward) or gradients of sums (backward) out, then back."""
 
     shares = False
 

@@ -1,10 +1,10 @@
-"""One stage of a hierarchical all-to-all between real ranks: rows down to where their experts are, sums up.
+"""One stage of a hierarchical all-to-all between ranks: rows down to their experts, sums up.
 
 [Note: transposes]
-Down, a row is copied to every place that needs it. Up, what comes back for it from those places is added, in fp32 (fp64
-for fp64), by place, and rounded once to the rows' dtype. Each is the transpose of the other, so each is the other's
-backward: gradients of copies are added exactly as partial outputs are. Weights travel beside the rows as they are; they
-are permuted and never added.
+Down, a row is copied to every place that needs it. Up, the values that come back for it from those places are added, in
+fp32 (fp64 for fp64), by place, and rounded once to the rows' dtype. Each is the transpose of the other, so each is the
+other's backward: gradients of copies are added exactly as partial outputs are. Weights are sent beside the rows,
+uncoded; they are permuted and never added.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ __all__ = ["Arriving", "StageExchange", "carry_up", "start_down"]
 
 @dataclass(frozen=True)
 class StageExchange:
-    """A stage as this rank sees it: what leaves, what comes, and with whom."""
+    """One stage from this rank's view: rows sent, rows received, and the group of its peers."""
 
     group: dist.ProcessGroup
     plan: SendPlan
     row_splits: list[int]
-    """Rows that come from each place."""
+    """Rows received from each place."""
     entry_splits: list[int]
-    """Assignments that come from each place."""
+    """Assignments received from each place."""
     table: list[list[int]]
     """Rows from each place to each, [from][to]; codecs then need no round to announce lengths."""
 
 
 Arriving = Callable[[], Buffers]
-"""Waits for rows, and weights if there are any."""
+"""Waits for the buffers: rows, and weights if there are any."""
 
 
 @torch.no_grad()
 def start_down(buffers: Buffers, exchange: StageExchange, codec: Codec | str) -> Arriving:
     """Start to send rows [n, M] to every place that needs them, with the weights [a] of their assignments if given.
 
-    Returns what waits for them: rows [m, M] and weights [b] by place, then in the sender's order. Rows that a codec
-    shortens travel only then. A codec that is not lossless makes values inexact.
+    With a codec other than Raw, rows are sent only when the returned function is called. A lossy codec makes values
+    inexact.
+
+    Returns:
+        A function that waits and returns rows [m, M] and weights [b] by place, then in the sender's order.
     """
     rows, *weights = buffers
     plan, group, works = exchange.plan, exchange.group, list[torch_compat.Started]()
@@ -77,9 +80,9 @@ def start_down(buffers: Buffers, exchange: StageExchange, codec: Codec | str) ->
 
 @torch.no_grad()
 def carry_up(buffers: Buffers, exchange: StageExchange, codec: Codec | str) -> Buffers:
-    """Send rows [m, M], one for each that came down, back to where they came from, and add there: [n, M].
+    """Send rows [m, M], one for each that came down, back to their senders, and add there: [n, M].
 
-    A row that went nowhere gets zeros. Weights [b], if given, go back to the assignments [a] that they belong to.
+    A row that went nowhere gets zeros. Weights [b], if given, go back to their assignments [a].
     """
     rows, *weights = buffers
     plan, group, works = exchange.plan, exchange.group, list[torch_compat.Started]()
@@ -99,7 +102,7 @@ def carry_up(buffers: Buffers, exchange: StageExchange, codec: Codec | str) -> B
 
 
 def _added(rows: Tensor, plan: SendPlan) -> Tensor:
-    """Rows [m, M], as they came from the places that they had been sent to, added up at home: [n, M]."""
+    """Add up rows [m, M], returned by the places that their copies were sent to: [n, M]."""
     if rows.device.type == "cpu":
         home, index = plan.rows.sort(stable=True)  # a row's copies stay in the order of places
         return sum_picked(rows, index, home, plan.num_rows)
@@ -116,7 +119,7 @@ def _added(rows: Tensor, plan: SendPlan) -> Tensor:
 def _start_rows(
     received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int], group: dist.ProcessGroup
 ) -> torch_compat.Started:
-    """As they are: sizes are known to both sides, so the messages need no introduction."""
+    """Start to send rows uncoded; both sides know the sizes, so no lengths are announced."""
     away = sum(sent_splits) - sent_splits[group.rank()]
     nbytes = away * sent.shape[1] * sent.itemsize
     audit.record("all_to_all", sent.dtype, nbytes, nbytes, Raw().name, "asked for", 0.0)

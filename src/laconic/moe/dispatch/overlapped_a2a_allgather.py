@@ -1,13 +1,13 @@
-"""AlltoAll and AllGather at once (Parm's SAA, arXiv 2407.00599): outputs come home and go to the MP peers meanwhile.
+"""All-to-all overlapped with all-gather (Parm's SAA, arXiv 2407.00599): outputs come home and go on to the MP peers.
 
 [Note: steps of SAA]
 In step i each rank sends the rows that came from EP rank e + i (its own is e) back to it and gets those of its own
 from e - i, N_ESP partial sums of each; it adds these up and gives the sums to its MP peers while step i + 1 is under
-way. The exchanges run in the background executor of the joint group, the gathers in front on the MP group. With a
-seconds per exchange and g per gather that is (steps - 1) max(a, g) + a + g instead of steps (a + g).
+way. The exchanges run in the background executor of the joint group, the gathers in the foreground on the MP group.
+With a seconds per exchange and g per gather that is (steps - 1) max(a, g) + a + g instead of steps (a + g).
 
 The release's kernel exchanges single chunks between streams; here a step may take several EP ranks, because on slow
-networks each collective costs a round trip. Everybody knows the whole routing, so nobody asks how many rows come.
+networks each collective costs a round trip. All ranks know the whole routing, so no numbers of rows are exchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["SaaPlan", "gather_home"]
 
 @dataclass(frozen=True, eq=False)
 class SaaPlan:
-    """Who sends how many rows to whom in which step, and where they belong. The same numbers on all MP ranks."""
+    """Rows that each rank sends to each other in each step, and their positions. The same numbers on all MP ranks."""
 
     joint: dist.ProcessGroup
     mp: dist.ProcessGroup
@@ -41,12 +41,20 @@ class SaaPlan:
     steps: tuple[tuple[int, ...], ...]
     """Offsets between EP ranks that each step takes."""
     positions: tuple[tuple[Tensor, ...], ...]
-    """int64 [peer][EP rank]: which of all rows sorted by expert are that peer's, for that EP rank's experts."""
+    """int64 [peer][EP rank]: positions, in all rows sorted by expert, of the peer's rows for the EP rank's experts."""
     codec: Codec | str
 
     @staticmethod
     def make(grid: Grid, routing: Routing, entries: list[int], num_steps: int, codec: Codec | str) -> SaaPlan:
-        """`entries`: how many of the routing's entries, one after the other, belong to each MP rank."""
+        """Plan the steps for a routing of all MP ranks' tokens.
+
+        Args:
+            grid: the process groups.
+            routing: of all tokens, alike on all MP ranks.
+            entries: how many of the routing's entries, in order, belong to each MP rank.
+            num_steps: at most so many steps; at most N_EP are made.
+            codec: of rows.
+        """
         layout = grid.layout
         device = routing.experts.device
         owners = torch.arange(layout.mp, device=device).repeat_interleave(
@@ -74,26 +82,26 @@ class SaaPlan:
         return len(self.positions[0])
 
     def rows_of(self, peer: int) -> Tensor:
-        """int64: which of all rows are that MP rank's, sorted by expert."""
+        """Return the indices, int64, of that MP rank's rows among all rows sorted by expert."""
         return torch.cat(self.positions[peer])
 
     def sources(self, peer: int, step: tuple[int, ...]) -> list[int]:
-        """EP ranks from which `peer` gets its rows in `step`, ascending."""
+        """List the EP ranks from which `peer` gets its rows in `step`, ascending."""
         return sorted((self.ep_of_peer[peer] - offset) % self.num_places for offset in step)
 
     def targets(self, step: tuple[int, ...]) -> list[int]:
-        """EP ranks to which this rank sends in `step`, ascending."""
+        """List the EP ranks to which this rank sends in `step`, ascending."""
         return sorted((self.ep_of_peer[self.mp.rank()] + offset) % self.num_places for offset in step)
 
     def places(self, eps: list[int]) -> set[int]:
-        """Places in the joint group of these EP ranks."""
+        """Return the places in the joint group of these EP ranks."""
         return {ep * self.num_shards + shard for ep in eps for shard in range(self.num_shards)}
 
 
 def gather_home(rows: Tensor, plan: SaaPlan, chunk: Chunk) -> Tensor:
-    """Outputs [q, M] in the order in which their inputs arrived, to all rows [a, M] of the MP group, sorted by expert.
+    """Return all rows [a, M] of the MP group, sorted by expert, of outputs [q, M] in the order their inputs arrived.
 
-    What `FlatTransport.send_back` and a gather over the MP group give. All MP ranks get the same rows.
+    Equals `FlatTransport.send_back` followed by a gather over the MP group. All MP ranks get the same rows.
     """
     sent, received = [size for size in chunk.sent for _ in range(plan.num_shards)], chunk.received
     segments, me = rows.split(received), plan.mp.rank()
@@ -113,7 +121,7 @@ def gather_home(rows: Tensor, plan: SaaPlan, chunk: Chunk) -> Tensor:
 
 
 def _give(mine: Tensor, plan: SaaPlan, step: tuple[int, ...], result: Tensor) -> None:
-    """Exchange this step's rows with the MP peers; all of them go where they belong in `result`."""
+    """Exchange this step's rows with the MP peers and put all of them at their positions in `result`."""
     places = [
         torch.cat([plan.positions[peer][source] for source in plan.sources(peer, step)])
         for peer in range(plan.mp.size())

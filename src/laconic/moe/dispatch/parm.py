@@ -1,4 +1,4 @@
-"""A layer inside an MP group, where N_MP ranks have the same tokens: Parm's schedules (arXiv 2407.00599).
+"""Dispatchers inside an MP group, where N_MP ranks have the same tokens: Parm's schedules (arXiv 2407.00599).
 
 [Note: where MP is paused]
 Per rank n tokens [n, M], a assignments. The baseline sends what each of the N_MP ranks has, so each expert sees every
@@ -19,8 +19,8 @@ MP ranks compute the same loss of the same tokens, J = sum over dp of L. After b
 own copy, the gate's parameters have the gradient of that dp rank's tokens, alike on all MP ranks, and the experts'
 parameters that of all rows they saw, to be added over edp (`laconic.moe.replica_gradients`).
 
-The baseline's ranks each send N_MP copies of a row past the experts, whose gradient is that of one: on the way of
-gradients the sum over sharers is divided by N_MP going out and multiplied by it coming home.
+In the baseline each rank sends N_MP copies of a row through the experts, whose gradient is that of one copy: in
+backward the sum over sharers is divided by N_MP on the way out and multiplied by it on the way home.
 
 In the baseline and in S2 the ranks of an MP (baseline: ESP) group must decide alike: a gate with noise needs the same
 random numbers on them.
@@ -65,13 +65,13 @@ Gathered = Literal["tokens", "rows"]
 
 
 class BaselineDispatcher(StagedDispatcher):
-    """DeepSpeed-MoE's way: MP is not paused, and everything is done N_MP times. To compare with."""
+    """DeepSpeed-MoE's schedule, for comparison: MP is not paused, so everything is done N_MP times."""
 
     def __init__(self, grid: Grid, *, codec: Codec | str = "auto") -> None:
-        """`codec` of rows, tokens and gradients, as in `laconic.collectives`."""
+        """Use a grid's groups; `codec` of rows, tokens and gradients, as in `laconic.collectives`."""
         self.grid, self.codec = grid, codec
         self.exchange = FlatDispatcher(grid.ep, codec=codec)
-        """Between EP ranks."""
+        """All-to-all between EP ranks."""
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: tokens of the whole ESP group."""
@@ -93,7 +93,7 @@ class BaselineDispatcher(StagedDispatcher):
 
 
 class _BaselinePlan(RowsPlan):
-    """Every row of the ESP group's tokens, on each of its ranks."""
+    """Exchange plan for every row of the ESP group's tokens, on each of its ranks."""
 
     def __init__(self, dispatcher: BaselineDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
         super().__init__(dispatcher.exchange, rows, routing, order)
@@ -104,7 +104,7 @@ class _BaselinePlan(RowsPlan):
 
 
 class _BaselineTransport(FlatTransport):
-    """Home inside nodes is a sum over sharers, whose gradients are added as well."""
+    """Transport of the baseline: scatter sums outputs over sharers, gather sums their gradients."""
 
     has_shards = True
 
@@ -123,7 +123,7 @@ class _BaselineTransport(FlatTransport):
 
 
 class S1Dispatcher:
-    """Pause before the gate: MP ranks share the tokens, `inner` takes each one's to the experts, outputs are gathered.
+    """Pauses MP before the gate: each MP rank sends its share of the tokens by `inner`; outputs are gathered.
 
     The gate's losses are the mean over MP ranks, weighted by tokens; its parameters' gradients are added up.
     """
@@ -131,9 +131,11 @@ class S1Dispatcher:
     def __init__(
         self, grid: Grid, inner: Dispatcher, *, sequence_parallel: bool = False, codec: Codec | str = "auto"
     ) -> None:
-        """How tokens travel inside is `inner`'s business.
+        """Dispatch each rank's share of the tokens by `inner`.
 
-        Arguments:
+        Args:
+            grid: the process groups.
+            inner: moves the rows of a share to the experts and back.
             sequence_parallel: the layer's input is this rank's share already (MP-ReduceScatter before it), so is its
                 output; only the gate is taken care of. Ranks must have equal shares.
             codec: of the gather and of gradients that are added.
@@ -169,12 +171,18 @@ class S1Dispatcher:
 
 
 class S2Dispatcher(StagedDispatcher):
-    """Pause after the gate: every MP rank decides for all tokens, each takes its share of rows to the experts.
+    """Pauses MP after the gate: every MP rank decides for all tokens and sends its share of rows to the experts.
 
-    forward: "rows" gathers the experts' outputs while they come home (SAA), and each rank sums all tokens;
-        "tokens" sums this rank's tokens and gathers the sums, as S1 does: top-k times fewer bytes, not hidden.
-    backward: the same for the gradients of rows and tokens.
-    num_steps: how many parts an overlapped exchange is cut into, at most N_EP.
+    Args:
+        grid: the process groups.
+        forward: "rows" gathers the experts' outputs while they come home (SAA), and each rank sums all tokens; "tokens"
+            sums this rank's tokens and gathers the sums, as S1 does: top-k times fewer bytes, not overlapped.
+        backward: the same for the gradients of rows and tokens.
+        num_steps: how many parts an overlapped exchange is cut into, at most N_EP.
+        codec: of rows, tokens and gradients.
+
+    Raises:
+        ConfigError: `forward` or `backward` is another name, or `num_steps` is below 1.
     """
 
     def __init__(
@@ -194,7 +202,7 @@ class S2Dispatcher(StagedDispatcher):
         self.grid, self.forward, self.backward, self.codec = grid, forward, backward, codec
         self.num_steps = num_steps
         self.exchange = FlatDispatcher(grid.joint, num_shards=grid.layout.esp, codec=codec)
-        """Between all ranks that hold the experts."""
+        """All-to-all between all ranks that hold the experts."""
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """See `StagedDispatcher.plan`; the routing is alike on all MP ranks."""
@@ -202,11 +210,11 @@ class S2Dispatcher(StagedDispatcher):
 
 
 class _S2Plan(RowsPlan):
-    """Rows that MP ranks have alike, each rank's own on their way.
+    """Exchange plan of rows that MP ranks have alike; each rank sends its own part.
 
     The plan gathers on the side where rows are copies that MP ranks have alike: outputs where `forward` is "rows",
     gradients of rows where `backward` is. On a side of copies each rank sends its own part of them. A whole layer
-    gathers by SAA; in several chunks a chunk's gather runs on the wire inside nodes while others are exchanged.
+    gathers by SAA; in several chunks a chunk's gather runs inside nodes while others are exchanged.
     """
 
     def __init__(self, dispatcher: S2Dispatcher, routing: Routing, order: Order, num_slices: int) -> None:
@@ -221,12 +229,14 @@ class _S2Plan(RowsPlan):
         super().__init__(dispatcher.exchange, rows, routing, order)
 
     def begin(self, x: Tensor) -> Buffers:
+        """See `ExchangePlan.begin`."""
         if self._dispatcher.backward == "rows":
             return super().begin(x)
         own = split(x, self._mp, sizes=self._sizes, codec=self._dispatcher.codec)
         return (self.order.permute(own, self._own)[0],)
 
     def transport(self, degree: int, *, backward: bool) -> Transport:
+        """See `ExchangePlan.transport`."""
         sides = (self._dispatcher.backward == "rows", self._dispatcher.forward == "rows")
         of_copies, gathers = reversed(sides) if backward else sides
         chunks = self.rows.chunks(degree)
@@ -238,6 +248,7 @@ class _S2Plan(RowsPlan):
         return _S2Transport(self._dispatcher, chunks, self._rows_by_peer(degree), of_copies, gathers)
 
     def finish(self, out: Tensor) -> Tensor:
+        """See `ExchangePlan.finish`."""
         if self._dispatcher.forward == "rows":
             return super().finish(out)
         codec = self._dispatcher.codec
@@ -251,7 +262,7 @@ class _S2Plan(RowsPlan):
         return SaaPlan.make(dispatcher.grid, self.routing, self._entries, dispatcher.num_steps, dispatcher.codec)
 
     def _rows_by_peer(self, degree: int) -> list[list[Tensor]]:
-        """int64 [chunk][MP rank]: which of all rows sorted by expert are that rank's, in its chunk."""
+        """Return int64 [chunk][MP rank]: indices, among all rows sorted by expert, of that rank's rows in its chunk."""
         routing, mp, num_experts = self.routing, len(self._entries), self.routing.num_experts
         device = routing.experts.device
         owners = torch.arange(mp, device=device).repeat_interleave(torch.tensor(self._entries, device=device))
@@ -275,11 +286,20 @@ class _S2Transport(FlatTransport):
         gathers: bool,
         saa: SaaPlan | None = None,
     ) -> None:
-        """rows_by_peer: see `_S2Plan._rows_by_peer`. saa: gathers the one chunk while it comes home."""
+        """Bind the transport to its chunks.
+
+        Args:
+            dispatcher: whose groups and codec it uses.
+            chunks: of this rank's rows.
+            rows_by_peer: see `_S2Plan._rows_by_peer`.
+            of_copies: the rows that go out are copies that MP ranks have alike.
+            gathers: what comes home is gathered over the MP group.
+            saa: gathers the one chunk while it comes home.
+        """
         super().__init__(dispatcher.exchange, chunks)
         self._mp, self._codec, self._saa = dispatcher.grid.mp, dispatcher.codec, saa
         self._rows_by_peer, self._of_copies, self._gathers = rows_by_peer, of_copies, gathers
-        # Two threads must not use one group: where it is the same for both, the gather is a part of the way back.
+        # Two threads must not use one group: where both use the same, the gather is part of `send_back`.
         self.shares = gathers and saa is None and self._mp is not self._exchange.group
 
     def send_back(self, i: int, buffers: Buffers) -> Buffers:
@@ -314,15 +334,18 @@ def make_dispatcher(
     sequence_parallel: bool = False,
     codec: Codec | str = "auto",
 ) -> Dispatcher:
-    """The dispatcher for a path through a layer.
+    """Make the dispatcher for a path through a layer.
 
-    Arguments:
+    Args:
+        grid: the process groups.
         path: "baseline", "s1", "s2" for layers inside an MP group, see [Note: where MP is paused]; "sharded" is s1 with
             FSMoE's exchange and gather inside, "joint" the joint exchange for tokens that MP ranks do not share.
         backward: "s1" or "s2" where `path` is one of them; None is the same. If they differ the gate sees all tokens.
         sequence_parallel: as in `S1Dispatcher`; for "s1" and "sharded".
+        codec: of rows, tokens and gradients.
 
-    Raises ConfigError for names and combinations that do not exist.
+    Raises:
+        ConfigError: a name or combination does not exist.
     """
     back = backward or path
     if path not in ("joint", "sharded", "baseline", "s1", "s2"):
@@ -351,7 +374,7 @@ def make_dispatcher(
 
 
 def _part(routing: Routing, sizes: list[int], entries: list[int], rank: int) -> Routing:
-    """The entries of the tokens of one part, numbered from its first."""
+    """Return the entries of the tokens of one part, numbered from its first."""
     first = sum(entries[:rank])
     mine = slice(first, first + entries[rank])
     return replace(

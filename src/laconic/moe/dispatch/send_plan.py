@@ -20,7 +20,7 @@ __all__ = ["HeldRows", "SendPlan", "plan_recv", "plan_send"]
 
 @dataclass(frozen=True)
 class HeldRows:
-    """What a rank holds: `num_rows` rows, and for which experts."""
+    """`num_rows` rows held by a rank and the experts they are meant for."""
 
     num_rows: int
     rows: Tensor
@@ -31,40 +31,45 @@ class HeldRows:
 
 @dataclass(frozen=True)
 class SendPlan:
-    """What a rank sends in one stage; destinations are places among the stage's peers, this rank's own among them."""
+    """Rows that a rank sends in one stage; destinations are places among the stage's peers, its own place included."""
 
     num_rows: int
-    """Rows held before."""
+    """Rows held before the stage."""
     rows: Tensor
     """int64 [m]: the rows to send, by destination and then by row."""
     row_splits: list[int]
-    """How many of them go to each destination."""
+    """Rows to each destination."""
     entries: Tensor
     """int64 [a]: the held assignments, by destination, then row, then as they were."""
     entry_splits: list[int]
-    """How many of them go to each destination."""
+    """Assignments to each destination."""
     ids: Tensor
     """int32 [a], in the order of `entries`: twice the expert's slot, plus 1 where the next row begins."""
 
 
 def plan_send(held: HeldRows, stage: Stage, experts_per_rank: int) -> SendPlan:
-    """What a rank sends in a stage, if slot s lives on rank s // experts_per_rank."""
+    """Plan what a rank sends in a stage, with slot s on rank s // experts_per_rank."""
     num_rows = max(1, held.num_rows)
     place = held.experts // experts_per_rank // stage.stride % stage.fanout
     key, entries = (place * num_rows + held.rows).sort(stable=True)
     first = torch.ones_like(key, dtype=torch.bool)
     first[1:] = key[1:] != key[:-1]
     sent = key[first]
-    # One look at the device for both.
+    # One transfer from the device for both.
     splits = torch.stack([torch.bincount(x, minlength=stage.fanout) for x in (sent // num_rows, place)]).tolist()
     ids = (2 * held.experts[entries] + first).int()
     return SendPlan(held.num_rows, sent % num_rows, splits[0], entries, splits[1], ids)
 
 
 def plan_recv(ids: Tensor, num_rows: int) -> HeldRows:
-    """What a rank holds after a stage, from the `ids` of all its peers, by place, and the number of rows that came.
+    """Return what a rank holds after a stage.
 
-    Raises FormatError if the ids are those of another number of rows.
+    Args:
+        ids: `SendPlan.ids` of all its peers, by place.
+        num_rows: rows that came.
+
+    Raises:
+        FormatError: the ids are those of another number of rows.
     """
     first = ids % 2
     found = int(first.sum())

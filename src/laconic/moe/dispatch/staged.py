@@ -1,4 +1,4 @@
-"""Dispatchers whose exchange is planned and moved in steps: a whole layer is one chunk of it."""
+"""Base of dispatchers whose exchange is planned and moved in steps; a whole layer is one chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["StagedDispatcher", "num_local_experts"]
 class _StagedState:
     plan: ExchangePlan
     entered: Buffers
-    """What came to the experts, before `ExchangePlan.enter`."""
+    """Buffers received at the experts, before `ExchangePlan.enter`."""
 
 
 class StagedDispatcher(ABC):
@@ -34,11 +34,18 @@ class StagedDispatcher(ABC):
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """Agree on what this routing sends, with each expert's rows (or the tokens) cut into `num_slices`.
 
-        All ranks of the dispatcher's groups call it together. Raises RoutingError if experts cannot be spread evenly.
+        All ranks of the dispatcher's groups call it together.
+
+        Raises:
+            RoutingError: experts cannot be spread evenly.
         """
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_StagedState]:
-        """See `Dispatcher.dispatch`. Raises RoutingError if experts cannot be spread evenly over the ranks."""
+        """See `Dispatcher.dispatch`.
+
+        Raises:
+            RoutingError: experts cannot be spread evenly over the ranks.
+        """
         plan = self.plan(routing, order)
         entered = _exchanged(plan, plan.begin(x), outward=True)
         inputs = plan.enter(0, entered)
@@ -53,7 +60,11 @@ class StagedDispatcher(ABC):
 
 
 def num_local_experts(num_experts: int, num_places: int) -> int:
-    """Experts of each rank. Raises RoutingError if they are not whole."""
+    """Return the number of experts of each rank.
+
+    Raises:
+        RoutingError: `num_experts` is no multiple of `num_places`.
+    """
     if num_experts % num_places:
         raise RoutingError(
             f"num_experts is {num_experts}, but {num_places} expert-parallel ranks can only share a multiple of"
@@ -63,14 +74,14 @@ def num_local_experts(num_experts: int, num_places: int) -> int:
 
 
 def _attached(rows: Tensor, inputs: Tensor) -> Tensor:
-    """Outputs `rows` that hang on their `inputs`, and certainly on a graph while gradients are on.
+    """Attach outputs `rows` to their `inputs`, and in any case to a graph while gradients are on.
 
-    The other ranks' backward waits for this one's, but experts may return no rows that nothing leads to.
+    The other ranks' backward waits for this one's, but experts may return rows without a graph, or none.
     """
     if not torch.is_grad_enabled():
         return rows
     if not len(rows):
-        rows = rows + inputs.sum().to(rows.dtype)  # of nothing
+        rows = rows + inputs.sum().to(rows.dtype)  # a sum of no elements
     return rows if rows.requires_grad else rows.detach().requires_grad_()
 
 
@@ -80,7 +91,7 @@ def _exchanged(plan: ExchangePlan, buffers: Buffers, *, outward: bool) -> Buffer
 
 
 class _Exchange(torch.autograd.Function):
-    """One way of the exchange in one chunk; its backward is the other way, in the other direction."""
+    """One direction of the exchange in one chunk; its backward is the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, plan: ExchangePlan, outward: bool, is_backward: bool, *buffers: Tensor) -> Buffers:

@@ -1,15 +1,15 @@
-"""Partitions tokens into slices that travel through the stages of a hierarchical all-to-all, in any number of chunks.
+"""Partitions tokens into slices that pass the stages of a hierarchical all-to-all, in any number of chunks.
 
 [Note: slices of tokens]
-De-duplication is about tokens: assignments of one token must travel together. So tokens are cut, not the rows of each
+De-duplication works on tokens: assignments of one token must be sent together. So tokens are cut, not the rows of each
 expert: slice s has this rank's tokens n * s // S up to n * (s + 1) // S, with all their assignments. A chunk is some
-slices next to each other; a whole layer is one slice in one chunk. The rows of all chunks together are those of the
-whole layer, stage by stage.
+adjacent slices; a whole layer is one slice in one chunk. The rows of all chunks together are those of the whole layer,
+stage by stage.
 
-Ranks tell each other once what the whole layer sends, for each stage in one message: numbers of rows and assignments by
-slice, and the experts. From these follow the exchanges of every chunk of every degree. On a rank that is on the way,
-rows are numbered by slice, within a slice as they came; what comes in one message is by place first, so a chunk of
-several slices translates one into the other.
+Ranks announce once what the whole layer sends, for each stage in one message: numbers of rows and assignments by
+slice, and the experts. From these follow the exchanges of every chunk of every degree. On an intermediate rank, rows
+are numbered by slice, within a slice as they came; the rows of one message are by place first, so a chunk of several
+slices translates one into the other.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Table = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class SlicedTokens:
-    """What a rank holds, in slices one after the other."""
+    """Rows that a rank holds, slice after slice."""
 
     held: HeldRows
     num_rows: list[int]
-    """Of each slice."""
+    """Rows of each slice."""
     num_entries: list[int]
     """Assignments of each slice."""
 
     @staticmethod
     def of(routing: Routing, num_slices: int) -> SlicedTokens:
-        """This rank's tokens, in slices of equal numbers as far as possible."""
+        """Cut this rank's tokens into slices of equal numbers as far as possible."""
         held = HeldRows(routing.num_tokens, routing.tokens, routing.experts)
         if num_slices == 1:
             return SlicedTokens(held, [routing.num_tokens], [len(routing)])
@@ -60,7 +60,7 @@ class SlicedTokens:
 
 @dataclass(frozen=True, eq=False)
 class SlicedStage:
-    """One stage of a whole layer, and how much of it belongs to which slice."""
+    """One stage of a whole layer, with its rows and assignments by slice."""
 
     group: dist.ProcessGroup
     before: SlicedTokens
@@ -82,10 +82,21 @@ class SlicedStage:
         experts_per_rank: int,
         group: dist.ProcessGroup,
     ) -> tuple[SlicedStage, SlicedTokens]:
-        """The stage of what this rank holds `before`, and what it holds after it. All peers call it together."""
+        """Agree on a stage for the rows held `before`. All peers call it together.
+
+        Args:
+            before: what this rank holds before the stage.
+            earlier: the previous stage; None for the first.
+            stage: its place among the levels.
+            experts_per_rank: slot s lives on rank s // experts_per_rank.
+            group: this rank's peers.
+
+        Returns:
+            The stage, and what this rank holds after it.
+        """
         plan, num_slices = plan_send(before.held, stage, experts_per_rank), len(before.num_rows)
         rows, entries = _by_slice(plan, before)
-        # In one message: the ids, and in front how many assignments they are by slice, and rows for everybody.
+        # One message: assignments by slice and the rows for all places in front, then the ids.
         fronts = torch.cat((entries, rows.flatten().expand(stage.fanout, -1)), 1)
         parts = zip(fronts, plan.ids.split(plan.entry_splits), strict=True)
         with losses_named(group):
@@ -119,7 +130,7 @@ class SlicedStage:
         return SlicedTokens(held, num_rows, num_entries)
 
     def exchange(self, first: int, last: int) -> StageExchange:
-        """Of the slices first ... last - 1."""
+        """Return the exchange of the slices first ... last - 1."""
         slices = slice(first, last)
         return StageExchange(
             self.group,
@@ -152,7 +163,7 @@ class SlicedStage:
 
 
 def _by_slice(plan: SendPlan, before: SlicedTokens) -> Tensor:
-    """int64 [2, fanout, S]: rows and assignments of a plan by place and slice."""
+    """Count rows and assignments of a plan by place and slice: int64 [2, fanout, S]."""
     device, num_slices = plan.rows.device, len(before.num_rows)
     if num_slices == 1:
         return torch.tensor([plan.row_splits, plan.entry_splits], device=device)[..., None]
@@ -169,13 +180,13 @@ def _by_slice(plan: SendPlan, before: SlicedTokens) -> Tensor:
 
 
 def _by_place_to_by_slice(table: Table, device: torch.device) -> Tensor:
-    """int64 [q]: what is number j by slice, then place, came as number index[j] by place, then slice."""
+    """Return int64 [q]: number j by slice, then place, came as number index[j] by place, then slice."""
     index = torch.arange(sum(map(sum, table)), device=device)
     return torch.cat(slices_of(index, table)) if len(table) > 1 else index
 
 
 def slices_of(x: Tensor, table: Table) -> list[Tensor]:
-    """x [q, ...] by place, then slice: the parts of each slice, by place."""
+    """Split x [q, ...], ordered by place, then slice: the parts of each slice, by place."""
     if len(table) == 1:
         return [x]
     parts = x.split([size for of_place in zip(*table, strict=True) for size in of_place])
@@ -183,7 +194,7 @@ def slices_of(x: Tensor, table: Table) -> list[Tensor]:
 
 
 def joined_by_place(slices: Sequence[Tensor], table: Table) -> Tensor:
-    """The inverse of `slices_of`."""
+    """Join slices into one tensor ordered by place, then slice; the inverse of `slices_of`."""
     if len(table) == 1:
         return slices[0]
     parts = [x.split(sizes) for x, sizes in zip(slices, table, strict=True)]
@@ -191,7 +202,7 @@ def joined_by_place(slices: Sequence[Tensor], table: Table) -> Tensor:
 
 
 def _part(x: Tensor, table: Table, slices: slice) -> Tensor:
-    """Of x [q, ...] by place, then slice, what belongs to some slices."""
+    """Select the rows of some slices of x [q, ...], ordered by place, then slice."""
     if (slices.start, slices.stop) == (0, len(table)):
         return x
     parts = x.split([size for of_place in zip(*table, strict=True) for size in of_place])
@@ -201,5 +212,5 @@ def _part(x: Tensor, table: Table, slices: slice) -> Tensor:
 
 
 def _sums(table: Sequence[Sequence[int]]) -> list[int]:
-    """By place."""
+    """Sum a table over slices, by place."""
     return [sum(of_place) for of_place in zip(*table, strict=True)]

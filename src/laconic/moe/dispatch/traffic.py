@@ -1,4 +1,4 @@
-"""What a dispatch sent, level by level: rows, duplicates that were left out, bytes."""
+"""Traffic of a dispatch, stage by stage: rows, duplicates left out, bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["LevelTraffic", "add_traffic", "traffic_of"]
 
 @dataclass(frozen=True)
 class LevelTraffic:
-    """One rank's rows in one stage of one or more dispatches; what stays on the rank is counted apart."""
+    """Rows that one rank sends in one stage of one or more dispatches; rows that stay on the rank are counted apart."""
 
     num_entries: int
-    """Assignments, each of which would be a row without de-duplication."""
+    """Assignments; without de-duplication each would be a row."""
     num_rows: int
-    """Rows that went on, those that stayed on this rank among them."""
+    """Rows passed to the next stage, including those that stayed on this rank."""
     num_sent_entries: int
     """Assignments whose rows went to another rank."""
     num_sent_rows: int
@@ -40,7 +40,7 @@ class LevelTraffic:
 
 
 def traffic_of(exchange: StageExchange, rows: Tensor, weights: Tensor) -> LevelTraffic:
-    """What a stage sends for rows [n, M] and weights [a] of these dtypes."""
+    """Count what a stage sends for rows [n, M] and weights [a] of these dtypes."""
     plan, me = exchange.plan, exchange.group.rank()
     num_rows, num_entries = sum(plan.row_splits), sum(plan.entry_splits)
     sent_rows, sent_entries = num_rows - plan.row_splits[me], num_entries - plan.entry_splits[me]
@@ -57,9 +57,10 @@ def traffic_of(exchange: StageExchange, rows: Tensor, weights: Tensor) -> LevelT
 
 
 def add_traffic(many: Iterable[tuple[LevelTraffic, ...]]) -> tuple[LevelTraffic, ...]:
-    """Stage by stage, the sums over dispatches: of several layers, steps or ranks.
+    """Sum traffic stage by stage over dispatches: of several layers, steps or ranks.
 
-    Raises ConfigError for dispatches of different depths.
+    Raises:
+        ConfigError: dispatches have different depths.
     """
     sums: tuple[LevelTraffic, ...] = ()
     for traffic in many:
