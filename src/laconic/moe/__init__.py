@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers whose parts are small classes of their own, and where their rows travel."""
+"""Mixture-of-experts layers: gates, experts, dispatchers and schedules as small, exchangeable classes."""
 
 from __future__ import annotations
 

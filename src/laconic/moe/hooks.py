@@ -1,4 +1,4 @@
-"""Six places in a layer where code of others may look and change."""
+"""Hooks at six places in a layer, which may read and replace what passes there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Hook"]
 
 
 class Hook:
-    """Override any of the six. Each gets what flows there and returns what flows on; None leaves it as it is.
+    """Override any of the six methods. Each gets the value at its place and returns a replacement; None keeps it.
 
     A schedule that cuts a layer into chunks calls after_dispatch and before_combine once for each slice. There experts
     are numbered by slot, and a SoftRouting has become its slots: each is a row that its routing sends to its expert.
@@ -25,19 +25,19 @@ class Hook:
     """
 
     def before_start(self, layer: MoELayer, x: Tensor) -> Tensor | None:
-        """The input x [..., M] came."""
+        """Called with the layer's input x [..., M]."""
 
     def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> RoutedTokens | None:
-        """The gate has decided."""
+        """Called with tokens and routing after the gate."""
 
     def after_dispatch(self, layer: MoELayer, inputs: ExpertRows) -> ExpertRows | None:
-        """Rows are where their experts are."""
+        """Called with the experts' input rows."""
 
     def before_combine(self, layer: MoELayer, outputs: ExpertRows) -> ExpertRows | None:
-        """The experts are done."""
+        """Called with the experts' output rows."""
 
     def after_combine(self, layer: MoELayer, out: Tensor) -> Tensor | None:
-        """Tokens [n, M] are back."""
+        """Called with the combined tokens [n, M]."""
 
     def after_end(self, layer: MoELayer, out: Tensor) -> Tensor | None:
-        """The output is about to be returned: in the input's shape, with shared experts added."""
+        """Called with the layer's output, in the input's shape and with shared experts added."""

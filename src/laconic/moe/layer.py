@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: gate, order, dispatcher, experts; each a small class of its own."""
+"""The mixture-of-experts layer: composes a gate, an order, a dispatcher and experts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 class Schedule(Protocol):
-    """How the inside of a layer is run: in chunks, on streams, in an order of its own."""
+    """Execution of the inside of a layer: whole or in chunks, on one stream or several."""
 
     def run(self, layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
         """Dispatch x [n, M] by `routing`, run the experts and combine: [n, M].
 
-        The means are `layer.dispatcher` and `layer.compute`. The result must not depend on the chunks, up to rounding.
+        Uses `layer.dispatcher` and `layer.compute`. The result must not depend on the chunks, up to rounding.
         """
         ...
 
@@ -35,17 +35,19 @@ class Schedule(Protocol):
 class MoELayer(nn.Module):
     """out = sum over a token's experts of weight * expert(x), plus shared(x).
 
-    Arguments:
+    Args:
         gate: tokens [n, M] to a Routing (or SoftRouting).
         experts: an `Experts`, or any module from (rows [q, M] sorted by expert, counts int64 [E_local]) to [q, M].
-        order: how tokens become rows; None is SortedOrder().
-        dispatcher: how rows come to their experts; None is LocalDispatcher().
+        order: expands tokens to rows; None is SortedOrder().
+        dispatcher: moves rows to their experts; None is LocalDispatcher().
         shared: a module that every token passes, [..., M] to [..., M].
-        schedule: how dispatch, experts and combine are run; None is one after the other.
+        schedule: runs dispatch, experts and combine; None is one after the other.
         hooks: called in their order at six places.
-        placement: where logical experts live; called with int64 logical numbers, returns int64 slots of the same shape.
+        placement: maps logical experts to slots; called with int64 logical numbers, returns int64 slots of the same
+            shape.
 
-    Raises RoutingError if the gate's experts are not those that are here.
+    Raises:
+        RoutingError: the gate's experts are not those that are here.
     """
 
     losses: dict[str, Tensor]
@@ -53,7 +55,7 @@ class MoELayer(nn.Module):
     load: Tensor | None
     """int64 [E]: this rank's tokens per logical expert in the last forward."""
     num_dropped: int
-    """Assignments that a capacity took away in the last forward."""
+    """Assignments dropped by a capacity in the last forward."""
 
     def __init__(
         self,
@@ -84,14 +86,16 @@ class MoELayer(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs [..., M] of tokens x [..., M], in x's dtype; any number of tokens, also none."""
+        """Return outputs [..., M] of tokens x [..., M], in x's dtype; any number of tokens, also none."""
         return self.run(x)
 
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
-        """`forward`, with what another one than the gate has decided if `routing` is given.
+        """Run `forward`, with `routing` in place of the gate's decision if it is given.
 
-        torch.compile breaks its graph here for layers over several processes, and compiles what is around them.
-        Raises RoutingError for a routing of other tokens, or with a dispatcher whose gate sees a part of the tokens.
+        torch.compile breaks its graph here for layers over several processes, and compiles the code before and after.
+
+        Raises:
+            RoutingError: the routing is of other tokens, or the dispatcher's gate sees a part of the tokens only.
         """
         if torch.compiler.is_compiling() and not isinstance(self.dispatcher, LocalDispatcher):
             return _run_uncompiled(self, x, routing)
@@ -117,13 +121,13 @@ class MoELayer(nn.Module):
         return self._call("after_end", out if self.shared is None else out + self.shared(x))
 
     def compute(self, inputs: ExpertRows, experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Outputs [q, M] of the experts, or of what stands in for them, with the hooks before and after them."""
+        """Return outputs [q, M] of the experts, or of the substitute `experts`, with the hooks before and after them."""
         inputs = self._call("after_dispatch", inputs)
         outputs = ExpertRows((experts or self.experts)(inputs.rows, inputs.counts), inputs.counts)
         return self._call("before_combine", outputs).rows
 
     def run_whole(self, x: Tensor, routing: Routing) -> Tensor:
-        """`Schedule.run` without a schedule: dispatch, compute, combine, one after the other."""
+        """Dispatch, compute and combine, one after the other: `Schedule.run` without a schedule."""
         dispatched = self.dispatcher.dispatch(x, routing, self.order)
         return self.dispatcher.combine(self.compute(dispatched), dispatched)
 
@@ -152,7 +156,7 @@ class MoELayer(nn.Module):
         return flowing
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what the last forward left: a tensor with a graph can be neither copied nor pickled."""
+        """Return the state without tensors of the last forward: with a graph they can be neither copied nor pickled."""
         return {**self.__dict__, "losses": {}, "load": None}
 
 
@@ -162,7 +166,11 @@ def _run_uncompiled(layer: MoELayer, x: Tensor, routing: Routing | SoftRouting |
 
 
 def num_experts_of(experts: nn.Module) -> int:
-    """`experts.num_experts`, or for other modules the first dimension of its first parameter."""
+    """Return `experts.num_experts`, or for other modules the first dimension of the first parameter.
+
+    Raises:
+        RoutingError: the module has neither.
+    """
     number = getattr(experts, "num_experts", None)
     if isinstance(number, int):
         return number
@@ -173,9 +181,9 @@ def num_experts_of(experts: nn.Module) -> int:
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """All layers of `model` by name, in the order of its modules.
+    """Return all layers of `model` by name, in the order of its modules.
 
-    Those of `parallelize` bear the names of the experts that they stand behind.
+    Those of `parallelize` have the names of the experts that they serve.
     """
     found = {}
     for name, module in model.named_modules():
@@ -186,7 +194,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def auxiliary_losses(model: nn.Module) -> Mapping[str, Tensor]:
-    """Sums of the losses that the layers of `model` left in their last forward, by name; empty if there are none."""
+    """Sum the losses that the layers of `model` left in their last forward, by name; empty if there are none."""
     sums: dict[str, Tensor] = {}
     for layer in moe_layers(model).values():
         for name, loss in layer.losses.items():

@@ -1,4 +1,4 @@
-"""Orders: tokens to rows sorted by expert, and back to tokens with the gate's weights applied."""
+"""Orders: expand tokens to rows sorted by expert, and sum rows back to tokens with the gate's weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["DenseOrder", "Order", "SortedOrder"]
 
 
 class Order(Protocol):
-    """How tokens become rows of experts.
+    """Expansion of tokens to rows of experts, and the weighted sums back.
 
     Both halves are differentiable in the tokens or rows, `combine` in the routing's weights as well.
     """
 
     def permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Rows [a, M] of tokens x [n, M], one per entry, sorted by expert, stable; and their counts, int64 [E]."""
+        """Return rows [a, M] of tokens x [n, M], one per entry, sorted by expert, stable, and counts, int64 [E]."""
         ...
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
-        """Tokens [n, M] of rows [a, M] sorted like those of `permute`: each token's sum of weight times row.
+        """Return tokens [n, M] of rows [a, M] in the order of `permute`: each token's sum of weight times row.
 
         Products and sums are in fp32 (fp64 for fp64), in the order of the routing's entries, rounded once to the rows'
         dtype; a token's bits depend on its own entries alone. A token without entries gets zeros.
@@ -33,7 +33,7 @@ class Order(Protocol):
 
 
 class SortedOrder:
-    """A stable sort by expert: gathers rows, and sums over each token in the order of its entries."""
+    """Order by a stable sort: gathers rows, and sums over each token in the order of its entries."""
 
     def permute(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """See `Order.permute`."""
@@ -48,7 +48,7 @@ class SortedOrder:
         dtype = accumulation_dtype(rows.dtype)
         values = permuted(rows, routing.row_of_entry, routing.by_expert).to(dtype)
         weights = routing.weights.to(dtype)
-        if routing.choices is not None:  # a row times a matrix for each token, without the products in between
+        if routing.choices is not None:  # one row-matrix product per token, without intermediate products
             num_tokens, k = routing.num_tokens, routing.choices
             with torch.autocast(rows.device.type, enabled=False):
                 sums = torch.bmm(weights.view(num_tokens, 1, k), values.view(num_tokens, k, rows.shape[1]))
@@ -57,7 +57,7 @@ class SortedOrder:
 
 
 class DenseOrder:
-    """The reference: one-hot matrices and matrix products, as GShard's einsums; for tests, O(a * n) memory.
+    """Reference order of one-hot matrices and matrix products, as GShard's einsums; for tests, O(a * n) memory.
 
     Only for finite values: zero times infinity is not zero.
     """
@@ -75,16 +75,16 @@ class DenseOrder:
 
     @staticmethod
     def _entry_of_row(routing: Routing, dtype: torch.dtype) -> Tensor:
-        """One-hot [a, a]: row j comes from the entry with the j-th place by expert, then by position."""
+        """Return one-hot [a, a]: row j comes from the entry with the j-th place by expert, then by position."""
         place = routing.experts * len(routing) + torch.arange(len(routing), device=routing.experts.device)
         rank = (place[None, :] < place[:, None]).sum(1)
         return _one_hot(rank, len(routing), dtype).T
 
     def _token_of_row(self, routing: Routing, dtype: torch.dtype) -> Tensor:
-        """One-hot [a, n]."""
+        """Return one-hot [a, n]: row j is of its token."""
         return self._entry_of_row(routing, dtype) @ _one_hot(routing.tokens, routing.num_tokens, dtype)
 
 
 def _one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[len(index), size]; unlike torch's also for a size of 0."""
+    """Return one-hot [len(index), size]; unlike torch's also for a size of 0."""
     return (index[:, None] == torch.arange(size, device=index.device)).to(dtype)

@@ -1,4 +1,4 @@
-"""Gradients of a model whose experts have other replicas than the rest: FSDP2, or one plain reduction.
+"""Gradients of models whose experts have other replicas than the dense parameters: by FSDP2, or a plain reduction.
 
 The training loss is the mean of the N_DP dp ranks' losses. Dense parameters are averaged over dp. Backward of the
 exchange has brought all rows' gradients to an expert already, so those of its N_EDP replicas are added, and divided by
@@ -27,18 +27,20 @@ from laconic.moe.parallel.grid import Grid
 __all__ = ["average_expert_gradients", "fully_shard_layers", "reduce_gradients"]
 
 BUCKET_NBYTES = 25 << 20
-"""Bytes of gradients that travel together, as in DDP."""
+"""Bytes of gradients in one message, as in DDP."""
 
 
 def fully_shard_layers(model: nn.Module, grid: Grid, *, units: Iterable[nn.Module] = (), **options: Any) -> FSDPModule:
-    """FSDP2 for a model with MoELayers: experts are sharded over edp, everything else over dp.
+    """Apply FSDP2 to a model with MoELayers: experts are sharded over edp, everything else over dp.
 
-    Arguments:
+    Args:
         model: with this rank's experts in its layers; sharded in place.
+        grid: the process groups.
         units: modules that are gathered on their own, such as a transformer's blocks, in the order of their use.
         options: of fully_shard, for all of them.
 
-    Raises ModelError if there is no MoELayer.
+    Raises:
+        ModelError: there is no MoELayer.
     """
     ignored = set(options.pop("ignored_params", ()))
     for layer in _layers(model):
@@ -50,12 +52,12 @@ def fully_shard_layers(model: nn.Module, grid: Grid, *, units: Iterable[nn.Modul
 
 
 def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> set[nn.Parameter]:
-    """Shard over edp; returns the parameters that were left as they are."""
+    """Shard experts over edp; return the parameters that were left as they are."""
     parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     policy = options.get("mp_policy")
     dtypes = {(policy.reduce_dtype or policy.param_dtype if policy else None) or p.dtype for p in parameters}
     if grid.layout.edp == 1 and not dtypes <= {torch.float32, torch.bfloat16}:
-        # On a mesh of one rank FSDP2 divides gradients of other types twice; without replicas nothing is to shard.
+        # On a mesh of one rank FSDP2 divides gradients of other dtypes twice; without replicas nothing is sharded.
         for parameter in parameters:
             parameter.register_hook(lambda grad: grad / grid.layout.dp)
         return set(experts.parameters())
@@ -70,14 +72,16 @@ def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> s
 def reduce_gradients(
     model: nn.Module, grid: Grid, *, codec: Codec | str = "auto", bucket_nbytes: int = BUCKET_NBYTES
 ) -> None:
-    """What DDP does, for a model without a wrapper: call it after backward, on all ranks.
+    """Reduce gradients as DDP does, for a model without a wrapper: call it after backward, on all ranks.
 
-    Gradients of one dtype and device travel in buckets of about `bucket_nbytes` bytes, in the order of the model's
+    Gradients of one dtype and device are sent in buckets of about `bucket_nbytes` bytes, in the order of the model's
     parameters, so each rank sends the same ones; a bucket is a copy. Gradients that a rank does not have count as zero
     where another may have one.
 
-    Raises ModelError, before anything is sent, if there is no MoELayer or a gradient is in codes (compress_gradients
-    reduces those itself), ConfigError for a bucket_nbytes that is not positive.
+    Raises:
+        ModelError: there is no MoELayer, or a gradient is in codes (compress_gradients reduces those itself); nothing
+            has been sent then.
+        ConfigError: bucket_nbytes is not positive.
     """
     if bucket_nbytes <= 0:
         raise ConfigError(f"bucket_nbytes is {bucket_nbytes}, but it must be positive")
@@ -93,7 +97,7 @@ def reduce_gradients(
             )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        # Of a DTensor (experts of parallelize) what is here.
+        # The local part of a DTensor (experts of parallelize).
         gradient = local_part(parameter.grad)
         held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)
     for (expert, _, _), gradients in held.items():
@@ -106,7 +110,7 @@ def reduce_gradients(
 
 
 def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive gradients that together are about that large; one that is larger goes alone."""
+    """Group consecutive gradients into buckets of about that size; a larger gradient is a bucket of its own."""
     bucket: list[Tensor] = []
     nbytes = 0
     for gradient in gradients:
@@ -122,8 +126,8 @@ def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[T
 def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> None:
     """Average the gradients of `experts` as autograd makes them, in backwards for which `active` is true.
 
-    For a wrapper that averages everything else and leaves experts alone, as DDP does. Each backward averages what it
-    adds, so accumulation over micro-batches is right too.
+    For a wrapper that averages everything else and skips experts, as DDP does. Each backward averages what it adds, so
+    accumulation over micro-batches is right too.
     """
     for parameter in experts.parameters():
         if parameter.requires_grad:

@@ -1,10 +1,10 @@
-"""What a gate decides: which token goes to which expert, and with what weight.
+"""Routing: the gate's decision which token goes to which expert, and with what weight.
 
 [Note: assignments]
 A routing is a list of assignments. Entry i sends token `tokens[i]` to expert `experts[i]`, and the expert's output
 counts `weights[i]` in the token's sum. The list is sorted by token and, within a token, by choice; sums over a token's
 experts follow that order. Top-k gates make k entries for every token, expert choice any number, and dropping takes
-entries away: all of them are the same list, so orders, dispatchers and experts need to know nothing else.
+entries away: all of them are the same list, so orders, dispatchers and experts need no case distinctions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ __all__ = ["Routing", "SoftRouting"]
 class Routing:
     """A list of assignments of tokens to experts, sorted by token, then by choice; see [Note: assignments].
 
-    Tensors are on one device. Raises RoutingError for shapes and dtypes that do not fit; values are checked by `check`,
-    because looking at them waits for a GPU.
+    Tensors are on one device. `check` validates values, which waits for a GPU; construction does not.
+
+    Raises:
+        RoutingError: shapes and dtypes do not fit.
     """
 
     tokens: Tensor
@@ -42,7 +44,7 @@ class Routing:
     choices: int | None = None
     """k where every token has exactly k entries (sums over a token are then faster), None where that is not known."""
     num_dropped: int = 0
-    """Assignments that a capacity took away."""
+    """Assignments dropped by a capacity."""
 
     def __post_init__(self) -> None:
         entries = self.tokens.shape
@@ -68,7 +70,14 @@ class Routing:
     def of_choices(
         cls, experts: Tensor, weights: Tensor, num_experts: int, losses: Mapping[str, Tensor] | None = None
     ) -> Routing:
-        """The routing where token t goes to experts[t, 0], ..., experts[t, k-1]; both [n, k]."""
+        """Make the routing where token t goes to experts[t, 0], ..., experts[t, k-1].
+
+        Args:
+            experts: int64 [n, k].
+            weights: floating [n, k].
+            num_experts: E.
+            losses: see `Routing.losses`.
+        """
         num_tokens, k = experts.shape
         tokens = torch.arange(num_tokens, device=experts.device).repeat_interleave(k)
         return cls(tokens, experts.flatten(), weights.flatten(), num_tokens, num_experts, losses or {}, k)
@@ -77,8 +86,8 @@ class Routing:
         return self.tokens.shape[0]
 
     def counts(self) -> Tensor:
-        """Entries per expert, int64 [num_experts]."""
-        # Not bincount: it gives up determinism on GPUs, and waits there for the largest value.
+        """Count the entries of each expert, int64 [num_experts]."""
+        # Not bincount: on GPUs it is not deterministic and waits for the largest value.
         ones = torch.ones_like(self.experts)
         return ones.new_zeros(self.num_experts).scatter_add_(0, self.experts, ones)
 
@@ -94,7 +103,7 @@ class Routing:
         return inverse.scatter_(0, self.by_expert, torch.arange(len(self), device=inverse.device))
 
     def keep(self, kept: Tensor) -> Routing:
-        """The routing with only the entries where `kept`, bool [a], says so; the others count as dropped."""
+        """Keep only the entries where `kept`, bool [a], is true; the others count as dropped."""
         index = kept.nonzero().squeeze(1)
         return replace(
             self,
@@ -106,7 +115,11 @@ class Routing:
         )
 
     def check(self) -> None:
-        """Look at the values: raise RoutingError if an entry is out of range or out of order."""
+        """Validate the values; waits for a GPU.
+
+        Raises:
+            RoutingError: an entry is out of range or out of order.
+        """
         if not len(self):
             return
         for name, values, limit in (
@@ -125,6 +138,9 @@ class SoftRouting:
     """Mixtures instead of assignments (SoftMoE): each expert has s slots, each slot takes a mixture of all tokens.
 
     Soft Mixture of Experts (Puigcerver et al., 2024), section 2: slots = dispatch^T x, outputs = combine slots.
+
+    Raises:
+        RoutingError: shapes do not fit.
     """
 
     dispatch: Tensor
@@ -142,33 +158,35 @@ class SoftRouting:
 
     @property
     def num_tokens(self) -> int:
+        """n."""
         return self.dispatch.shape[0]
 
     @property
     def num_experts(self) -> int:
+        """E."""
         return self.dispatch.shape[1]
 
     def slots(self) -> Routing:
-        """The E * s slots as tokens that each go to their own expert, so that any dispatcher can carry them."""
+        """Return the E * s slots as tokens that each go to their own expert, so that any dispatcher can send them."""
         _, num_experts, num_slots = self.dispatch.shape
         experts = torch.arange(num_experts, device=self.dispatch.device).repeat_interleave(num_slots)
         ones = self.dispatch.new_ones(len(experts), 1)
         return Routing.of_choices(experts[:, None], ones, num_experts, self.losses)
 
     def mix(self, x: Tensor) -> Tensor:
-        """Slots [E * s, M] of tokens x [n, M], in x's dtype; sums in the routing's dtype."""
+        """Return slots [E * s, M] of tokens x [n, M], in x's dtype; sums in the routing's dtype."""
         with torch.autocast(x.device.type, enabled=False):
             return (self.dispatch.flatten(1).T @ x.to(self.dispatch.dtype)).to(x.dtype)
 
     def unmix(self, slots: Tensor) -> Tensor:
-        """Tokens [n, M] of the experts' outputs for slots [E * s, M], in the slots' dtype."""
+        """Return tokens [n, M] of the experts' outputs for slots [E * s, M], in the slots' dtype."""
         with torch.autocast(slots.device.type, enabled=False):
             return (self.combine.flatten(1) @ slots.to(self.combine.dtype)).to(slots.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedTokens:
-    """A layer's tokens with what the gate has decided about them."""
+    """A layer's tokens and their routing."""
 
     x: Tensor
     """[n, M]."""

@@ -1,4 +1,4 @@
-"""Rows that move: permuted, repeated for a token's experts, summed over them.
+"""Differentiable row operations: permute rows, repeat them for a token's experts, sum over them.
 
 Autograd's own backward of `index_select` adds up rows in the gradient's dtype. Here the gradient of a permutation is
 the inverse permutation, and rows of one token are added up in fp32, in the order of its entries, and rounded once.
@@ -17,42 +17,53 @@ __all__ = ["accumulation_dtype", "offsets_of", "permuted", "spread", "sum_picked
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of `dtype` are made in: fp64 for fp64, otherwise fp32."""
+    """Return the dtype of sums of `dtype`: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def permuted(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """rows[index] of [a, ...]; `index` and `inverse`, int64 [a], are a permutation and its inverse."""
+    """Return rows[index] of rows [a, ...]; `index` and `inverse`, int64 [a], are a permutation and its inverse."""
     result: Tensor = _Permuted.apply(rows, index, inverse)
     return result
 
 
 def spread(x: Tensor, tokens: Tensor, index: Tensor, inverse: Tensor, choices: int | None) -> Tensor:
-    """x[tokens[index]]: the row of x [n, M] for every entry, in the order `index`; [a, M].
+    """Return x[tokens[index]]: the row of x [n, M] for every entry, in the order `index`; [a, M].
 
-    tokens: int64 [a], ascending. choices: k if there are exactly k entries for each token, else None.
+    Args:
+        x: [n, M].
+        tokens: int64 [a], ascending.
+        index, inverse: int64 [a], a permutation and its inverse.
+        choices: k if there are exactly k entries for each token, else None.
     """
     result: Tensor = _Spread.apply(x, tokens, index, inverse, choices)
     return result
 
 
 def summed(values: Tensor, tokens: Tensor, num_tokens: int, choices: int | None) -> Tensor:
-    """Sums [n, M] of values [a, M] over the entries of each token, in their order; zero for a token without any."""
+    """Sum values [a, M] over the entries of each token, in their order: [n, M]; zero for a token without any."""
     if choices is not None:
         return values.view(num_tokens, choices, values.shape[1]).sum(1)
     return values.new_zeros(num_tokens, values.shape[1]).index_add(0, tokens, values)
 
 
 def offsets_of(groups: Tensor, num_groups: int) -> Tensor:
-    """int64 [num_groups + 1]: entries offsets[g] to offsets[g + 1] of groups, int64 [a] ascending, are those of g."""
+    """Return int64 [num_groups + 1]: group g has entries offsets[g] to offsets[g + 1] of groups, int64 [a] ascending."""
     return torch.searchsorted(groups, torch.arange(num_groups + 1, device=groups.device))
 
 
 def sum_picked(rows: Tensor, index: Tensor, groups: Tensor, num_groups: int, weights: Tensor | None = None) -> Tensor:
-    """Sums [num_groups, M] of rows[index] of [q, M] over the entries of each group, times their weights if any.
+    """Sum rows[index] over the entries of each group, times their weights if any: [num_groups, M].
 
-    index, groups: int64 [a], groups ascending; weights: [a]. Products and sums in fp32 (fp64 for fp64), in the order of
-    entries on CPUs, rounded once to the rows' dtype. Not differentiable.
+    Products and sums are in fp32 (fp64 for fp64), in the order of entries on CPUs, rounded once to the rows' dtype. Not
+    differentiable.
+
+    Args:
+        rows: [q, M].
+        index: int64 [a].
+        groups: int64 [a], ascending.
+        num_groups: number of groups.
+        weights: [a].
     """
     dtype = accumulation_dtype(rows.dtype)
     weights = None if weights is None else weights.to(dtype)
@@ -63,16 +74,21 @@ def sum_picked(rows: Tensor, index: Tensor, groups: Tensor, num_groups: int, wei
 
 
 def weighted_sums(rows: Tensor, weights: Tensor, index: Tensor, inverse: Tensor, tokens: Tensor, n: int) -> Tensor:
-    """Sums [n, M] of weights[i] * rows[index[i]] over the entries i of each token; `sum_picked`, differentiable.
+    """Sum weights[i] * rows[index[i]] over the entries i of each token: [n, M]; `sum_picked`, differentiable.
 
-    rows: [a, M]; index, inverse: a permutation, int64 [a], and its inverse; tokens: int64 [a], ascending, below n.
+    Args:
+        rows: [a, M].
+        weights: [a].
+        index, inverse: int64 [a], a permutation and its inverse.
+        tokens: int64 [a], ascending, below n.
+        n: number of tokens.
     """
     result: Tensor = _WeightedSums.apply(rows, weights, index, inverse, tokens, n)
     return result
 
 
 _DOT_ELEMENTS = 1 << 17
-"""Products of so many elements at a time stay in the second-level cache."""
+"""Elements multiplied at a time, few enough for the products to stay in the second-level cache."""
 
 
 class _WeightedSums(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""A layer in chunks on streams, forward and backward apart, with gradients reduced in between."""
+"""Chunked layers: schedules on streams, forward and backward apart, with gradient reductions in between."""

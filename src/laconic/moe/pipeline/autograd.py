@@ -1,8 +1,8 @@
-"""A layer in chunks, as autograd sees it: graphs of slices, and one node that joins them.
+"""Autograd of a chunked layer: one graph per slice, and one node that joins them.
 
 [Note: autograd in chunks]
 Rows at home become outputs at home. In between, every slice's experts record a graph of their own, from the slice's
-rows to its outputs; what travels is linear, and its transpose travels the same wires (`laconic.moe.dispatch.base`).
+rows to its outputs; the exchange is linear, and its transpose uses the same transport (`laconic.moe.dispatch.base`).
 One node joins rows and all leaves that the slices' graphs reach to the outputs; its backward runs the plan of the
 backward, in which autograd goes through each slice's graph. So no gradient of an expert, a hook or an adapter is
 written by hand, every parameter gets one gradient, and hooks on parameters (DDP, FSDP2) fire once.
@@ -27,22 +27,22 @@ from laconic.ops.derivatives import first_derivatives
 __all__ = ["Compute", "PlanExecutor", "ChunkRunner", "ChunkedLayer", "one_call"]
 
 Compute = Callable[[int, Buffers], Buffers]
-"""What is done with a slice, by its number, where the experts are."""
+"""Computation on one slice at the experts: from the slice's number and buffers to the buffers that go home."""
 
 
 class PlanExecutor(Protocol):
-    """Who runs plans; `laconic.moe.PipelineSchedule`."""
+    """Runs exchange plans; implemented by `laconic.moe.PipelineSchedule`."""
 
     @property
     def num_slices(self) -> int:
-        """In all."""
+        """Number of slices over all chunks."""
 
     def execute(self, direction: str, plan: ExchangePlan, home: Buffers, compute: Compute) -> Buffers:
-        """`home` out to the experts in one direction, `compute` there, and what comes home."""
+        """Send `home` to the experts, call `compute` there for each slice, and return what comes home."""
 
 
 class ChunkRunner:
-    """The actions of one plan, and what they hand to each other."""
+    """Actions of one plan, and the buffers that each chunk passes from one action to the next."""
 
     def __init__(
         self, transport: Transport, home: Buffers, compute: Compute, degree: int, slices_per_chunk: int
@@ -53,7 +53,7 @@ class ChunkRunner:
         self._kept: list[Buffers] = []
 
     def actions(self) -> dict[str, Callable[[], object]]:
-        """By task of `laconic.schedule.pipeline_tasks`."""
+        """Return the actions by name of the task of `laconic.schedule.pipeline_tasks`."""
         steps = {"dispatch": self._dispatch, "experts": self._experts, "combine": self._combine}
         if self._transport.has_shards:
             steps |= {"all_gather": self._gather, "reduce_scatter": self._scatter}
@@ -95,12 +95,12 @@ class ChunkRunner:
 
     def _put(self, i: int, buffers: Buffers) -> None:
         if buffers[0].is_cuda:
-            self._kept.append(self._at[i])  # another stream may still read it when this one is done with it
+            self._kept.append(self._at[i])  # another stream may still read it
         self._at[i] = buffers
 
 
 class ChunkedLayer:
-    """One forward of a layer, and the backward that belongs to it; see [Note: autograd in chunks]."""
+    """One forward of a layer, and its backward; see [Note: autograd in chunks]."""
 
     def __init__(self, schedule: PlanExecutor, layer: MoELayer, plan: ExchangePlan) -> None:
         self._schedule, self._layer, self._plan = schedule, layer, plan
@@ -109,7 +109,7 @@ class ChunkedLayer:
         self._leaves: list[Tensor] = []
 
     def forward(self, inputs: Buffers, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What comes home for `ExchangePlan.begin`, with a graph if gradients are on."""
+        """Run the plan on the buffers of `ExchangePlan.begin`; return what comes home, with a graph if gradients are on."""
 
         def compute(number: int, entered: Buffers) -> Buffers:
             entered = tuple(one.detach().requires_grad_(self._records) for one in entered)
@@ -131,14 +131,18 @@ class ChunkedLayer:
         return result
 
     def take_out(self) -> Tensor:
-        """The outputs, which are not held any longer."""
+        """Return the outputs and release them."""
         out, self._out = self._out, None
         assert out is not None, "forward has run"
         return out
 
     def backward(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs and of the leaves."""
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph of the one who calls
+        """Return the gradients of the inputs and of the leaves.
+
+        Raises:
+            ScheduleError: backward runs a second time without retain_graph.
+        """
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph of the running backward
         sums = [_Sum() for _ in self._leaves]
 
         def compute(number: int, grads: Buffers) -> Buffers:
@@ -149,7 +153,7 @@ class ChunkedLayer:
             entered, out = of_slice
             found: Sequence[Tensor | None] = [None] * (len(entered) + len(sums))
             if out.requires_grad:
-                # Graphs of slices may share nodes (such as casts that autocast remembers); they end with `of_slice`.
+                # Graphs of slices may share nodes (such as casts that autocast caches); they end with `of_slice`.
                 with _without_hooks(self._leaves):
                     wanted = [*entered, *self._leaves]
                     found = torch.autograd.grad(out, wanted, grads, retain_graph=True, allow_unused=True)
@@ -184,7 +188,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Sum:
-    """Of gradients, in fp32 or fp64 if there are several; what autograd has returned is never written to."""
+    """Sum of gradients, in fp32 or fp64 if there are several; never writes to a tensor that autograd returned."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -202,10 +206,10 @@ class _Sum:
 
 @contextmanager
 def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks on leaves' gradients are for the sum over slices, which comes later."""
+    """Disable hooks on the leaves' gradients; they are for the sum over slices, which comes later."""
     hooks = [(found, dict(found)) for leaf in leaves if (found := leaf._backward_hooks)]
     for found, _ in hooks:
-        found.clear()  # torch looks into this very dict
+        found.clear()  # torch reads this dict itself
     try:
         yield
     finally:
@@ -214,7 +218,7 @@ def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _leaves_of(slices: Iterable[tuple[Buffers, Tensor]]) -> list[Tensor]:
-    """The leaves that the slices' outputs hang on, apart from what the slices got."""
+    """List the leaves of the slices' outputs, without the slices' own inputs."""
     leaves: dict[int, Tensor] = {}
     seen: set[Any] = set()
     for entered, out in slices:
@@ -238,10 +242,10 @@ def _leaves_of(slices: Iterable[tuple[Buffers, Tensor]]) -> list[Tensor]:
 def one_call(
     experts: nn.Module, forward: Callable[[Buffers, Callable[[Tensor, Tensor], Tensor]], Tensor]
 ) -> Iterator[Callable[..., Tensor]]:
-    """From inputs to `forward(inputs, experts)`; for FSDP2 all slices together are one call of the module.
+    """Yield a function from inputs to `forward(inputs, experts)`; for FSDP2 it is one call of the module for all slices.
 
-    FSDP2 gathers parameters before a module's call and reduces their gradients after the backward of its inputs. Once
-    for each slice would be as many gathers, and reductions of gradients that are not there yet.
+    FSDP2 gathers parameters before a module's call and reduces their gradients after the backward of its inputs. One
+    call per slice would gather as often, and reduce gradients that are not there yet.
     """
     if not isinstance(experts, FSDPModule):
         yield lambda *inputs: forward(inputs, experts)

@@ -1,7 +1,7 @@
-"""Plans on a GPU: a stream of `laconic.schedule.execute` that is a CUDA stream.
+"""CUDA implementation of the streams of `laconic.schedule.execute`.
 
-The host issues all tasks of a plan at once, in the plan's order; who waits for whom is said by events, so nothing
-blocks the host. Use the current stream for what computes and streams of their own for what sends:
+The host issues all tasks of a plan at once, in the plan's order; events order the streams, so nothing blocks the host.
+Use the current stream for computation and separate streams for communication:
 
     streams = {"compute": CudaStream(torch.cuda.current_stream()), "inter": CudaStream(), "intra": CudaStream()}
 
@@ -22,11 +22,11 @@ __all__ = ["CudaStream"]
 
 
 class CudaStream:
-    """Does the tasks that are submitted to it one after the other, on the device.
+    """Runs the tasks that are submitted to it one after the other, on the device.
 
-    What actions return is held until the plan has been issued and the caller's stream waits for all of it, so tensors
-    that pass from one stream to another must be among it (or be held by the caller): the allocator may otherwise hand
-    their memory to the stream that made them while another one reads it.
+    Results of actions are held until the plan has been issued and the caller's stream waits for all of it. So tensors
+    that pass from one stream to another must be among the results (or be held by the caller): the allocator may
+    otherwise hand their memory to the stream that made them while another one reads it.
 
     Args:
         stream: whose order is used; None makes a new one on the current device.
@@ -42,7 +42,7 @@ class CudaStream:
         self._origin: tuple[torch.cuda.Event, float] | None = None
 
     def start(self) -> None:
-        """See `laconic.schedule.execute.Stream`: here the stream waits for the caller's."""
+        """See `laconic.schedule.execute.Stream`; the stream waits for the caller's."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def submit(self, action: Callable[[], object], after: Sequence[Work]) -> Work:
@@ -55,7 +55,7 @@ class CudaStream:
             return work
 
     def _clock(self) -> tuple[torch.cuda.Event, float]:
-        """An event and when it happened by the host's clock."""
+        """Return an event and when it happened by the host's clock."""
         if self._origin is None:
             with torch.cuda.stream(self._stream):
                 event = torch.cuda.Event(enable_timing=True)
@@ -66,7 +66,7 @@ class CudaStream:
 
 
 class _DeviceWork:
-    """A task that was issued to a CUDA stream."""
+    """Work handle of a task that was issued to a CUDA stream."""
 
     def __init__(self, owner: CudaStream) -> None:
         self._owner = owner
@@ -75,6 +75,7 @@ class _DeviceWork:
         self._error: BaseException | None = None
 
     def run(self, action: Callable[[], object]) -> None:
+        """Issue the action between two recorded events, and keep its result or error."""
         self._start.record()
         try:
             self._result = action()
@@ -83,14 +84,17 @@ class _DeviceWork:
         self._end.record()
 
     def wait(self) -> None:
+        """Make the current stream wait for the end of the task; the host does not wait."""
         torch.cuda.current_stream(self._owner._stream.device).wait_event(self._end)
 
     def result(self) -> object:
+        """Return what the action returned, or raise what it raised."""
         if self._error is not None:
             raise self._error
         return self._result
 
     def span(self) -> tuple[float, float]:
+        """Wait for the task and return its start and end by the host's clock."""
         self._end.synchronize()
         event, at = self._owner._clock()
         return at - self._start.elapsed_time(event) * 1e-3, at - self._end.elapsed_time(event) * 1e-3

@@ -1,12 +1,12 @@
 """Dense gradients reduced in windows of the backward, as `laconic.schedule.fill_windows` plans them.
 
 A gradient waits from the moment when autograd has accumulated it. The pipelines of mixture layers
-(`laconic.moe.PipelineSchedule`) ask for work when the wire between nodes is idle between their dispatches and their
-combines, and get the next bytes that wait, oldest first, as many as the plan has for that window. Dense parts' bytes
-go while the dense part computes, on the same wire, behind what it is doing. `finish` sends the rest.
+(`laconic.moe.PipelineSchedule`) ask for work when the link between nodes is idle between their dispatches and their
+combines, and get the oldest waiting bytes, as many as the plan has for that window. The bytes planned for a dense part
+are sent over the same link while that part computes. `finish` sends the rest.
 
 Gradients become ready in the order of the backward, which is the same on ranks that run the same model, and the plan
-says how many bytes go when; so ranks send the same messages in the same order, which the collectives check.
+fixes how many bytes go when; so ranks send the same messages in the same order, which the collectives check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Reduce = Callable[[Tensor], object]
 
 
 def mean_over(group: dist.ProcessGroup, *, codec: Codec | str = "auto") -> Reduce:
-    """The mean over `group`; a Blockwise codec reduces in few bits."""
+    """Return a reduction that takes the mean over `group`; a Blockwise codec reduces in few bits."""
 
     def reduce(values: Tensor) -> None:
         api.all_reduce(values, group, op="avg", codec=codec)
@@ -46,15 +46,16 @@ def mean_over(group: dist.ProcessGroup, *, codec: Codec | str = "auto") -> Reduc
 
 @dataclass(frozen=True)
 class Sent:
-    """What one window reduced. window: the part; None: after the last one."""
+    """Bytes reduced in one window."""
 
     window: str | None
+    """The part; None: after the last one."""
     nbytes: int
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """`num_units` units, such as the elements of one gradient, of which some can be reduced before others."""
+    """Reduction of `num_units` units, such as the elements of one gradient, that can be done in several steps."""
 
     num_units: int
     unit_nbytes: int
@@ -63,13 +64,14 @@ class _Waiting:
 
     @staticmethod
     def of(parameter: nn.Parameter) -> _Waiting:
+        """Return the reduction of a parameter's gradient, one unit per element."""
         assert parameter.grad is not None
         return _Waiting(parameter.numel(), parameter.itemsize, parameter)
 
 
 @dataclass(eq=False)
 class _Batch:
-    """What one window does: pieces of gradients, (parameter, first element, past the last)."""
+    """Work of one window: slices of gradients, (parameter, first element, past the last), and deferred actions."""
 
     pieces: list[tuple[nn.Parameter, int, int]] = field(default_factory=list)
     actions: list[Callable[[], object]] = field(default_factory=list)
@@ -77,7 +79,7 @@ class _Batch:
 
 
 class DenseGradients:
-    """Averages gradients of dense parameters over ranks inside of backward.
+    """Averages gradients of dense parameters over ranks during backward.
 
         gradients = DenseGradients(dense_parameters, mean_over(grid.dp), plan)
         layer.schedule = PipelineSchedule(2, 4, gradients=gradients, part="moe 3")     for every layer
@@ -96,17 +98,18 @@ class DenseGradients:
         *,
         stream: Stream | None = None,
     ) -> None:
-        """All ranks must say the same, and make the same parameters' gradients in every backward.
+        """Hook the parameters; all ranks pass the same, and compute the same parameters' gradients in every backward.
 
-        Arguments:
-            parameters: whose gradients are reduced, and nobody else reduces; each is used in one backward once.
-            reduce: called with slices of gradients in their dtype, in the stream's thread. What it does to one slice
+        Args:
+            parameters: whose gradients are reduced here and nowhere else; each is used in one backward once.
+            reduce: called with slices of gradients in their dtype, in the stream's thread. Its result for one slice
                 must not depend on others (`mean_over`, with or without a codec of few bits).
                 None, with no parameters: only what is deferred is reduced (`reduce_in_windows`).
             plan: bytes by window. None: every window takes all that waits, which needs no measuring.
-            stream: the wire between nodes; None: the one of `pipeline_streams`.
+            stream: the link between nodes; None: the one of `pipeline_streams`.
 
-        Raises ModelError if there are no parameters that need gradients but a `reduce`, or the other way round.
+        Raises:
+            ModelError: no parameter needs gradients but there is a `reduce`, or the other way round.
         """
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if bool(self._parameters) != (reduce is not None):
@@ -127,7 +130,7 @@ class DenseGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate: for all micro-batches but the last."""
+        """Only accumulate in backwards inside: for all micro-batches but the last."""
         before, self._enabled = self._enabled, False
         try:
             yield
@@ -135,7 +138,7 @@ class DenseGradients:
             self._enabled = before
 
     def defer(self, nbytes: int, action: Callable[[], object]) -> None:
-        """Put a reduction that can only be done as a whole at the end of what waits.
+        """Queue a reduction that can only be done as a whole.
 
         It runs in the stream's thread, in the first window that has room for it, or in `finish`.
         """
@@ -145,21 +148,29 @@ class DenseGradients:
     def defer_slices(
         self, num_units: int, unit_nbytes: int, action: Callable[[int, int], object], device: torch.device
     ) -> None:
-        """Put a reduction at the end of what waits that can be done in slices of whole units.
+        """Queue a reduction that can be done in slices of whole units.
 
-        action(first, last) reduces those from `first` to before `last`, in the stream's thread, one call for each
-        window that has room for some.
+        Args:
+            num_units: units to reduce.
+            unit_nbytes: bytes of a unit.
+            action: action(first, last) reduces the units from `first` to before `last`, in the stream's thread; called
+                once for each window that has room for some.
+            device: of the units.
         """
         self._begin()
         self._device = device
         self._waiting.append(_Waiting(num_units, unit_nbytes, action))
 
     def hold(self, *tensors: Tensor) -> None:
-        """Keep tensors until `finish` has waited for those who use them."""
+        """Keep tensors until `finish` has waited for the reductions that use them."""
         self._held += tensors
 
     def window(self, part: str) -> Callable[[], object] | None:
-        """See `GradientWindows.window`: reduces what is planned for this part and there already."""
+        """See `GradientWindows.window`: reduces what is planned for this part and ready.
+
+        Raises:
+            ScheduleError: the plan has no such part.
+        """
         self._begin()
         batch = self._take(self._budget(part))
         if batch is None:
@@ -168,7 +179,7 @@ class DenseGradients:
         return partial(self._run, batch)
 
     def after(self, part: str) -> None:
-        """See `GradientWindows.after`: dense parts that follow reduce theirs while they compute."""
+        """See `GradientWindows.after`: reduces the bytes of the dense parts that follow while they compute."""
         if self.plan is None:
             return
         names = [window.part for window in self.plan.windows]
@@ -181,7 +192,7 @@ class DenseGradients:
                 self._works.append(self._wire().submit(partial(self._run, batch), ()))
 
     def finish(self) -> None:
-        """Reduce what is left and wait for all of it; gradients may be used afterwards. Once after every backward.
+        """Reduce what is left and wait for all of it; gradients may be used then. Call it once after every backward.
 
         A parameter without a gradient counts as zero on this rank. Raises what a reduction raised.
         """
@@ -205,7 +216,7 @@ class DenseGradients:
             work.result()
 
     def remove(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -228,7 +239,7 @@ class DenseGradients:
         self._waiting.append(_Waiting.of(parameter))
 
     def _budget(self, part: str) -> float | None:
-        """Bytes; None: no limit."""
+        """Return the bytes planned for a part; None: no limit."""
         if self.plan is None:
             return None
         found = [window.nbytes for window in self.plan.windows if window.part == part]
@@ -240,7 +251,7 @@ class DenseGradients:
         return found[0]
 
     def _take(self, budget: float | None) -> _Batch | None:
-        """The oldest bytes that wait, at most `budget`; whole units only."""
+        """Take the oldest waiting bytes, at most `budget`; whole units only."""
         if not self._enabled:
             return None
         batch = _Batch()
@@ -263,7 +274,7 @@ class DenseGradients:
 
     @torch.no_grad()
     def _run(self, batch: _Batch) -> None:
-        """One message for the pieces of each dtype, in the order of their first piece."""
+        """Reduce a batch: one message for the slices of each dtype, in the order of their first slice, then actions."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, first, last in batch.pieces:
             assert parameter.grad is not None

@@ -1,11 +1,11 @@
 """FSDP2's reduce-scatters in windows of the backward.
 
-FSDP2 reduces a unit's gradients as soon as its backward has ended, and goes on with the result where it lies: the
-gradients of its sharded parameters are views of it. So the reduction may come later, in slices, as long as nobody looks
-at those gradients before `DenseGradients.finish`. What would look at once (a cast, a division, an accumulation, an
-all-reduce behind it, a hook) is refused.
+FSDP2 reduces a unit's gradients as soon as its backward has ended and leaves the result in place: the gradients of its
+sharded parameters are views of it. So the reduction may come later, in slices, as long as nobody reads those gradients
+before `DenseGradients.finish`. Whatever would read them at once (a cast, a division, an accumulation, an all-reduce
+behind it, a hook) is refused.
 
-The reductions run in the thread of the wire between nodes, while FSDP2 gathers parameters in the caller's. Therefore
+The reductions run in the thread of the link between nodes, while FSDP2 gathers parameters in the caller's. Therefore
 they have process groups of their own.
 """
 
@@ -30,14 +30,16 @@ __all__ = ["reduce_in_windows"]
 def reduce_in_windows(model: nn.Module, gradients: DenseGradients) -> int:
     """Let the FSDP2 units of a model, apart from those in experts, reduce in the windows of `gradients`.
 
-    What a unit reduces with stays: torch's own reduce-scatter, that of `zip_collectives`, or the quantized one of
+    A unit keeps its reduction: torch's own reduce-scatter, that of `zip_collectives`, or the quantized one of
     `quantize_reduction`. All ranks call it together, after fully_shard and those. Micro-batches but the last must not
     reduce (`set_requires_gradient_sync(False)`), and gradients must be None before each backward that does.
 
-    Returns the number of groups of parameters that reduce in windows; those on one rank have nothing to reduce.
+    Returns:
+        The number of groups of parameters that reduce in windows; those on one rank have nothing to reduce.
 
-    Raises ModelError for units whose result is needed at once: over a 2-D mesh (HSDP), with an all-reduce hook, a
-    divide factor, or offloaded to the host.
+    Raises:
+        ModelError: a unit's result is needed at once (over a 2-D mesh (HSDP), with an all-reduce hook, a divide factor,
+            or offloaded to the host), or it reduces in windows already.
     """
     of_experts = {id(one) for layer in moe_layers(model).values() for one in layer.experts.modules()}
     own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -80,20 +82,20 @@ def _check(name: str, group: Any) -> None:
 
 
 class _Deferred(ReduceScatter):
-    """Puts the reduction at the end of what waits."""
+    """Reduce-scatter that queues the reduction in a `DenseGradients`."""
 
     def __init__(self, name: str, group: Any, gradients: DenseGradients, own: dist.ProcessGroup) -> None:
         self._name, self._group, self._gradients, self._own = name, group, gradients, own
         self._inner: ReduceScatter = group._reduce_scatter_comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Not from a pool: the buffers live until `finish`."""
+        """Allocate a buffer outside any pool, because it lives until `finish`."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Promise to reduce input_tensor [W * n] into output_tensor [n]."""
+        """Queue the reduction of input_tensor [W * n] into output_tensor [n]."""
         self._refuse_what_looks(output_tensor, op)
         rows = input_tensor.view(self._own.size(), -1)
         ready = None

@@ -1,8 +1,8 @@
-"""A layer in chunks on streams: what `laconic.schedule.moe_pipeline` plans, executed, forward and backward.
+"""Chunked execution of a layer: runs what `laconic.schedule.moe_pipeline` plans on streams, forward and backward.
 
-Experts run in the caller's thread, where autocast and hooks on saved tensors are; wires have threads of their own (on
-CUDA everything is issued by the caller, to streams). The order of tasks is that of the plan on every stream, so ranks
-issue the same collectives in the same order on each group.
+Experts run in the caller's thread, where autocast and hooks on saved tensors are active; communication has threads of
+its own (on CUDA the caller issues everything, to streams). The order of tasks is that of the plan on every stream, so
+ranks issue the same collectives in the same order on each group.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ __all__ = ["GradientWindows", "PipelineSchedule", "issued_around_compute", "pipe
 
 
 class GradientWindows(Protocol):
-    """Who reduces dense gradients while the wire between nodes is idle; `laconic.moe.pipeline.grad_reduce` has one."""
+    """Reduces dense gradients while the link between nodes is idle; see `laconic.moe.pipeline.grad_reduce`."""
 
     def window(self, part: str) -> Callable[[], object] | None:
-        """What to do between dispatches and combines of a part's backward; None if nothing."""
+        """Return the work between dispatches and combines of a part's backward; None if there is none."""
 
     def after(self, part: str) -> None:
-        """The part's backward has ended."""
+        """Called when the part's backward has ended."""
 
 
 class PipelineSchedule:
     """Cuts a layer's rows into chunks that are dispatched, computed and combined at once on several streams.
 
     The rows of each expert are cut, after the order and before its inverse (FSMoE's capacity axis); under
-    `HierarchicalDispatcher` tokens are, so that no row travels twice. Either way a token's sum does not know of the
+    `HierarchicalDispatcher` tokens are, so that no row is sent twice. Either way a token's sum does not depend on the
     chunks: outputs and gradients of inputs are those of a whole layer, up to what the experts' matrix products do
     differently for other numbers of rows. Gradients of parameters are sums over slices: fp32 (fp64) sums in the order
     of slices, rounded once.
 
-    For every dispatcher of laconic.moe; with `LocalDispatcher` there is nothing to overlap and nothing is cut.
+    Works with every dispatcher of laconic.moe; with `LocalDispatcher` there is nothing to overlap and nothing is cut.
     Gradients of gradients are not available.
 
     Attributes:
-        executions: of the last run of this schedule, "forward" and "backward"; their `timeline` says when what ran.
+        executions: of the last run of this schedule, "forward" and "backward"; their `timeline` has the start and end
+            of every task.
     """
 
     def __init__(
@@ -78,17 +79,19 @@ class PipelineSchedule:
         part: str = "",
         streams: Mapping[str, Stream] | None = None,
     ) -> None:
-        """All ranks must say the same.
+        """Set the numbers of chunks; all ranks pass the same.
 
-        Arguments:
-            forward, backward: numbers of chunks; backward None: as forward. Experts run in slices of which there are
-                as many as the least common multiple of both.
-            one_wire: gathers among sharers wait for exchanges, as on one wire.
+        Args:
+            forward, backward: numbers of chunks; backward None: as forward. The number of slices that experts run in is
+                the least common multiple of both.
+            one_wire: gathers among sharers wait for exchanges, as on one network.
             times: forward's and backward's, for the predicted seconds in the plans of `executions`.
             gradients: reduces dense gradients in the window of `part`'s backward.
+            part: name of the layer in the plan of `gradients`.
             streams: by INTER, INTRA and COMPUTE; None: `pipeline_streams` of the device, shared by all schedules.
 
-        Raises ScheduleError for degrees below 1.
+        Raises:
+            ScheduleError: a degree is below 1.
         """
         backward = forward if backward is None else backward
         for name, degree in (("forward", forward), ("backward", backward)):
@@ -109,7 +112,7 @@ class PipelineSchedule:
         one_wire: bool = False,
         **options: Any,
     ) -> PipelineSchedule:
-        """With the degrees that the simulator finds best for these times (`best_degree`), each for its direction."""
+        """Make a schedule with the degrees that the simulator finds best for these times (`best_degree`)."""
         degrees = (
             best_degree(forward, one_wire=one_wire).degree,
             best_degree(backward, gradient_seconds, one_wire=one_wire).degree,
@@ -118,11 +121,15 @@ class PipelineSchedule:
 
     @property
     def num_slices(self) -> int:
-        """Into how many slices each expert's rows are cut."""
+        """Number of slices that each expert's rows are cut into."""
         return math.lcm(self.forward, self.backward)
 
     def run(self, layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
-        """See `Schedule.run`. Hooks see slices. Raises ScheduleError for a dispatcher without an exchange plan."""
+        """See `Schedule.run`. Hooks get slices.
+
+        Raises:
+            ScheduleError: the dispatcher has no exchange plan.
+        """
         inner = layer.dispatcher.inner if isinstance(layer.dispatcher, S1Dispatcher) else layer.dispatcher
         if isinstance(inner, LocalDispatcher):
             return layer.run_whole(x, routing)
@@ -146,7 +153,7 @@ class PipelineSchedule:
         return plan.finish(out)
 
     def execute(self, direction: str, plan: ExchangePlan, home: Buffers, compute: Compute) -> Buffers:
-        """`home` out to the experts in one direction, `compute` there slice by slice, and what comes home."""
+        """See `laconic.moe.pipeline.autograd.PlanExecutor`: `compute` is called slice by slice."""
         back = direction == "backward"
         degree = self.backward if back else self.forward
         transport = plan.transport(degree, backward=back)
@@ -180,12 +187,12 @@ class PipelineSchedule:
         return issued_around_compute(StreamPlan(tuple(tasks)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what the last run left."""
+        """Return the state without the executions of the last run."""
         return {**self.__dict__, "executions": {}}
 
 
 def issued_around_compute(plan: StreamPlan) -> StreamPlan:
-    """The same plan, issued such that what computes may hold the thread that issues.
+    """Reorder a plan such that computation may block the thread that issues it.
 
     Everything before the first task on `compute` that does not wait for one is issued first, then each task on
     `compute` with what follows from it. The order on every stream stays the same.
@@ -211,9 +218,9 @@ _wires: dict[torch.device, dict[str, Stream]] = {}
 
 
 def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
-    """This process's streams for layers on a device: two wires, and the caller's thread (on CUDA its stream).
+    """Return this process's streams for layers on a device: two for communication, and the caller's thread.
 
-    No machine with several GPUs has run this yet.
+    On CUDA the caller's stream takes the place of its thread. No machine with several GPUs has run this yet.
     """
     cuda = device.type == "cuda"
     if device not in _wires:
@@ -225,6 +232,6 @@ def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
 
 
 def _is_checkpointed() -> bool:
-    """Whether a non-reentrant checkpoint is around, which would compute its region again for every slice."""
+    """Return whether a non-reentrant checkpoint is active, which would recompute its region for every slice."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
