@@ -1,1 +1,1 @@
-"""Experts as modules, the grouped matrix products they run on, and parts of them on several ranks."""
+"""Experts as modules, their grouped matrix products, and their shards on several ranks."""

@@ -1,7 +1,7 @@
-"""A matrix product per expert, over rows sorted by expert.
+"""Grouped matrix product: one product per expert, over rows sorted by expert.
 
-Two ways, one result up to rounding. `torch._grouped_mm` is one call for all experts; it takes fp32, bf16 and fp16,
-rows whose bytes are a multiple of 16, and on CUDA an Ampere or newer GPU. Everything else, fp64 first of all, is one
+Two implementations, one result up to rounding. `torch._grouped_mm` is one call for all experts; it takes fp32, bf16 and
+fp16, rows whose bytes are a multiple of 16, and on CUDA an Ampere or newer GPU. Everything else, such as fp64, is one
 `mm` per expert. A padded `bmm` would be a third: the benchmark `moe-layer` has it beside these two.
 """
 
@@ -25,15 +25,16 @@ _MANY_ROWS = 128
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = None) -> Tensor:
-    """rows [q, M] times weights [E, M, N]: the first counts[0] rows with weights[0], and so on; [q, N].
+    """Multiply rows by their experts' weights: the first counts[0] rows by weights[0], and so on; [q, N].
 
-    Arguments:
-        rows, weights: of one dtype; under autocast both become autocast's.
+    Args:
+        rows, weights: [q, M] and [E, M, N], of one dtype; under autocast both become autocast's.
         counts: int64 [E], on the rows' device, summing to q; experts without rows are fine, so are no rows at all.
-        way: None picks `way_of`; a name insists on it.
+        way: implementation; None picks `way_of`.
 
-    Raises RoutingError if shapes, dtypes or counts do not fit. (On a GPU the sum of the counts is not looked at where
-    `torch._grouped_mm` runs, because that would wait.)
+    Raises:
+        RoutingError: shapes, dtypes or counts do not fit. (On a GPU the sum of the counts is not checked where
+            `torch._grouped_mm` runs, because that would wait.)
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
@@ -41,7 +42,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = 
         rows, weights = rows.to(dtype), weights.to(dtype)
     _check(rows, weights, counts)
     if (way or way_of(rows, weights)) == "grouped":
-        # F.grouped_mm is the same with another name; it would not change what runs.
+        # F.grouped_mm is the same operation under another name.
         product = torch._grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
         return _Contiguous.apply(product)
     parts = rows.split(counts.tolist())
@@ -49,8 +50,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = 
 
 
 def way_of(rows: Tensor, weights: Tensor) -> Way:
-    """How `grouped_mm` multiplies such rows and weights."""
-    # Of no rows at all its gradient in the weights was seen to be whatever was in memory.
+    """Return the implementation by which `grouped_mm` multiplies such rows and weights."""
+    # Without rows, its gradient in the weights was seen to be uninitialized memory.
     if rows.dtype not in _GROUPED_DTYPES or rows.shape[0] == 0:
         return "loop"
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # what its fake takes
@@ -65,10 +66,10 @@ def way_of(rows: Tensor, weights: Tensor) -> Way:
 
 
 def runs_expert_by_expert(rows: Tensor, num_experts: int) -> bool:
-    """Whether experts with such rows [q, M] had better be `expert_by_expert`.
+    """Return whether experts with such rows [q, M] run faster by `expert_by_expert`.
 
-    So they are on CPUs where nothing is kept for backward and an expert has many rows: what lies between its products
-    then stays in the cache, and one product for all of them would write it to memory and read it back.
+    True on CPUs where nothing is kept for backward and an expert has many rows: intermediate results then stay in the
+    cache, and one product for all of them would write it to memory and read it back.
     """
     return (
         rows.device.type == "cpu"
@@ -80,9 +81,12 @@ def runs_expert_by_expert(rows: Tensor, num_experts: int) -> bool:
 
 
 def expert_by_expert(rows: Tensor, counts: Tensor, hidden: Callable[[Tensor, int], Tensor], down: Tensor) -> Tensor:
-    """hidden(rows of expert e, e) [q_e, H] times down[e] of [E, H, M], for one expert after the other; [q, M].
+    """Multiply hidden(rows of expert e, e) [q_e, H] by down[e], expert by expert; [q, M]. Without gradients.
 
-    rows, counts: as of `grouped_mm`. Without gradients.
+    Args:
+        rows, counts: as of `grouped_mm`.
+        hidden: hidden layer of one expert.
+        down: [E, H, M].
     """
     _check_counts(rows, down, counts)
     out = rows.new_empty(len(rows), down.shape[2])
@@ -94,7 +98,7 @@ def expert_by_expert(rows: Tensor, counts: Tensor, hidden: Callable[[Tensor, int
 
 
 class _Contiguous(torch.autograd.Function):
-    """Nothing in forward; in backward it copies an expanded gradient, as of a sum, which `_grouped_mm` refuses."""
+    """Identity in forward; in backward it copies an expanded gradient, as of a sum, which `_grouped_mm` refuses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Experts: feed-forward networks side by side, multiplied group by group."""
+"""Experts: feed-forward networks of one rank, multiplied by grouped matrix products."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Experts(nn.Module):
-    """The experts of one rank. Parameters that begin with the dimension of the experts can move between ranks."""
+    """Experts of one rank. Parameters that begin with the dimension of the experts can move between ranks."""
 
     num_experts: int
-    """Experts here."""
+    """Experts on this rank."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Outputs [q, M] of rows [q, M] sorted by expert; counts int64 [num_experts], summing to q."""
+        """Return outputs [q, M] of rows [q, M] sorted by expert.
+
+        Args:
+            rows: [q, M].
+            counts: int64 [num_experts], rows of each expert, summing to q.
+        """
         raise NotImplementedError
 
 
 class GptExperts(Experts):
-    """Two products: activation(x up + up_bias) down + down_bias.
+    """Experts of two products: activation(x up + up_bias) down + down_bias.
 
     Parameters: up [E, M, H], down [E, H, M]; with `bias` also up_bias [E, H] and down_bias [E, M].
     """
@@ -71,11 +76,12 @@ class GptExperts(Experts):
         return _biased(grouped_mm(self.activation(inner), self.down, counts), self.down_bias, counts)
 
     def extra_repr(self) -> str:
+        """Show num_experts, model_dim and hidden_dim."""
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, hidden_dim={self.hidden_dim}"
 
 
 class GatedExperts(Experts):
-    """Three products (SwiGLU with the default activation): (activation(x gate) * (x up)) down.
+    """Experts of three products (SwiGLU with the default activation): (activation(x gate) * (x up)) down.
 
     Parameters: gate_up [E, M, 2 H], columns of the gate first, so that both are one product; down [E, H, M].
     """
@@ -114,11 +120,12 @@ class GatedExperts(Experts):
         return self.activation(gate) * up
 
     def extra_repr(self) -> str:
+        """Show num_experts, model_dim and hidden_dim."""
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, hidden_dim={self.hidden_dim}"
 
 
 def _biased(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """rows [q, N] plus each row's expert's bias [E, N]."""
+    """Add to rows [q, N] their experts' biases, of [E, N]."""
     if bias is None:
         return rows
     return rows + bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=rows.shape[0])

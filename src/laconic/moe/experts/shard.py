@@ -1,4 +1,4 @@
-"""Parts of experts: those that live on one rank, each with a part of its hidden dimension."""
+"""Shards of experts: the experts of one rank, each with a part of its hidden dimension."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ AnyExperts = TypeVar("AnyExperts", GptExperts, GatedExperts)
 
 
 def expert_shard(experts: AnyExperts, grid: Grid) -> AnyExperts:
-    """This rank's part of `experts`, which all ranks have alike: E / N_EP of them with H / N_ESP hidden units each.
+    """Cut this rank's shard of `experts`, alike on all ranks: E / N_EP experts with H / N_ESP hidden units each.
 
-    The outputs of the N_ESP parts add up to those of the whole. `down_bias` is therefore kept by the first part only
+    The outputs of the N_ESP shards add up to those of the whole. `down_bias` is therefore kept by the first shard only
     and None in the others. Parameters are copies, with the dtype, device and requires_grad of the whole's.
 
-    Raises RoutingError if experts are no multiple of N_EP, ConfigError if N_ESP does not divide the hidden dimension or
-    the class is not known.
+    Raises:
+        RoutingError: the number of experts is no multiple of N_EP.
+        ConfigError: N_ESP does not divide the hidden dimension, or the class is not known.
     """
     layout = grid.layout
     here = num_local_experts(experts.num_experts, layout.ep)

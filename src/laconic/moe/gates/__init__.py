@@ -1,4 +1,4 @@
-"""Gates: who goes where."""
+"""Gates: choose the experts of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gates have in common: logits in fp32, choices, losses, capacity."""
+"""Base classes of gates: fp32 logits, top-k choices, losses, capacity."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ __all__ = ["Gate", "TokenChoiceGate", "checked", "linear_logits"]
 
 
 class Gate(nn.Module):
-    """Tokens x [n, M] to a Routing or SoftRouting over `num_experts` experts; n may be 0."""
+    """Maps tokens x [n, M] to a Routing or SoftRouting over `num_experts` experts; n may be 0."""
 
     num_experts: int
 
     def forward(self, x: Tensor) -> Routing | SoftRouting:
+        """Route tokens x [n, M]."""
         raise NotImplementedError
 
 
 class TokenChoiceGate(Gate):
-    """Each token chooses its k experts with the highest scores. A subclass says what scores are.
+    """Each token chooses its k experts with the highest scores; a subclass defines the scores.
 
-    Arguments:
+    Logits and scores are fp32 (fp64 for fp64 tokens), whatever the tokens are.
+
+    Args:
         num_experts, model_dim: E and M.
         top_k: experts per token.
         normalize: divide a token's weights by their sum.
-        scale: times the weights, at last.
+        scale: factor of the weights, applied last.
         num_groups, top_groups: experts are in `num_groups` equal groups of neighbors, and a token chooses only among
             its `top_groups` best groups (group-limited routing, DeepSeek-V2 section 2.1.2).
         capacity_factor: None keeps every assignment; f lets an expert take at most ceil(f * top_k * n / E).
-        drop_policy: which ones go then, see laconic.moe.gates.capacity.
+        drop_policy: which assignments are dropped then, see laconic.moe.gates.capacity.
         balance_coef, z_coef: of the losses "balance" and "z"; 0 leaves a loss out.
         sequence_coef, sequence_length: of the loss "sequence balance", the balance within each sequence of that many
             neighboring tokens (DeepSeek-V3's complement to its bias). The length may be set anew before a forward.
         balance_group: the ranks over whose tokens the balance loss counts ("global batch"); None counts here only.
         check_logits: refuse NaN and infinite logits, which waits for a GPU once in each forward.
 
-    Logits and scores are fp32 (fp64 for fp64 tokens), whatever the tokens are.
-    Raises RoutingError for numbers that do not fit together.
+    Raises:
+        RoutingError: numbers do not fit together.
     """
 
     def __init__(
@@ -96,26 +99,34 @@ class TokenChoiceGate(Gate):
         self.check_logits = check_logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [n, E] of tokens x [n, M]."""
+        """Return logits [n, E] of tokens x [n, M]."""
         raise NotImplementedError
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What weights are taken from: [n, E], differentiable, not negative."""
+        """Return the scores that weights are taken from: [n, E], differentiable, not negative."""
         raise NotImplementedError
 
     def preferences(self, scores: Tensor) -> Tensor:
-        """What the choice is made by: [n, E]; the scores themselves unless a subclass corrects them."""
+        """Return the values that experts are chosen by: [n, E]; the scores, unless a subclass corrects them."""
         return scores
 
     def group_preferences(self, grouped: Tensor) -> Tensor:
-        """What groups are chosen by: [n, groups] of preferences [n, groups, experts in one]; the best of each."""
+        """Return the values that groups are chosen by, the best expert of each: [n, groups].
+
+        Args:
+            grouped: preferences [n, groups, experts per group].
+        """
         return grouped.amax(-1)
 
     def chose(self, routing: Routing) -> None:
         """Called with every choice, before losses and capacity; for subclasses that count."""
 
     def forward(self, x: Tensor) -> Routing:
-        """See `Gate`."""
+        """See `Gate.forward`.
+
+        Raises:
+            RoutingError: tokens have another width, or, with `check_logits`, a logit is NaN or infinite.
+        """
         logits = self.logits(x)
         if self.check_logits:
             checked(logits)
@@ -130,7 +141,7 @@ class TokenChoiceGate(Gate):
         return routing
 
     def _chosen(self, preferences: Tensor) -> Tensor:
-        """int64 [n, k], best first."""
+        """Choose experts: int64 [n, k], best first."""
         if self.top_groups < self.num_groups:
             grouped = preferences.unflatten(1, (self.num_groups, -1))
             best = self.group_preferences(grouped).topk(self.top_groups, dim=-1).indices
@@ -160,13 +171,15 @@ class TokenChoiceGate(Gate):
         return losses
 
     def extra_repr(self) -> str:
+        """Show num_experts, model_dim and top_k."""
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, top_k={self.top_k}"
 
 
 def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, M] times weight [E, M] transposed, in fp32 (fp64 for fp64), also under autocast.
+    """Multiply x [n, M] by weight [E, M] transposed, in fp32 (fp64 for fp64), also under autocast.
 
-    Raises RoutingError for tokens of another width.
+    Raises:
+        RoutingError: tokens have another width.
     """
     if x.shape[-1] != weight.shape[1]:
         raise RoutingError(
@@ -179,7 +192,11 @@ def linear_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def checked(values: Tensor, name: str = "router logits") -> Tensor:
-    """`values` [n, E] or [n, k]; raises RoutingError, calling them `name`, if one is NaN or infinite."""
+    """Return `values` [n, E] or [n, k] after checking that they are finite.
+
+    Raises:
+        RoutingError: a value is NaN or infinite; the message calls the values `name`.
+    """
     with torch.no_grad():
         good = values.isfinite().all(-1)
         if not bool(good.all()):

@@ -1,4 +1,4 @@
-"""Capacity: at most so many tokens for one expert, and who is left out. The default of all gates drops nothing."""
+"""Capacity: a limit of tokens per expert, and which assignments are dropped. The default of all gates drops nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from laconic.moe.routing import Routing
 __all__ = ["DropPolicy", "capacity_of", "dropped"]
 
 DropPolicy = Literal["position", "probability"]
-"""Who stays: an expert's first entries in token order, or those with its highest weights."""
+"""Assignments that stay: an expert's first entries in token order, or those with its highest weights."""
 
 
 def capacity_of(factor: float, num_tokens: int, num_experts: int) -> int:
-    """ceil(factor * num_tokens / num_experts); `factor` is capacity factor times top-k."""
-    # Nine digits: 1.2 * 10 / 3 is 4 for anybody but floating point.
+    """Return ceil(factor * num_tokens / num_experts); `factor` is capacity factor times top-k."""
+    # Rounded to nine digits: 1.2 * 10 / 3 is 4, but not in floating point.
     return math.ceil(round(factor * num_tokens / num_experts, 9))
 
 
 def dropped(routing: Routing, capacity: int, policy: DropPolicy) -> Routing:
-    """`routing` with at most `capacity` entries for each expert; weights of the others stay as they are.
+    """Return `routing` with at most `capacity` entries for each expert; weights of the others stay as they are.
 
-    Ties of probability go to the earlier entry. Raises RoutingError for an unknown policy.
+    Ties of probability go to the earlier entry.
+
+    Raises:
+        RoutingError: the policy is unknown.
     """
     if policy == "position":
         order = routing.by_expert

@@ -1,4 +1,4 @@
-"""Expert choice: experts choose tokens, so that all have the same number."""
+"""Expert choice: each expert chooses its tokens, so that all have the same number."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ class ExpertChoiceGate(Gate):
     section 3. A token may have no expert or all; balance is perfect. A token's experts depend on the other tokens of
     the batch, also on later ones: not for the decoding of a causal model.
 
-    Arguments:
+    Parameter: weight [E, M].
+
+    Args:
+        num_experts, model_dim: E and M.
         experts_per_token: on average, need not be whole; the paper's capacity factor.
         z_coef, check_logits: as in TokenChoiceGate.
+        device, dtype: of the parameter.
 
-    Parameter: weight [E, M].
+    Raises:
+        RoutingError: numbers do not fit together.
     """
 
     def __init__(
@@ -50,18 +55,19 @@ class ExpertChoiceGate(Gate):
         nn.init.normal_(self.weight, std=model_dim**-0.5)
 
     def forward(self, x: Tensor) -> Routing:
-        """See `Gate`."""
+        """See `Gate.forward`."""
         logits = linear_logits(x, self.weight)
         if self.check_logits:
             checked(logits)
         scores = logits.softmax(-1)
         taken = min(x.shape[0], capacity_of(self.experts_per_token, x.shape[0], self.num_experts))
         chosen = scores.detach().T.topk(taken, dim=-1).indices
-        # As a mask, whose nonzero entries come by token, then by expert.
+        # A mask, whose nonzero entries are ordered by token, then by expert.
         mask = torch.zeros_like(scores, dtype=torch.bool).T.scatter(1, chosen, True).T
         tokens, experts = mask.nonzero(as_tuple=True)
         losses = {"z": self.z_coef * z_loss(logits)} if self.z_coef else {}
         return Routing(tokens, experts, scores[tokens, experts], x.shape[0], self.num_experts, losses)
 
     def extra_repr(self) -> str:
+        """Show num_experts, model_dim and experts_per_token."""
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, experts_per_token={self.experts_per_token}"

@@ -1,4 +1,4 @@
-"""Losses that keep experts busy alike and router logits small."""
+"""Auxiliary losses: balance the load of experts and keep router logits small."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ __all__ = ["load_balance_loss", "sequence_balance_loss", "summed_counts", "z_los
 
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """E * sum over experts of (share of the assignments) * (mean probability): 1 if all is even, E if all go to one.
+    """Return E * sum over experts of (share of the assignments) * (mean probability).
 
-    Switch Transformers (Fedus et al., 2022), equation 4, with shares over all top-k assignments. (Hugging Face's
-    `load_balancing_loss_func` is this times top-k.)
+    1 if all is even, E if all go to one expert. Switch Transformers (Fedus et al., 2022), equation 4, with shares over
+    all top-k assignments. (Hugging Face's `load_balancing_loss_func` is this times top-k.)
 
-    Arguments:
+    Args:
         probabilities: [n, E], rows summing to 1; the gradient goes through their mean.
         counts: int64 [E], assignments to each expert.
         group: where given, shares are those of all its ranks' tokens (the global-batch loss of Qiu et al., 2025,
             section 3): a rank's own batch may then be uneven. The probabilities' mean stays this rank's; averaged over
             ranks, as data parallelism averages gradients, it is that of all.
 
-    Returns a scalar in the probabilities' dtype; 0 without tokens.
+    Returns:
+        A scalar in the probabilities' dtype; 0 without tokens.
     """
     if group is not None:
         counts = summed_counts(counts, group)
@@ -35,16 +36,17 @@ def load_balance_loss(probabilities: Tensor, counts: Tensor, group: dist.Process
 
 
 def sequence_balance_loss(probabilities: Tensor, experts: Tensor, length: int) -> Tensor:
-    """The mean over sequences of what `load_balance_loss` is for each alone.
+    """Return the mean over sequences of each sequence's own `load_balance_loss`.
 
     DeepSeek-V3 (2024), equations 17 to 20.
 
-    Arguments:
+    Args:
         probabilities: [n, E], rows summing to 1.
         experts: int64 [n, k], each token's choice.
         length: tokens of a sequence; n is a multiple, and a sequence's tokens are neighbors.
 
-    Raises RoutingError if n is no multiple of `length`.
+    Raises:
+        RoutingError: n is no multiple of `length`.
     """
     num_tokens, num_experts = probabilities.shape
     if length < 1 or num_tokens % length:
@@ -60,7 +62,7 @@ def sequence_balance_loss(probabilities: Tensor, experts: Tensor, length: int) -
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Mean over tokens of logsumexp(logits)^2, a scalar; logits [n, E]. 0 without tokens.
+    """Return the mean over tokens of logsumexp(logits)^2, a scalar; logits [n, E]. 0 without tokens.
 
     ST-MoE (Zoph et al., 2022), equation 5.
     """
@@ -68,7 +70,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def summed_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of int64 counts over the ranks of `group`; every rank calls it."""
+    """Sum int64 counts over the ranks of `group`; every rank calls it."""
     total = counts.clone()
     torch_compat.all_reduce(total, group).wait()
     return total

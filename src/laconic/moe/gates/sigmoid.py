@@ -21,11 +21,13 @@ class SigmoidGate(TokenChoiceGate):
     DeepSeek-V3 (2024), section 2.1.2: the bias of an overloaded expert falls by `bias_rate` after each step, that of an
     underloaded one rises. Groups are chosen by the sum of their two best. Call `update_bias` after each optimizer step.
 
-    Arguments beside those of TokenChoiceGate:
-        bias_rate: of one update; 0 leaves the bias alone.
-
     Parameter: weight [E, M]. Buffers: bias fp32 [E], in the state dict; load int64 [E], tokens since the last update,
     counted in training only, not in the state dict.
+
+    Args:
+        num_experts, model_dim, top_k, normalize, options: as in TokenChoiceGate.
+        bias_rate: of one update; 0 keeps the bias as it is.
+        device, dtype: of the parameter.
     """
 
     bias: Tensor
@@ -68,15 +70,16 @@ class SigmoidGate(TokenChoiceGate):
         return grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
 
     def chose(self, routing: Routing) -> None:
-        """See `TokenChoiceGate.chose`: remembers the load."""
+        """See `TokenChoiceGate.chose`: counts the load."""
         if self.training and torch.is_grad_enabled():
             self.load += routing.counts()
 
     @torch.no_grad()
     def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move the bias by bias_rate * sign(mean load - load) and begin to count anew.
+        """Move the bias by bias_rate * sign(mean load - load) and reset the load.
 
-        group: all ranks whose tokens these experts serve; each calls it. None takes the load that was counted here.
+        Args:
+            group: all ranks whose tokens these experts serve; each calls it. None uses the load that was counted here.
         """
         load = self.load if group is None else summed_counts(self.load, group)
         # Integers: sign(total - E * load) is that of mean - load, without a rounded mean.

@@ -21,6 +21,15 @@ class SoftMoEGate(Gate):
     al., 2024), sections 2.1 and 2.3. Each output depends on all tokens of the batch: not for causal models.
 
     Parameters: slots [E * s, M], scale [1].
+
+    Args:
+        num_experts, model_dim: E and M.
+        slots_per_expert: s.
+        check_logits: as in TokenChoiceGate.
+        device, dtype: of the parameters.
+
+    Raises:
+        RoutingError: slots_per_expert is below 1.
     """
 
     def __init__(
@@ -43,7 +52,7 @@ class SoftMoEGate(Gate):
         nn.init.normal_(self.slots, std=model_dim**-0.5)
 
     def forward(self, x: Tensor) -> SoftRouting:
-        """See `Gate`."""
+        """See `Gate.forward`."""
         dtype = accumulation_dtype(x.dtype)
         slots = F.normalize(self.slots.to(dtype), dim=-1) * self.scale.to(dtype)
         logits = linear_logits(F.normalize(x.to(dtype), dim=-1), slots)
@@ -53,4 +62,5 @@ class SoftMoEGate(Gate):
         return SoftRouting(logits.softmax(0).view(shape), logits.softmax(1).view(shape))
 
     def extra_repr(self) -> str:
+        """Show num_experts, model_dim and slots_per_expert."""
         return f"num_experts={self.num_experts}, model_dim={self.model_dim}, slots_per_expert={self.slots_per_expert}"

@@ -19,11 +19,16 @@ class SoftmaxGate(TokenChoiceGate):
     With `normalize` the weights are a softmax over the chosen ones (Mixtral, Qwen3 with norm_topk_prob); without it
     they are probabilities among all (Switch, OLMoE, DeepSeek-V2).
 
-    Arguments beside those of TokenChoiceGate:
+    Parameter: weight [E, M].
+
+    Args:
+        num_experts, model_dim, top_k, normalize, options: as in TokenChoiceGate.
         jitter: in training tokens are multiplied, for the gate only, by noise uniform in [1 - jitter, 1 + jitter]
             (Switch Transformers, section 2.4).
+        device, dtype: of the parameter.
 
-    Parameter: weight [E, M].
+    Raises:
+        RoutingError: jitter is not in [0, 1).
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Ranks of a layer: who belongs together, differentiable collectives, gradients of replicas."""
+"""Process groups of a layer and differentiable collectives over them."""

@@ -1,18 +1,20 @@
-"""Collectives that autograd goes through, with a codec on what travels. Each is the backward of its partner:
+"""Differentiable collectives, with a codec for the data in transit.
 
-    all_to_all       <-> all_to_all        rows to where their experts are
+Each is the backward of its partner:
+
+    all_to_all       <-> all_to_all        rows to the ranks of their experts
     all_gather       <-> reduce_scatter    every rank's values to all; their gradients added
     all_reduce       <-> all_reduce        a sum that ranks use for different things
-    split            <-> gather            a part of what all ranks have alike
-    replicate        <-> total             what all ranks have alike, used for different things
+    split            <-> gather            a part of a tensor that all ranks have alike
+    replicate        <-> total             a tensor that all ranks have alike, used for different things
 
-The first three are linear maps between the ranks' different tensors, and backward is the adjoint: it adds what all
-ranks say. The last two are for an MP group, where ranks hold *one* tensor in copies: gather(split(x)) is x, and since
-every rank has the whole gradient of such a copy, backward hands on a part and adds nothing twice.
+The first three are linear maps between the ranks' different tensors, and backward is the adjoint: it adds the gradients
+of all ranks. The last two are for an MP group, where ranks hold *one* tensor in copies: gather(split(x)) is x, and
+since every rank has the whole gradient of such a copy, backward passes on a part and adds nothing twice.
 
 All ranks of a group call them in the same order, and if one goes backward through them, all do. Reductions add in fp32
 (float64: in float64) in the order of ranks and round once. `codec` as in `laconic.collectives`: a lossy one makes
-values and gradients inexact. Gradients of gradients travel the same ways.
+values and gradients inexact. Gradients of gradients use the same collectives.
 """
 
 from __future__ import annotations
@@ -59,9 +61,14 @@ def all_to_all_rows(
     codec: AnyCodec = "auto",
     table: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Rows [sum(input_splits), ...] to the ranks of `group`; returns [sum(output_splits), ...], rank 0's rows first.
+    """Send rows [sum(input_splits), ...] to the ranks of `group`; return [sum(output_splits), ...], rank 0's first.
 
-    table: rows from each rank to each, [from][to], if all ranks know them; saves two rounds of short messages.
+    Args:
+        rows: ordered by destination.
+        output_splits, input_splits: rows from and to each rank.
+        group: the ranks.
+        codec: of rows and their gradients.
+        table: rows from each rank to each, [from][to], if all ranks know them; saves two rounds of short messages.
     """
     if group.size() == 1:
         return rows
@@ -69,7 +76,7 @@ def all_to_all_rows(
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """counts int64 [W, n]: row r goes to rank r. Returns int64 [W, n], row r from rank r. Not differentiable."""
+    """Send row r of counts int64 [W, n] to rank r; return int64 [W, n], row r from rank r. Not differentiable."""
     received = torch.empty_like(counts)
     with losses_named(group):
         torch_compat.all_to_all(received, counts.contiguous(), group).wait()
@@ -78,7 +85,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @contextmanager
 def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
-    """What fails inside because a rank of `group` is lost becomes a CollectiveError that says so."""
+    """Turn an error inside that is due to a lost rank of `group` into a CollectiveError that names the loss."""
     try:
         yield
     except RuntimeError as error:
@@ -90,14 +97,15 @@ def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:
-    """x [n, ...], the same shape on all ranks; returns [W * n, ...], rank 0's rows first."""
+    """Gather x [n, ...], of the same shape on all ranks: [W * n, ...], rank 0's rows first."""
     return _apply(x, _gathered, _scattered_sum, group, codec)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:
-    """x [W * n, ...]; returns [n, ...], the sum over ranks of their part number `rank`.
+    """Sum x [W * n, ...] over ranks and return this rank's part [n, ...] of the sum.
 
-    Raises FormatError if x cannot be cut into W parts.
+    Raises:
+        FormatError: x cannot be cut into W parts.
     """
     if len(x) % group.size():
         raise FormatError(f"x has {len(x)} rows, which {group.size()} ranks cannot share evenly; pad it")
@@ -105,12 +113,12 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "au
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:
-    """The sum of all ranks' x [...]; its gradients, different on each rank, are added as well."""
+    """Sum all ranks' x [...]; its gradients, different on each rank, are added as well."""
     return _apply(x, _summed, _summed, group, codec)
 
 
 def split_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Rows of each part of `split`: as even as possible, the larger ones first."""
+    """Return the rows of each part of `split`: as even as possible, the larger ones first."""
     quotient, rest = divmod(num_rows, num_parts)
     return [quotient + (part < rest) for part in range(num_parts)]
 
@@ -118,13 +126,17 @@ def split_sizes(num_rows: int, num_parts: int) -> list[int]:
 def split(
     x: Tensor, group: dist.ProcessGroup, *, sizes: Sequence[int] | None = None, codec: AnyCodec = "auto"
 ) -> Tensor:
-    """This rank's sizes[rank] rows of x [n, ...], which all ranks have alike; by default as even as possible."""
+    """Return this rank's sizes[rank] rows of x [n, ...], which all ranks have alike; by default as even as possible."""
     sizes = _checked(sizes, len(x), group)
     return _apply(x, _Part(sizes), _Whole(sizes), group, codec)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, *, sizes: Sequence[int], codec: AnyCodec = "auto") -> Tensor:
-    """The rows of all ranks, x [sizes[rank], ...] each, as one tensor [sum(sizes), ...] that all have alike."""
+    """Join the rows of all ranks, x [sizes[rank], ...] each, to one tensor [sum(sizes), ...] that all have alike.
+
+    Raises:
+        FormatError: x has other than sizes[rank] rows.
+    """
     sizes = _checked(sizes, None, group)
     if len(x) != sizes[group.rank()]:
         raise FormatError(f"x has {len(x)} rows, but sizes[{group.rank()}] is {sizes[group.rank()]}; count again")
@@ -132,17 +144,17 @@ def gather(x: Tensor, group: dist.ProcessGroup, *, sizes: Sequence[int], codec: 
 
 
 def replicate(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:
-    """x [...], which all ranks have alike, for different uses on each: their gradients are added."""
+    """Return x [...], which all ranks have alike, for different uses on each: their gradients are added."""
     return _apply(x, _same, _summed, group, codec)
 
 
 def total(x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Tensor:
-    """The sum of all ranks' x [...], for the same use on each: every rank's gradient is that of the sum."""
+    """Sum all ranks' x [...], for the same use on each: every rank's gradient is that of the sum."""
     return _apply(x, _summed, _same, group, codec)
 
 
 def replicated_call(module: nn.Module, x: Tensor, group: dist.ProcessGroup, *, codec: AnyCodec = "auto") -> Any:
-    """module(x) where ranks hold the same parameters and different x: the parameters' gradients are added over `group`.
+    """Call module(x) where ranks hold the same parameters and different x; add the parameters' gradients over `group`.
 
     Parameters that need no gradient, buffers and hooks are those of an ordinary call.
     """
@@ -152,7 +164,7 @@ def replicated_call(module: nn.Module, x: Tensor, group: dist.ProcessGroup, *, c
     return torch.func.functional_call(module, shared, (x,)) if shared else module(x)
 
 
-# --- what happens on the wire ---
+# --- communication ---
 
 _Operation = Callable[[Tensor, dist.ProcessGroup, AnyCodec], Tensor]
 

@@ -1,4 +1,4 @@
-"""The process groups of a grid, as `laconic.topology` divides a world: of the dense part, of experts and of levels."""
+"""Process groups of a grid: of the dense parameters, of experts and of levels; divided as in `laconic.topology`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class Level:
 
 
 class Grid:
-    """The process groups of this rank, made by all ranks of the default group together.
+    """Process groups of this rank, made by all ranks of the default group together.
 
     Attributes:
-        layout: who belongs to whom.
-        dense_mesh: DeviceMesh (dp, mp); FSDP2 shards what all experts share over `dense_mesh["dp"]`.
+        layout: the ranks of every group.
+        dense_mesh: DeviceMesh (dp, mp); FSDP2 shards dense parameters over `dense_mesh["dp"]`.
         expert_mesh: DeviceMesh (edp, ep, esp); FSDP2 shards experts over `expert_mesh["edp"]`.
         dp, mp, edp, ep, esp, joint: process groups.
         levels: level 0 is the whole EP group, further ones as asked for.
 
-    Raises ConfigError if there is no default group or sizes do not fit its world.
+    Raises:
+        ConfigError: there is no default group, or sizes do not fit its world.
     """
 
     def __init__(
@@ -51,7 +52,15 @@ class Grid:
         levels: Sequence[int] = (),
         device_type: str | None = None,
     ) -> None:
-        """`ep` None: all ranks, divided by `esp`. `device_type` as in init_device_mesh; cuda where it is available."""
+        """Make the groups.
+
+        Args:
+            mp: ranks that hold the same tokens.
+            ep: ranks over which experts are spread; None: all ranks, divided by `esp`.
+            esp: ranks that share each expert.
+            levels: numbers of parts of the EP group, one for each further level.
+            device_type: as in init_device_mesh; cuda where it is available.
+        """
         if not dist.is_initialized():
             raise ConfigError("no process group exists, but a grid needs one; call init_process_group first")
         num_ranks = dist.get_world_size()
@@ -73,12 +82,13 @@ class Grid:
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh, *, levels: Sequence[int] = ()) -> Grid:
-        """The grid that a mesh over the whole world means by the names of its dimensions.
+        """Make the grid of a mesh over the whole world by the names of its dimensions.
 
         "mp" or "tp", "ep" and "esp" give sizes (1 if there is no such dimension); "dp" and "edp" may be there too, and
         the only dimension of a mesh without names is ep. The groups of every such dimension have to be the grid's.
 
-        Raises ConfigError if the mesh is not over ranks 0, 1, ... of the world, or a dimension has other groups.
+        Raises:
+            ConfigError: the mesh is not over ranks 0, 1, ... of the world, or a dimension has other groups.
         """
         ranks = mesh.mesh.flatten().tolist()
         if ranks != list(range(dist.get_world_size())):
@@ -113,13 +123,13 @@ class Grid:
 
 
 def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:
-    """The rows of `ranks` along `dim`."""
+    """List the rows of `ranks` along `dim`."""
     lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     return lines
 
 
 def _new_group(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """This rank's of the groups with these ranks; every rank of the world comes here."""
+    """Return this rank's group of those with these ranks; every rank of the world calls it."""
     if len(lists) == 1:
         return _world()
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists])
