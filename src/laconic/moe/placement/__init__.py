@@ -1,1 +1,1 @@
-"""Where experts live: the map, moving them, and deciding when that pays."""
+"""Placement of experts: the map, migration, and the decision when to migrate."""

@@ -1,4 +1,4 @@
-"""Keeps experts where the fewest rows cross slow links: migrates them when that pays (HierMoE, section 4)."""
+"""Migrates experts so that fewer rows cross slow links, when that gains more than it costs (HierMoE, section 4)."""
 
 from __future__ import annotations
 
@@ -29,33 +29,35 @@ Policy = Literal["cost_aware", "always"]
 
 @dataclass(frozen=True)
 class Balanced:
-    """What one call of `ExpertBalancer.step` found and did; the same on all ranks but for bytes."""
+    """Result of one call of `ExpertBalancer.step`; the same on all ranks but for bytes."""
 
     plans: dict[int, SwapPlan]
     """By layer, of those that were queried: the swap that was found or weighed, with seconds of one all-to-all before
-    and after, by the tokens of this step."""
+    and after, by the tokens of this step.
+    """
     swapped: tuple[int, ...]
-    """Layers of which experts have moved."""
+    """Layers whose experts have moved."""
     moved: Moved
 
 
 class ExpertBalancer:
-    """Swaps experts of layers during training where measured routing and the cost model say that it pays.
+    """Swaps experts of layers during training where measured routing and the cost model predict a gain.
 
-    Arguments:
+    Call `step` on all ranks after every optimizer step.
+
+    Args:
         mover: with layers that all have a HierarchicalDispatcher over its group.
         rates: of the cluster; the same file on all ranks.
         num_pairs: at most so many swaps per layer at a time; one is the paper's.
-        choose_depth: also let the depth follow the routing.
-        coding: if rows are coded on the wire.
+        choose_depth: also adapt the depth to the routing.
+        coding: if rows are coded in transit.
         min_period: steps between two routing queries of a layer, at least.
         policy: `cost_aware`: a swap is found on the tokens of one step and made when, on tokens of later ones, it would
             have gained what it costs (`SwapPeriod`). `always`: HierMoE's own; every `min_period` steps the best swap
             is made if it shortens the all-to-all of that step's tokens.
 
-    Call `step` on all ranks after every optimizer step.
-
-    Raises ConfigError for a layer with another dispatcher.
+    Raises:
+        ConfigError: a layer has another dispatcher.
     """
 
     def __init__(
@@ -84,9 +86,10 @@ class ExpertBalancer:
             self.periods.append(SwapPeriod(self._move_seconds(number, across), min_period=min_period))
 
     def step(self, number: int) -> Balanced | None:
-        """Query the routing of the layers that are due after step `number` and move experts where that pays.
+        """Query the routing of the layers that are due after step `number` and move experts where that gains.
 
-        None if no layer was due.
+        Returns:
+            What was found and done; None if no layer was due.
         """
         due = [layer for layer, period in enumerate(self.periods) if period.due(number)]
         if not due:
@@ -101,7 +104,7 @@ class ExpertBalancer:
         return Balanced(plans, swapped, moved)
 
     def _decide(self, number: int, due: Sequence[int]) -> tuple[dict[int, SwapPlan], tuple[int, ...]]:
-        """Plans of the layers that are due, and which of those layers swap; replicas do as the first of them."""
+        """Return plans of the layers that are due, and which of these swap; the first replica decides for all."""
         asked = [self._query(layer) for layer in due]
         group = asked[0].dispatcher.group
         found = query_routing(asked, group, self.rates, num_pairs=self.num_pairs, coding=self.coding)
@@ -143,7 +146,7 @@ class ExpertBalancer:
         return RoutingQuery(dispatcher, routing, record.row_nbytes, pairs)
 
     def _distance(self, asked: RoutingQuery, plan: SwapPlan) -> int:
-        """Steps to the next query, at least, for queries to take next to nothing."""
+        """Return the least steps to the next query that keep the time of queries negligible."""
         seconds = query_seconds(
             asked.routing.num_tokens,
             asked.routing.num_experts,
@@ -154,7 +157,7 @@ class ExpertBalancer:
         return query_distance(seconds, DIRECTIONS * plan.before_seconds)
 
     def _move_seconds(self, number: int, pairs: Sequence[tuple[int, int]]) -> float:
-        """Of exchanging the experts in these pairs of slots."""
+        """Predict the seconds of exchanging the experts in these pairs of slots."""
         dispatcher = self.mover.layers[number].dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
         nbytes, world = self.mover.expert_nbytes(number), self._world(dispatcher)
@@ -172,5 +175,5 @@ class ExpertBalancer:
         return world_of_stage(dispatcher.levels, dispatcher.levels.stages(1)[0])
 
     def _alike(self, mine: T) -> T:
-        """The first replica's answer: those with the same experts move alike."""
+        """Return the first replica's answer: ranks with the same experts move alike."""
         return mine if self.mover.replicas is None else first_answer(mine, self.mover.replicas)

@@ -1,7 +1,7 @@
-"""What ranks of an expert-parallel group decide together: the depth of the all-to-all.
+"""Decisions that the ranks of an expert-parallel group make together: the depth of the all-to-all.
 
 Every rank counts its own tokens, all counts go to all ranks, and the first rank's answer counts for all of them, so
-that rounding on different machines cannot part them.
+that different rounding on different machines cannot lead to different decisions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ T = TypeVar("T")
 
 
 def gather_counts(dispatcher: HierarchicalDispatcher, routing: Routing, levels: Levels | None = None) -> RowCounts:
-    """Rows of every rank by group at every level, without duplicates; the same on all ranks.
+    """Count rows of every rank by group at every level, without duplicates; the same on all ranks.
 
-    routing: of this rank's tokens, its experts numbered by slot. All ranks of the group call this together.
-    levels: the dispatcher's, with who shares a machine; None: a node is a part of level 1.
+    All ranks of the group call this together.
+
+    Args:
+        dispatcher: whose group the ranks are of.
+        routing: of this rank's tokens, its experts numbered by slot.
+        levels: the dispatcher's, with the ranks of each machine; None: a node is a part of level 1.
     """
     levels, group = levels or dispatcher.levels, dispatcher.group
     tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
@@ -44,14 +48,19 @@ def agree_on_depth(
     rates: MoERates,
     coding: Coding | None = None,
 ) -> DepthChoice:
-    """Let the dispatcher take the depth that is predicted to be fastest for this routing, the same on all ranks.
+    """Set the dispatcher's depth to the one predicted to be fastest for this routing, the same on all ranks.
 
-    Arguments:
+    All ranks of the group call this together.
+
+    Args:
+        dispatcher: whose depth is set.
         routing: of this rank's tokens, its experts numbered by slot.
-        row_nbytes: of a row with what travels along, ids and weights.
-        coding: if rows are coded on the wire.
+        row_nbytes: of a row with its ids and weights.
+        rates: of the cluster.
+        coding: if rows are coded in transit.
 
-    All ranks of the group call this together. Returns all candidates and what they were predicted to take.
+    Returns:
+        All candidates and their predicted seconds.
     """
     choice = best_depth(gather_counts(dispatcher, routing), row_nbytes, rates, coding)
     choice = first_answer(choice, dispatcher.group)
@@ -60,7 +69,7 @@ def agree_on_depth(
 
 
 def first_answer(mine: T, group: dist.ProcessGroup) -> T:
-    """What the group's first rank has; all ranks of the group call this together."""
+    """Return the value of the group's first rank; all ranks of the group call this together."""
     told = [mine]
     dist.broadcast_object_list(told, src=dist.get_process_group_ranks(group)[0], group=group)
     return told[0]

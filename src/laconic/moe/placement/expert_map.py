@@ -1,4 +1,4 @@
-"""Where experts live: logical expert -> slot."""
+"""Placement of experts: the map from logical expert to slot."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Placement"]
 
 
 class Placement(nn.Module):
-    """Maps experts as the gate numbers them to the slots in which their weights lie.
+    """Maps experts as the gate numbers them to the slots that hold their weights.
 
     Slot s is local expert s % (E / N_EP) of expert-parallel rank s // (E / N_EP). A new placement is the identity;
     `laconic.moe.ExpertMover` changes it together with the weights.
 
     State dicts are in logical order, so the placement is not part of them: taking one while experts are elsewhere
-    raises CheckpointError (`ExpertMover.logical_order` brings them home for the while), and loading one makes the
+    raises CheckpointError (`ExpertMover.logical_order` moves them home for a while), and loading one makes the
     placement the identity again.
 
     Attributes:
@@ -41,22 +41,23 @@ class Placement(nn.Module):
 
     @property
     def logical(self) -> Tensor:
-        """int64 [E]: the expert in each slot, the inverse of `slots`."""
+        """Return int64 [E]: the expert in each slot, the inverse of `slots`."""
         return torch.argsort(self.slots)
 
     @property
     def is_identity(self) -> bool:
-        """Whether every expert is in the slot of its own number."""
+        """Return whether every expert is in the slot of its own number."""
         return torch.equal(self.slots, torch.arange(self.num_experts, device=self.slots.device))
 
     def forward(self, experts: Tensor) -> Tensor:
-        """The slots, int64, of experts, int64 of any shape."""
+        """Return the slots, int64, of experts, int64 of any shape."""
         return self.slots[experts]
 
     def swapped(self, a: int, b: int) -> Tensor:
-        """The slots, int64 [E], if experts a and b (logical) changed places.
+        """Return the slots, int64 [E], after exchanging experts a and b (logical).
 
-        Raises RoutingError if one does not exist.
+        Raises:
+            RoutingError: an expert does not exist.
         """
         for name, expert in (("a", a), ("b", b)):
             if not 0 <= expert < self.num_experts:
@@ -66,7 +67,11 @@ class Placement(nn.Module):
         return slots
 
     def check(self, slots: Tensor) -> None:
-        """Raise RoutingError unless `slots` is a permutation of the slots here."""
+        """Check that `slots` is a permutation of the slots here.
+
+        Raises:
+            RoutingError: it is not.
+        """
         expected = torch.arange(self.num_experts)
         if slots.dtype != torch.int64 or not torch.equal(slots.detach().cpu().flatten().sort().values, expected):
             raise RoutingError(
@@ -75,6 +80,7 @@ class Placement(nn.Module):
             )
 
     def extra_repr(self) -> str:
+        """Show num_experts."""
         return f"num_experts={self.num_experts}"
 
 

@@ -1,10 +1,10 @@
-"""Experts change places: weights and optimizer state, in one batch of point-to-point messages.
+"""Migration of experts: weights and optimizer state move in one batch of point-to-point messages.
 
 [Note: moving is all or nothing]
-Ranks first find out that they mean the same move of the same tensors. Then all that leaves a rank goes to each
-receiver in one message, of all layers together, into buffers beside the experts. Only when every rank says that it has
+Ranks first check that they agree on the move and on the tensors. Then all that leaves a rank goes to each receiver in
+one message, of all layers together, into buffers beside the experts. Only when every rank has confirmed that it
 received everything do weights, state and placements change, by local copies. A rank that is lost before that leaves the
-others as they were; what is on disk is in logical order at any time, because checkpoints are written in no other.
+others as they were; files are in logical order at any time, because checkpoints are written in no other.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ __all__ = ["ExpertMover", "Moved"]
 
 @dataclass(frozen=True)
 class Moved:
-    """What one move did."""
+    """Result of one move."""
 
     num_experts: int
-    """Experts that changed their slot, of all layers."""
+    """Experts that changed their slot, over all layers."""
     sent_nbytes: int
     """Bytes that this rank sent to others."""
     received_nbytes: int
-    """Bytes that came from others."""
+    """Bytes received from others."""
 
 
 class ExpertMover:
     """Moves the experts of layers between the ranks of an expert-parallel group; outputs stay what they were.
 
-    Arguments:
+    Gradients move too. All ranks of the groups call each method together, between steps.
+
+    Args:
         layers: MoELayers; one without a placement gets a Placement. Parameters of their experts begin with the
             dimension of the local experts.
         group: the expert-parallel group, `Grid.ep`; None for a single process.
-        optimizers: those that have the experts' parameters. Of their state tensors move along, which must begin with
-            that dimension too; scalars such as the number of steps must be the same on all ranks.
-
+        optimizers: those that have the experts' parameters. Tensors of their state move along and must begin with that
+            dimension too; scalars such as the number of steps must be the same on all ranks.
         replicas: the ranks with the same experts, `Grid.edp`, whose gradients are added: they have to move alike.
 
-    Gradients move too. All ranks of the groups call each method together, between steps.
-
-    Raises ConfigError for a layer with a placement of another kind and for tensors that cannot be split by expert.
+    Raises:
+        ConfigError: a layer has a placement of another kind, or a tensor cannot be split by expert.
     """
 
     def __init__(
@@ -88,19 +88,21 @@ class ExpertMover:
             self._tensors(number)
 
     def placement(self, number: int) -> Placement:
-        """The placement of layer `number`."""
+        """Return the placement of layer `number`."""
         placement = self.layers[number].placement
         assert isinstance(placement, Placement)
         return placement
 
     def expert_nbytes(self, number: int) -> int:
-        """Bytes that move with one expert of layer `number`: weights, gradients and state as they are now."""
+        """Count the bytes that move with one expert of layer `number`: weights, gradients and state as they are now."""
         return sum(tensor[0].nbytes for tensor in self._tensors(number).values())
 
     def swap(self, pairs: Sequence[tuple[int, int] | None]) -> Moved:
-        """Let two experts (logical numbers) of each layer change places; None leaves a layer as it is.
+        """Exchange two experts (logical numbers) of each layer; None leaves a layer as it is.
 
-        Raises as `move` does, and RoutingError for experts that do not exist.
+        Raises:
+            RoutingError: an expert does not exist.
+            ConfigError, CollectiveError: as in `move`.
         """
         placements = map(self.placement, range(len(self.layers)))
         return self.move(
@@ -108,10 +110,14 @@ class ExpertMover:
         )
 
     def move(self, slots: Sequence[Tensor | None]) -> Moved:
-        """Bring the experts of each layer to new slots, int64 [E] as `Placement.slots`; None leaves a layer as it is.
+        """Move the experts of each layer to new slots, int64 [E] as `Placement.slots`; None leaves a layer as it is.
 
-        Raises RoutingError for slots that are no permutation, ConfigError on every rank when ranks differ in what they
-        want to move, and CollectiveError if a rank is lost; then nothing has changed here.
+        Nothing has changed here if it raises.
+
+        Raises:
+            RoutingError: slots are no permutation.
+            ConfigError: on every rank, if ranks differ in the move.
+            CollectiveError: a rank is lost.
         """
         if len(slots) != len(self.layers):
             raise ConfigError(
@@ -140,12 +146,12 @@ class ExpertMover:
         )
 
     def bring_home(self) -> Moved:
-        """Every expert to the slot of its own number."""
+        """Move every expert to the slot of its own number."""
         return self.move([torch.arange(self.placement(i).num_experts) for i in range(len(self.layers))])
 
     @contextmanager
     def logical_order(self) -> Iterator[None]:
-        """Experts are in logical order inside of the block, and where they are now after it: for checkpoints.
+        """Keep experts in logical order inside the block and restore their slots after it: for checkpoints.
 
         If the block raises, they stay in logical order.
         """
@@ -154,13 +160,13 @@ class ExpertMover:
         yield
         self.move(before)
 
-    # --- what moves ---
+    # --- tensors to move ---
 
     def _local(self, number: int) -> int:
         return self.placement(number).num_experts // self._world
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
-        """All that belongs to the experts here, by name; [E_local, ...] each."""
+        """Return all tensors of the experts here, by name; [E_local, ...] each."""
         experts = self.layers[number].experts
         found: dict[str, Tensor] = {}
         for name, parameter in experts.named_parameters():
@@ -192,7 +198,7 @@ class ExpertMover:
         return next((one.state[parameter] for one in self.optimizers if parameter in one.state), {})
 
     def _scalars(self, number: int) -> dict[str, float]:
-        """State that all experts of a parameter share, such as its number of steps."""
+        """Return the state that all experts of a parameter share, such as its number of steps."""
         found = {}
         for name, parameter in self.layers[number].experts.named_parameters():
             for key, value in self._state(parameter).items():
@@ -201,7 +207,11 @@ class ExpertMover:
         return found
 
     def _agree(self, targets: Sequence[Tensor]) -> bool:
-        """Whether anything moves; raises ConfigError on all ranks unless they mean the same."""
+        """Return whether anything moves; all ranks must ask for the same.
+
+        Raises:
+            ConfigError: on all ranks, if ranks differ.
+        """
         slots = {
             f"the slots of layer {number}": [self.placement(number).slots.tolist(), target.tolist()]
             for number, target in enumerate(targets)
@@ -213,7 +223,7 @@ class ExpertMover:
             facts |= {f"{name} of layer {number}": value for name, value in self._scalars(number).items()}
         error: ConfigError | None = None
         replicated = self.replicas is not None and self.replicas.size() > 1
-        # An error of replicas must not leave the others of a group waiting, so it is told to them.
+        # The error goes to all ranks of the group, so that none of them waits for a rank that has raised.
         for group, mine in ((self.group, facts), (self.replicas, slots), (self.group if replicated else None, {})):
             if group is not None and group.size() > 1:
                 found = _difference({**mine, "whether ranks agree": error is None}, group)
@@ -222,16 +232,16 @@ class ExpertMover:
             raise error
         return any(not torch.equal(self.placement(number).slots, target) for number, target in enumerate(targets))
 
-    # --- how it moves ---
+    # --- messages ---
 
     def _route(self, number: int, target: Tensor) -> Iterator[tuple[int, int]]:
-        """From which slot to which, of the experts that move, the same list on every rank."""
+        """Yield (from slot, to slot) of the experts that move, the same list on every rank."""
         for was, will in zip(self.placement(number).slots.tolist(), target.tolist(), strict=True):
             if was != will:
                 yield was, will
 
     def _packed(self, routes: Sequence[list[tuple[int, int]]]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """By peer, the bytes of what goes to it and room for what comes from it; this rank's own are one buffer."""
+        """Return by peer the bytes to send and buffers for those to receive; this rank's own are one buffer."""
         parts: dict[int, list[Tensor]] = {}
         sizes: dict[int, int] = {}
         device = self.placement(0).slots.device
@@ -251,7 +261,7 @@ class ExpertMover:
         return outgoing, incoming
 
     def _exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Fill `incoming`; returns when every rank has all that it waits for."""
+        """Fill `incoming`; return when every rank has received everything."""
         if self.group is None or self._world == 1:
             return
         ranks = dist.get_process_group_ranks(self.group)
@@ -275,7 +285,7 @@ class ExpertMover:
     def _unpacked(
         self, routes: Sequence[list[tuple[int, int]]], incoming: dict[int, Tensor]
     ) -> list[Callable[[], object]]:
-        """The copies that put what came into its slots."""
+        """Return the copies that write the received bytes to their slots."""
         copies: list[Callable[[], object]] = []
         at = dict.fromkeys(incoming, 0)
         for number, route in enumerate(routes):
@@ -302,7 +312,7 @@ def _copy(target: Tensor, piece: Tensor) -> Callable[[], object]:
 
 
 def _difference(facts: dict[str, Any], group: dist.ProcessGroup) -> ConfigError | None:
-    """What to raise, on all ranks of a group, unless all have the same facts."""
+    """Return the error to raise on all ranks of a group, or None if all have the same facts."""
     text = json.dumps(facts)
     digests: list[str] = [""] * group.size()
     dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=group)

@@ -1,4 +1,4 @@
-"""The routing of a layer's last forward: recorded once, read by whoever decides about the layer."""
+"""Record of the routing of a layer's last forward, for all that decide about the layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 __all__ = ["RecordedRouting", "RoutingRecord", "record_of"]
 
 _ID_NBYTES = 8
-"""Of an assignment that travels with a row: the expert's number and a weight in fp32."""
+"""Bytes of an assignment sent with a row: the expert's number and a weight in fp32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,10 @@ class RecordedRouting:
     model_dim: int
     dtype: torch.dtype
     row_nbytes: float
-    """Of a row with what travels along, ids and weights."""
+    """Bytes of a row with its ids and weights."""
 
     def by_slot(self, layer: MoELayer) -> Routing:
-        """The routing with experts numbered by the slots in which they are now."""
+        """Return the routing with experts numbered by their current slots."""
         if layer.placement is None:
             return self.routing
         return replace(self.routing, experts=layer.placement(self.routing.experts))
@@ -44,19 +44,19 @@ class RoutingRecord(Hook):
     def __init__(self) -> None:
         self.last: RecordedRouting | None = None
         self.trained: RecordedRouting | None = None
-        """Of a gate that assigns tokens to experts."""
+        """The last forward in training of a gate that assigns tokens to experts."""
         self.keeps_input = False
         self.input: Tensor | None = None
-        """What came to the layer, where `keeps_input` was set."""
+        """The layer's input, where `keeps_input` was set."""
         self._shape, self._dtype = torch.Size(), torch.float32
 
     def before_start(self, layer: MoELayer, x: Tensor) -> None:
-        """See `Hook`."""
-        self._shape, self._dtype = x.shape, x.dtype  # dispatchers that share tokens pass a part of them on
+        """See `Hook.before_start`; records shape and dtype of the input."""
+        self._shape, self._dtype = x.shape, x.dtype  # dispatchers that share tokens pass on a part
         self.input = x.detach() if self.keeps_input else None
 
     def before_dispatch(self, layer: MoELayer, tokens: RoutedTokens) -> None:
-        """See `Hook`."""
+        """See `Hook.before_dispatch`; records the routing."""
         x, decided = tokens.x, tokens.routing
         routing = decided.slots() if isinstance(decided, SoftRouting) else decided
         routing = replace(routing, weights=routing.weights.detach(), losses={})
@@ -66,14 +66,18 @@ class RoutingRecord(Hook):
             self.trained = self.last
 
     def get(self) -> RecordedRouting:
-        """The last forward. Raises ConfigError if there was none."""
+        """Return the last forward.
+
+        Raises:
+            ConfigError: the layer has not run yet.
+        """
         if self.last is None:
             raise ConfigError("the layer has not run yet, but its routing is asked for; call this after a forward")
         return self.last
 
 
 def record_of(layer: MoELayer) -> RoutingRecord:
-    """The layer's record, which becomes one of its hooks with the first call."""
+    """Return the layer's record; the first call adds it to the layer's hooks."""
     found = next((hook for hook in layer.hooks if isinstance(hook, RoutingRecord)), None)
     if found is None:
         found = RoutingRecord()

@@ -1,7 +1,7 @@
-"""One query of the routing of layers: what swaps of experts would gain, agreed by all ranks of a group.
+"""Query of the routing of layers: the gain of swapping experts, agreed by all ranks of a group.
 
 Every rank counts its own tokens, one all-reduce adds up the counts of all layers, and the first rank's answer counts
-for all, so that rounding on different machines cannot part them.
+for all, so that different rounding on different machines cannot lead to different plans.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["RoutingQuery", "agree_on_swaps", "query_routing"]
 
 @dataclass(frozen=True, eq=False)
 class RoutingQuery:
-    """What is asked about one layer."""
+    """Query of one layer."""
 
     dispatcher: HierarchicalDispatcher
     routing: Routing
     """Of this rank's tokens, its experts numbered by slot."""
     row_nbytes: float
-    """Of a row with what travels along, ids and weights."""
+    """Bytes of a row with its ids and weights."""
     pairs: tuple[tuple[int, int], ...] = ()
     """Slots whose exchange is to be weighed, the same on all ranks; none: the best pairs are to be found."""
 
     @property
     def num_groups(self) -> tuple[int, ...]:
-        """Of the levels at the dispatcher's depth, each number once."""
+        """Numbers of groups of the levels at the dispatcher's depth, each number once."""
         stages = self.dispatcher.levels.stages(self.dispatcher.depth)
         return tuple(dict.fromkeys(stage.num_groups for stage in stages))
 
@@ -52,14 +52,22 @@ def query_routing(
     num_pairs: int = 1,
     coding: Coding | None = None,
 ) -> list[SwapPlan]:
-    """A plan for each layer, by the tokens of all ranks of `group`, which call this together and get the same.
+    """Plan swaps for each layer by the tokens of all ranks of `group`, which call this together and get the same.
 
-    Of layers with `pairs` it says what those gain, which may be negative; for the others it has the at most `num_pairs`
-    pairs that shorten the all-to-all most, at the current depth. Rows are counted anew after each pair, since pairs
-    share tokens, in a round of messages of its own; the first round serves all layers. Nothing moves yet;
+    For layers with `pairs` a plan has the gain of those, which may be negative; for the others it has the at most
+    `num_pairs` pairs that shorten the all-to-all most, at the current depth. Rows are counted anew after each pair,
+    since pairs share tokens, in a round of messages of its own; the first round serves all layers. Nothing moves yet;
     `ExpertMover` does that.
 
-    coding: if rows are coded on the wire. Raises ConfigError for less than one pair.
+    Args:
+        asked: one query per layer.
+        group: the ranks.
+        rates: of the cluster.
+        num_pairs: pairs to find, at most.
+        coding: if rows are coded in transit.
+
+    Raises:
+        ConfigError: num_pairs is below 1.
     """
     if num_pairs < 1:
         raise ConfigError(f"num_pairs is {num_pairs}, but a plan has at least one pair")
@@ -90,10 +98,16 @@ def agree_on_swaps(
     num_pairs: int = 1,
     coding: Coding | None = None,
 ) -> SwapPlan:
-    """The pairs of slots whose exchange shortens the all-to-all of this routing most, at the current depth.
+    """Plan the swaps of slots that shorten the all-to-all of this routing most, at the current depth.
 
-    routing, row_nbytes: see `RoutingQuery`; the others and errors: see `query_routing`. All ranks of the dispatcher's
-    group call this together.
+    All ranks of the dispatcher's group call this together.
+
+    Args:
+        dispatcher, routing, row_nbytes: see `RoutingQuery`.
+        rates, num_pairs, coding: see `query_routing`.
+
+    Raises:
+        ConfigError: see `query_routing`.
     """
     asked = [RoutingQuery(dispatcher, routing, row_nbytes)]
     return query_routing(asked, dispatcher.group, rates, num_pairs=num_pairs, coding=coding)[0]
@@ -101,11 +115,11 @@ def agree_on_swaps(
 
 @dataclass(frozen=True, eq=False)
 class _Counted:
-    """What one rank has counted for a layer, to be added up."""
+    """One rank's counts for a layer, to be added up over ranks."""
 
     asked: RoutingQuery
     vector: Tensor
-    """int64: the tables' `flat`; or for pairs, the rows of groups by number of groups, as it is and then exchanged."""
+    """int64: the tables' `flat`; for pairs, rows of groups by number of groups, before and after the exchange."""
 
     @classmethod
     def of(cls, asked: RoutingQuery, slots: Tensor) -> _Counted:
@@ -119,7 +133,7 @@ class _Counted:
         return cls(asked, torch.cat(rows))
 
     def plan(self, told: Tensor, rates: MoERates, coding: Coding | None) -> SwapPlan:
-        """By `told`, the sum of all ranks' vectors."""
+        """Plan from `told`, the sum of all ranks' vectors."""
         groups, num_experts = self.asked.num_groups, self.asked.routing.num_experts
         if not self.asked.pairs:
             tables = SwapTables(num_experts, groups, told)

@@ -1,6 +1,6 @@
-"""Which two experts should change places, so that fewer rows cross the levels of an all-to-all (HierMoE, section 4).
+"""Search for the exchange of two experts that minimizes the rows crossing an all-to-all's levels (HierMoE, section 4).
 
-What matters is not how many tokens an expert has but how many rows its group receives, where a token counts once. With
+The cost of an expert is not its number of tokens but the rows that its group receives, where a token counts once. With
 S [n, E] the assignments and cnt [n, g] the token's experts in each of g groups, exchanging the slots a and b of the
 groups ga != gb changes the rows of ga by
 
@@ -45,7 +45,7 @@ _CHUNK_TOKENS = 1 << 14  # sums of products stay exact in fp32
 
 @dataclass(frozen=True, eq=False)
 class SwapTables:
-    """What all pairs of slots would change, at several numbers of groups. `flat` adds up over ranks and steps."""
+    """Changes of rows by all pairs of slots, at several numbers of groups. `flat` adds up over ranks and steps."""
 
     num_experts: int
     """E."""
@@ -55,19 +55,19 @@ class SwapTables:
     """int64 [sum over g of g + E*g + E*E]: to be all-reduced (sum)."""
 
     def load(self, num_groups: int) -> Tensor:
-        """Rows of each group, int64 [g]: tokens that have an expert there."""
+        """Return the rows of each group, int64 [g]: tokens that have an expert there."""
         return self._parts(num_groups)[0]
 
     def plus(self, num_groups: int) -> Tensor:
-        """Tokens of a slot that have nobody in a group, int64 [E, g]."""
+        """Return the tokens of a slot that have no expert in a group, int64 [E, g]."""
         return self._parts(num_groups)[1].view(self.num_experts, num_groups)
 
     def minus(self, num_groups: int) -> Tensor:
-        """Tokens of slot a that have nobody else in its group, and not b, int64 [E, E] (a, b)."""
+        """Return the tokens of slot a that have no other expert in its group, and not b, int64 [E, E] (a, b)."""
         return self._parts(num_groups)[2].view(self.num_experts, self.num_experts)
 
     def change(self, num_groups: int) -> Tensor:
-        """Rows that the group of slot a gains if a and b change places, int64 [E, E] (a, b); 0 within a group."""
+        """Return the rows that slot a's group gains by exchanging a and b, int64 [E, E] (a, b); 0 within a group."""
         group = _groups(self.num_experts, num_groups, self.flat.device)
         change = self.plus(num_groups)[:, group].T - self.minus(num_groups)
         return change * (group[:, None] != group[None, :])
@@ -85,10 +85,16 @@ class SwapTables:
 def swap_tables(
     tokens: Tensor, slots: Tensor, num_tokens: int, num_experts: int, num_groups: Sequence[int]
 ) -> SwapTables:
-    """The tables of one rank's tokens.
+    """Make the tables of one rank's tokens.
 
-    tokens, slots: int64 [a], entry i sends token tokens[i] to slot slots[i].
-    num_groups: of the levels, see `LevelCost`; each must divide num_experts, else ConfigError.
+    Args:
+        tokens, slots: int64 [a], entry i sends token tokens[i] to slot slots[i].
+        num_tokens: of this rank.
+        num_experts: E.
+        num_groups: of the levels, see `LevelCost`; each must divide num_experts.
+
+    Raises:
+        ConfigError: a number of groups does not divide num_experts.
     """
     for g in num_groups:
         if g < 1 or num_experts % g:
@@ -101,7 +107,7 @@ def swap_tables(
         size = min(_CHUNK_TOKENS, num_tokens - first)
         selected = torch.zeros(size, num_experts, device=slots.device)
         selected[tokens[mine] - first, slots[mine]] = 1.0
-        with torch.autocast(slots.device.type, enabled=False):  # bf16 counts to 256
+        with torch.autocast(slots.device.type, enabled=False):  # bf16 counts exactly to 256 only
             for g in groups:
                 counts = selected.view(size, g, num_experts // g).sum(2)
                 sole = selected * (counts == 1)[:, _groups(num_experts, g, slots.device)]
@@ -112,9 +118,10 @@ def swap_tables(
 
 
 def smooth_max(x: Tensor, gamma: float = GAMMA, dim: int = -1) -> Tensor:
-    """max(x) * (sum of (x_i / max(x))^gamma)^(1 / gamma) of x >= 0: the gamma-norm, which also sees the second largest.
+    """Return the gamma-norm of x >= 0, max(x) * (sum of (x_i / max(x))^gamma)^(1 / gamma), a smooth maximum.
 
-    Between the maximum and the maximum times n^(1 / gamma). 0 where x is 0.
+    It also depends on the second largest, and is between the maximum and the maximum times n^(1 / gamma). 0 where x is
+    0.
     """
     most = x.amax(dim, keepdim=True)
     safe = torch.where(most > 0, most, torch.ones_like(most))
@@ -122,7 +129,7 @@ def smooth_max(x: Tensor, gamma: float = GAMMA, dim: int = -1) -> Tensor:
 
 
 def pair_seconds(tables: SwapTables, costs: Sequence[LevelCost], gamma: float = GAMMA) -> tuple[float, Tensor]:
-    """Predicted all-to-all seconds of one direction as it is, and after exchanging slots a and b, float64 [E, E].
+    """Predict all-to-all seconds of one direction now, and after exchanging slots a and b, float64 [E, E].
 
     Q of the paper: the sum over levels of alpha + beta * smooth maximum of the rows of groups.
     """
@@ -136,17 +143,17 @@ class SwapPlan:
 
     pairs: tuple[tuple[int, int], ...]
     before_seconds: float
-    """Of one direction of one all-to-all, by the smooth objective."""
+    """Seconds of one direction of one all-to-all, by the smooth objective."""
     after_seconds: float
 
     @property
     def gain_seconds(self) -> float:
-        """For one direction; a training step has four: dispatch and combine, forward and backward."""
+        """Seconds gained in one direction; a training step has four: dispatch and combine, forward and backward."""
         return self.before_seconds - self.after_seconds
 
     def new_slots(self, num_experts: int) -> list[int]:
-        """Where what is in each slot goes. [E]"""
-        content = list(range(num_experts))  # by slot: where what is there now has been
+        """Return the new slot of each slot's content, [E]."""
+        content = list(range(num_experts))  # by slot: the slot that its content came from
         for a, b in self.pairs:
             content[a], content[b] = content[b], content[a]
         moved = [0] * num_experts
@@ -155,12 +162,12 @@ class SwapPlan:
         return moved
 
     def then(self, later: SwapPlan) -> SwapPlan:
-        """Both, `later` having been planned for the slots after this one."""
+        """Join both plans; `later` was planned for the slots after this one."""
         return SwapPlan(self.pairs + later.pairs, self.before_seconds, later.after_seconds)
 
 
 def plan_swaps(tables: SwapTables, costs: Sequence[LevelCost], *, gamma: float = GAMMA) -> SwapPlan:
-    """The pair that shortens the all-to-all most, exactly; none if all lengthen it.
+    """Find the pair that shortens the all-to-all most, exactly; none if all lengthen it.
 
     For several pairs make new tables after each, since pairs share tokens, and join the plans with `then`.
     Ties go to the lowest slots. Roots are libm's: where machines differ, one rank's plan should count for all.
@@ -181,18 +188,25 @@ def weigh_pairs(
     costs: Sequence[LevelCost],
     gamma: float = GAMMA,
 ) -> SwapPlan:
-    """What pairs gain on tokens of which groups have the rows `before` now and `after` the exchange, see `group_rows`.
+    """Plan given pairs, with their gain on tokens of which groups have the rows `before` now and `after` the exchange.
 
-    before, after: by number of groups g, int64 [g], of all ranks.
+    Args:
+        pairs: of slots.
+        before, after: by number of groups g, int64 [g], of all ranks, see `group_rows`.
+        costs: of the levels.
+        gamma: exponent of the smooth maximum.
     """
     seconds = [_before({g: load.double() for g, load in loads.items()}, costs, gamma) for loads in (before, after)]
     return SwapPlan(tuple(pairs), *seconds)
 
 
 def group_rows(tokens: Tensor, slots: Tensor, num_experts: int, num_groups: int) -> Tensor:
-    """Rows of each group: tokens that have an expert there. int64 [num_groups], as `SwapTables.load`.
+    """Count the rows of each group: tokens that have an expert there. int64 [num_groups], as `SwapTables.load`.
 
-    tokens, slots: int64 [a], see `swap_tables`.
+    Args:
+        tokens, slots: int64 [a], see `swap_tables`.
+        num_experts: E.
+        num_groups: g, a divisor of E.
     """
     reached = torch.unique(tokens * num_groups + slots // (num_experts // num_groups)) % num_groups
     return torch.bincount(reached, minlength=num_groups)
