@@ -1,4 +1,4 @@
-"""Puts the experts of a Hugging Face model's mixture-of-experts blocks behind MoELayers, and on many processes.
+"""Parallelizes Hugging Face models: replaces the experts of their mixture-of-experts blocks by MoELayers.
 
 Names stay: every parameter is found where it was, so state dicts, `save_pretrained` and optimizer states keep their
 keys. With expert parallelism (EP) the experts' parameters are DTensors, sharded along the experts over the grid's `ep`
@@ -39,35 +39,37 @@ __all__ = ["Parallelized", "parallelize"]
 
 @dataclass(frozen=True, eq=False)
 class Parallelized:
-    """What `parallelize` did to a model, and what a training loop needs to know of it."""
+    """Result of `parallelize`: the model, its layers and what a training loop needs."""
 
     model: nn.Module
     layers: dict[str, ExpertsLayer]
-    """The layers by the names of the experts they stand behind."""
+    """The layers, by the names of the experts they serve."""
     grid: Grid | None
-    """Who holds which experts; None if no mesh was given."""
+    """Process groups of the experts; None if no mesh was given."""
     left: tuple[str, ...] = ()
     """Modules that seem to hold experts of another kind, which every process keeps whole."""
 
     def experts(self) -> list[nn.Parameter]:
-        """The parameters of all layers' experts: under EP those of other processes are others'."""
+        """List the parameters of all layers' experts; under EP each process has its own."""
         return [p for layer in self.layers.values() for p in layer.experts.parameters()]
 
     def dense(self) -> list[nn.Parameter]:
-        """All other parameters, of which every process has a copy (or, under FSDP2, a shard)."""
+        """List all other parameters, of which every process has a copy (or, under FSDP2, a shard)."""
         known = {id(p) for p in self.experts()}
         return [p for p in self.model.parameters() if id(p) not in known]
 
     def parameter_groups(self) -> list[dict[str, list[nn.Parameter]]]:
-        """Two groups for an optimizer, dense parameters and experts: a fused step cannot mix tensors and DTensors."""
+        """Return two groups for an optimizer, dense and experts: a fused step cannot mix tensors and DTensors."""
         groups = [[p for p in group if p.requires_grad] for group in (self.dense(), self.experts())]
         return [{"params": group} for group in groups if group]
 
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
 
-        For a model that neither FSDP2 nor DDP takes care of. All processes call it. Without a grid it does nothing.
-        Raises ConfigError if the last forward was DDP's, in whose backward gradients have become the mean already.
+        For a model without FSDP2 and DDP. All processes call it. Without a grid it does nothing.
+
+        Raises:
+            ConfigError: the last forward was DDP's, in whose backward gradients have become the mean already.
         """
         if self.grid is None:
             return
@@ -79,17 +81,23 @@ class Parallelized:
         reduce_gradients(self.model, self.grid, codec=codec)
 
     def fully_shard(self, units: Iterable[nn.Module] = (), **options: Any) -> None:
-        """FSDP2: experts over those that have the same (edp), the rest over dp; see laconic.moe.fully_shard_layers.
+        """Apply FSDP2: experts over their replicas (edp), the rest over dp; see laconic.moe.fully_shard_layers.
 
-        `units` are modules to be gathered one at a time, as decoder layers are. Call it before the optimizer is made.
-        Raises ConfigError without a grid.
+        Call it before the optimizer is made.
+
+        Args:
+            units: modules to be gathered one at a time, as decoder layers are.
+            options: of fully_shard.
+
+        Raises:
+            ConfigError: there is no grid.
         """
         if self.grid is None:
             raise ConfigError("no mesh was given, but fully_shard needs its groups; call parallelize with one")
         fully_shard_layers(self.model, self.grid, units=units, **options)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale gradients so that their 2-norm over the whole model is at most `max_norm`; returns the norm before.
+        """Scale gradients so that their 2-norm over the whole model is at most `max_norm`; return the norm before.
 
         Gradients must be reduced already. All processes call it and get the same norm, 0-dim. (torch's own
         clip_grad_norm_ cannot take tensors and DTensors together.)
@@ -118,25 +126,27 @@ def parallelize(
     movable: bool = False,
     check_logits: bool = True,
 ) -> Parallelized:
-    """Put the experts of `model` in place behind layers of laconic.moe with the same outputs.
+    """Replace the experts of `model` in place by layers of laconic.moe with the same outputs.
 
     Call it on all processes, after loading weights and before DDP, FSDP2 and the optimizer. Routers, shared experts and
-    whatever else a block has stay the model's own code. DDP leaves experts alone by itself, and their gradients become
-    the mean of all processes' in its backward.
+    everything else of a block stay the model's own code. DDP skips experts by itself, and their gradients become the
+    mean of all processes' in its backward. If it raises, nothing has changed.
 
-    Arguments:
+    Args:
         model: a Hugging Face model with fused experts (transformers' ExpertsInterface: Mixtral, Qwen3-MoE, DeepSeek-V3,
             GPT-OSS and most others); all processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
             spread: of E experts, process r of an EP group keeps numbers r E / N_EP and following. None keeps all.
-        codec: what rows are in the all-to-all, see laconic.collectives.
-        order, schedule, hooks: of the layers, see MoELayer. `dispatcher` makes each layer's from the grid.
+        codec: of rows in the all-to-all, see laconic.collectives.
+        order, schedule, hooks: of the layers, see MoELayer.
+        dispatcher: makes each layer's dispatcher from the grid.
         movable: give each layer a Placement, so that a laconic.moe.ExpertMover can move its experts.
         check_logits: refuse routing weights that are not finite, as those of NaN logits are, which waits for a GPU once
             in each block.
 
-    Raises ModelError if there are no fused experts, or some compute something else, or are sharded already, and
-    ConfigError if E / N_EP is no whole number or the mesh does not fit. Nothing is changed then.
+    Raises:
+        ModelError: there are no fused experts, or some compute something else, or are sharded already.
+        ConfigError: E / N_EP is no whole number, or the mesh does not fit.
     """
     blocks, left = find_blocks(model), tuple(unknown_experts(model))
     if not blocks:
@@ -176,7 +186,7 @@ def parallelize(
         )
         owner, _, child = name.rpartition(".")
         setattr(model.get_submodule(owner), child, experts)
-        # Free the whole experts before the next ones are cut.
+        # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
     if ep > 1:
         sharded = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
@@ -205,7 +215,7 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
             raise ModelError(
                 f"{name} has a forward that was put there, as compress_activations does; parallelize first"
             )
-        # Layers of one model mostly have experts of one kind, of which one is tried.
+        # Layers of one model mostly have experts of one kind; one layer of each kind is checked.
         kind = (type(experts), block.num_experts, str(experts), *(getattr(experts, flag) for flag in FLAGS))
         if kind not in tried:
             check(experts, name)
@@ -218,7 +228,7 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
 
 
 def _shard(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
-    """This process's experts of a parameter [E, ...], in memory of its own."""
+    """Return this process's experts of a parameter [E, ...], in memory of its own."""
     mesh = grid.expert_mesh["ep"]
     num_local = len(parameter) // mesh.size()
     first = mesh.get_local_rank() * num_local

@@ -1,10 +1,10 @@
-"""Recognizes the experts of Hugging Face models by what their modules hold, and the routers beside them.
+"""Finds the experts of Hugging Face models by the parameters of their modules, and the routers beside them.
 
-Fused experts are the one seam that all families share (transformers' ExpertsInterface): a module with all experts in
-`gate_up_proj` (or `up_proj`) and `down_proj`, flags that say how they lie, and the call
-`experts(hidden_states [n, M], top_k_index [n, k], top_k_weights [n, k])`, which returns [n, M]. Everything around it
-(routers, correction biases, jitter, shared experts, norms between them) is the model's own code and stays. No class
-name is looked at.
+Fused experts are common to all families (transformers' ExpertsInterface): a module with all experts in `gate_up_proj`
+(or `up_proj`) and `down_proj`, flags for their layout, and the call
+`experts(hidden_states [n, M], top_k_index [n, k], top_k_weights [n, k])`, which returns [n, M]. The rest of the block
+(routers, correction biases, jitter, shared experts, norms between them) is the model's own code and stays. Class names
+do not matter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from laconic.errors import ModelError
 __all__ = ["FLAGS", "Block", "find_blocks", "unknown_experts"]
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""How transformers' ExpertsInterface says what the parameters are and how they lie."""
+"""Flags by which transformers' ExpertsInterface describes the parameters and their layout."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Fused experts of a model and what is known about their router, by module names."""
+    """Fused experts of a model and their router, by module names."""
 
     experts: str
     num_experts: int
@@ -33,10 +33,11 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> dict[str, Block]:
-    """All fused experts of `model` by module name, in the order of its modules.
+    """Find all fused experts of `model`, by module name, in the order of its modules.
 
-    Raises ModelError for experts of which only a part lies here, that are called with something else than hidden
-    states, indices and weights, or whose tokens take more experts than there are.
+    Raises:
+        ModelError: only a part of the experts is here, they are called with something else than hidden states, indices
+            and weights, or their tokens take more experts than there are.
     """
     found: dict[str, Block] = {}
     for name, experts in model.named_modules():
@@ -63,7 +64,7 @@ def find_blocks(model: nn.Module) -> dict[str, Block]:
 
 
 def unknown_experts(model: nn.Module) -> list[str]:
-    """Modules of `model` that seem to hold experts, but not the way `find_blocks` knows: 'name (class)'.
+    """List modules of `model` that seem to hold experts, but not as `find_blocks` expects: 'name (class)'.
 
     These are modules with stacks of weights [experts, ., .], several or beside a number of experts, and lists of
     modules under the name "experts".
@@ -80,7 +81,7 @@ def unknown_experts(model: nn.Module) -> list[str]:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether all experts of a block lie in this module's parameters, the way transformers' ExpertsInterface has it."""
+    """Return whether a module's parameters hold all experts of a block, as in transformers' ExpertsInterface."""
     down = module._parameters.get("down_proj")
     num_experts = getattr(module, "num_experts", None)
     return (
@@ -102,7 +103,7 @@ def _check_top_k(name: str, block: nn.Module, num_experts: int) -> None:
 
 
 def _router_beside(block: nn.Module, experts: str, num_experts: int) -> str | None:
-    """The one child that maps hidden states to a value per expert: it has a weight [E, M] and none [M, E]."""
+    """Return the name of the one child that maps hidden states to a value per expert: with a weight [E, M], no [M, E]."""
     held = block.get_submodule(experts)
     down = held.get_parameter("down_proj")
     hidden = down.shape[2 if held.is_transposed else 1]

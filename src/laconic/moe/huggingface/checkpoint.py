@@ -1,10 +1,10 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP) that any number of processes can go on from.
+"""Checkpoints of torch.distributed.checkpoint (DCP) that any number of processes can load.
 
 Keys are "model.<parameter>" and "optimizer.<parameter>.<moment>", those of the trainer's checkpoints as well. Tensors
-are stored whole, in pieces: EP 1 reads what EP 4 wrote and the other way round. Before a byte is read the checkpoint's
-list of tensors is compared with what is needed.
+are stored whole, in chunks: EP 1 reads what EP 4 wrote and the other way round. Before a byte is read the checkpoint's
+list of tensors is compared with the required ones.
 
-DCP's `.metadata` is a pickle, and read as formats/dcp.py does: nothing that it asks for is run.
+DCP's `.metadata` is a pickle, and is read as in formats/dcp.py: no code that it names is run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _SEPARATE = re.compile(r"\.experts\.\d+\.")
 
 
 def save_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write the weights, and the moments of an optimizer, each process what it holds. All processes call it together.
+    """Write the weights, and the moments of an optimizer, each process its own part. All processes call it together.
 
-    Raises CheckpointError if writing fails.
+    Raises:
+        CheckpointError: writing fails.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
@@ -48,13 +49,14 @@ def save_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
 
 
 def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Put weights, and moments if an optimizer is given, into `model` and `optimizer`. All processes call it together.
+    """Load weights into `model`, and moments into `optimizer` if it is given. All processes call it together.
 
     The checkpoint may have been written by any number of processes, with any N_EP, or before `parallelize`. Moments of
     a parameter the checkpoint has none of begin afresh.
 
-    Raises CheckpointError if it cannot be read, and, before anything is changed, if tensors are missing or have other
-    shapes, naming them.
+    Raises:
+        CheckpointError: the checkpoint cannot be read; or, before anything is changed, tensors are missing or have
+            other shapes, naming them.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
@@ -66,7 +68,7 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
             raise CheckpointError(f"{directory} holds no checkpoint that can be read: {error}") from error
         sizes = {key: getattr(entry, "size", None) for key, entry in found.items()}
 
-        # 1. What is not there, or does not fit.
+        # 1. Find tensors that are missing or do not fit.
         for name, moments in stored["optimizer"].items():
             if not any(key.startswith(f"optimizer.{name}.") for key in sizes):
                 moments.clear()
@@ -86,7 +88,7 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
                 f" {'; '.join(problems[:20])}{'; ...' if len(problems) > 20 else ''}.{hint}"
             )
 
-        # 2. All of it, each process its part.
+        # 2. Load everything, each process its part.
         try:
             load(stored, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:
@@ -96,7 +98,7 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What DCP stores, and the full state dicts it is a view of; without param_groups, and a tied weight once."""
+    """Return what DCP stores, and the full state dicts it is a view of; without param_groups, a tied weight once."""
     if optimizer is None:
         weights: Mapping[str, Any] = get_model_state_dict(model)
         full: dict[str, Any] = {"model": weights, "optimizer": {}}

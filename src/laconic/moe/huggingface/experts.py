@@ -1,4 +1,4 @@
-"""The experts of a Hugging Face block on rows sorted by expert, in parameters of the names they always had."""
+"""Experts of a Hugging Face block on rows sorted by expert, in parameters of their original names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_
 
 
 class FusedExperts(Experts):
-    """Computes down(act(gate(x)) * up(x)), or whatever the original's own gating and activation are, expert by expert.
+    """Computes down(act(gate(x)) * up(x)), or the original's own gating and activation, expert by expert.
 
     The parameters are the original's: `gate_up_proj` (`up_proj` without gating) [E, 2 I, M] and `down_proj` [E, M, I],
     with the last two dimensions exchanged if the original has them so, and biases [E, 2 I] and [E, M] if it has any.
@@ -31,9 +31,9 @@ class FusedExperts(Experts):
     """
 
     def __init__(self, original: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take the behaviour of `original`, with `parameters` for its own; `check` says whether that is right."""
+        """Take the behaviour of `original`, with `parameters` as its own; `check` tests that they compute the same."""
         super().__init__()
-        # A copy without parameters serves the original's gating, which may read its attributes.
+        # A copy without parameters runs the original's gating, which may read its attributes.
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
         self.__dict__["_behaviour"] = behaviour
@@ -48,18 +48,23 @@ class FusedExperts(Experts):
         self.num_global_experts = len(down)
 
     def stand_for(self, layer: MoELayer) -> None:
-        """Hand calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
+        """Forward calls of the block to `layer`; see laconic.moe.huggingface.layer [Note: the seam]."""
         self.__dict__["layer"] = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's call, which goes to the layer, or with (rows, counts) and while the layer runs `forward`."""
+        """Call the layer with the block's arguments, or with (rows, counts) and while the layer runs `forward`."""
         layer = self.__dict__.get("layer")
         if layer is None or layer.is_running or (len(args) == 2 and not kwargs):
             return super().__call__(*args, **kwargs)
         return layer(*layer.arguments(*args, **kwargs))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [q, M] sorted by local expert, counts int64 [E_local]; returns [q, M], autocast as of a linear layer."""
+        """Return outputs [q, M] of rows [q, M] sorted by local expert, with autocast as of a linear layer.
+
+        Args:
+            rows: [q, M].
+            counts: int64 [E_local].
+        """
         kind: Any = self.__dict__["_behaviour"]
         activation, first = (kind._apply_gate, "gate_up_proj") if kind.has_gate else (kind.act_fn, "up_proj")
         up, down = self._weights(first), self._weights("down_proj")
@@ -76,18 +81,20 @@ class FusedExperts(Experts):
         return biased(grouped_mm(inner, down, counts), "down_proj")
 
     def _weights(self, name: str) -> Tensor:
-        """[E_local, inputs, outputs], whichever way the parameter lies."""
+        """Return a weight as [E_local, inputs, outputs], whatever the parameter's layout."""
         weights = local_part(getattr(self, name))
         return weights if self.__dict__["_behaviour"].is_transposed else weights.transpose(1, 2)
 
     def extra_repr(self) -> str:
+        """Show the numbers of local and of all experts."""
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
 
 
 def check(original: nn.Module, name: str) -> None:
     """Compare FusedExperts with the module it would replace, on narrow random parameters of as many experts.
 
-    Raises ModelError, naming `name`, if they differ or the module has parts that FusedExperts does not know.
+    Raises:
+        ModelError: they differ, or the module has parts that FusedExperts does not know; the message has `name`.
     """
     parameters = {key: p for key, p in original.named_parameters() if p is not None}
     others = sorted(set(parameters) - _NAMES) + [key for key, _ in original.named_buffers()]
@@ -96,7 +103,7 @@ def check(original: nn.Module, name: str) -> None:
             f"{name} has {', '.join(others) or 'a norm behind its experts'}, which laconic.moe does not know"
         )
 
-    # 1. The same module, eight values wide outside and sixteen inside.
+    # 1. Build the same module with M = 8 and I = 16.
     generator = torch.Generator().manual_seed(0)
     num_experts, width = len(parameters["down_proj"]), 32 if original.has_gate else 16
     shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (width, 8), "up_proj": (width, 8), "down_proj": (8, 16)}
@@ -105,7 +112,7 @@ def check(original: nn.Module, name: str) -> None:
     shapes |= {"gate_up_proj_bias": (width,), "up_proj_bias": (width,), "down_proj_bias": (8,)}
     narrow = {key: torch.randn(num_experts, *shapes[key], generator=generator) * 0.3 for key in parameters}
 
-    # 2. Every expert gets a token, and a token may choose one expert twice.
+    # 2. Route a token to every expert; a token may choose one expert twice.
     x = torch.randn(num_experts + 3, 8, generator=generator)
     indices = torch.stack(
         [torch.arange(len(x)) % num_experts, torch.randint(num_experts, (len(x),), generator=generator)], 1
@@ -115,7 +122,7 @@ def check(original: nn.Module, name: str) -> None:
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             expected = functional_call(original, narrow, (x, indices, weights))
-        except Exception as error:  # whatever a module of others raises
+        except Exception as error:  # foreign code may raise anything
             raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)
         rows = twin(x[order // 2], torch.bincount(experts, minlength=num_experts))

@@ -1,4 +1,4 @@
-"""The gate of a layer whose routing is decided outside: by the model's own router."""
+"""Gate of a layer whose routing comes from the model's own router."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ class GivenRouting(Gate):
     """
 
     def __init__(self, num_experts: int, check_weights: bool = True) -> None:
-        """`check_weights` refuses weights that are NaN or infinite, which waits for a GPU once in each forward."""
+        """Set the number of experts.
+
+        Args:
+            num_experts: E.
+            check_weights: refuse weights that are NaN or infinite, which waits for a GPU once in each forward.
+        """
         super().__init__()
         self.num_experts, self.check_weights = num_experts, check_weights
         self.top_k: int | None = None
 
     def routing(self, indices: Tensor, weights: Tensor) -> Routing:
-        """Of indices, integers [..., k], and weights [..., k].
+        """Make the routing of indices, integers [..., k], and weights [..., k].
 
-        Raises RoutingError for shapes that differ and, with `check_weights`, for weights that are no numbers.
+        Raises:
+            RoutingError: shapes differ or, with `check_weights`, weights are NaN or infinite.
         """
         if indices.shape != weights.shape:
             raise RoutingError(
@@ -42,9 +48,10 @@ class GivenRouting(Gate):
         )
 
     def forward(self, x: Tensor) -> Routing:
-        """Tokens x [n, M] spread evenly over the experts: where a layer is measured, there is no router.
+        """Spread tokens x [n, M] evenly over the experts, for measuring a layer, where there is no router.
 
-        Raises RoutingError before the first forward of the layer.
+        Raises:
+            RoutingError: the layer has had no forward yet.
         """
         if self.top_k is None:
             raise RoutingError("the layer has not run yet, so its number of experts per token is not known; run it")
@@ -53,4 +60,5 @@ class GivenRouting(Gate):
         return Routing.of_choices(places.view(-1, self.top_k), weights, self.num_experts)
 
     def extra_repr(self) -> str:
+        """Show num_experts and top_k."""
         return f"num_experts={self.num_experts}, top_k={self.top_k}"

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each process has other parts."""
+"""Norm and clipping of gradients of which each process has other shards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["clip", "norm", "scale"]
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most `max_norm`; the norm before, 0-dim fp32 (or fp64)."""
+    """Scale all gradients to a common 2-norm of at most `max_norm`; return the norm before, 0-dim fp32 (or fp64)."""
     before = norm(parameters)
     scale(parameters, before, max_norm)
     return before
 
 
 def norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, 0-dim fp32 (or fp64), the same on every process, all of which call it.
+    """Return the 2-norm of all gradients, 0-dim fp32 (or fp64), the same on every process; all processes call it.
 
     Shards of DTensors are added up over the processes that hold the others.
     """
@@ -38,7 +38,7 @@ def scale(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> 
 
 
 def _square(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The sum of squares of all gradients, on every process the same."""
+    """Return the sum of squares of all gradients, the same on every process."""
     sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for parameter in parameters:
         if parameter.grad is None:

@@ -1,11 +1,11 @@
 """A MoELayer behind the experts of a Hugging Face block.
 
 [Note: the seam]
-The module under the name of a block's experts is a FusedExperts with the parameters that were always there. The block
-calls it as ever, with hidden states, indices and weights; it hands them to its ExpertsLayer, which sends rows to
-wherever their experts are and calls FusedExperts with sorted rows there. So the block's own code runs, whatever it
-does around its experts, and FSDP2, compress_activations and adapters find one module with one set of parameters. The
-layer itself is no module of the model: `laconic.moe.moe_layers` lists it.
+The module under the name of a block's experts is a FusedExperts with the block's original parameters. The block calls
+it as before, with hidden states, indices and weights; it passes them to its ExpertsLayer, which sends rows to the ranks
+of their experts and calls FusedExperts with sorted rows there. So the block's own code before and after its experts
+runs unchanged, and FSDP2, compress_activations and adapters find one module with one set of parameters. The layer
+itself is no module of the model: `laconic.moe.moe_layers` lists it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ExpertsLayer(MoELayer):
     """MoELayer whose routing comes with the call; see [Note: the seam].
 
     Attributes:
-        ran_under_ddp: whether the last forward in training was DDP's, which leaves gradients of experts to this layer.
-        averages_under_ddp: False leaves them to the caller, who must then average them himself.
-        is_running: whether a call of the experts is one that this layer makes.
+        ran_under_ddp: whether the last forward in training was DDP's, which does not reduce the gradients of experts.
+        averages_under_ddp: the layer averages them then; False means that the caller must.
+        is_running: whether this layer is calling the experts.
     """
 
     gate: GivenRouting
@@ -59,14 +59,14 @@ class ExpertsLayer(MoELayer):
         placement: Placement | None = None,
         grid: Grid | None = None,
     ) -> None:
-        """`original`: the module whose place `experts` takes; its hooks see this layer's calls from now on."""
+        """Replace `original` by `experts`; hooks of `original` see this layer's calls from now on."""
         super().__init__(gate, experts, order, dispatcher, schedule=schedule, hooks=hooks, placement=placement)
         for name in _HOOKS:
             getattr(self, name).update(getattr(original, name))
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
-        if grid is not None and grid.layout.ep > 1:  # else DDP averages them like all others
+        if grid is not None and grid.layout.ep > 1:  # otherwise DDP averages them like all others
             average_expert_gradients(experts, grid, lambda: self.ran_under_ddp and self.averages_under_ddp)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -81,23 +81,27 @@ class ExpertsLayer(MoELayer):
 
     @property
     def training(self) -> bool:
-        """Of the experts, which `model.train()` reaches."""
+        """Whether the experts, which `model.train()` reaches, are in training mode."""
         experts = self.__dict__.get("_modules", {}).get("experts")
         return True if experts is None else experts.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """nn.Module sets it when it is made."""
+        """Ignore the assignment that nn.Module's constructor makes."""
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Hidden states, indices and weights, under the names that the original gave them; TypeError as it raised."""
+        """Return hidden states, indices and weights, passed under the original's names.
+
+        Raises:
+            TypeError: arguments do not fit, as in the original's call.
+        """
         return self._signature.bind(*args, **kwargs).args if kwargs or len(args) != 3 else args
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Outputs [..., M] of hidden states [..., M], with [..., k] choices and weights for each.
+        """Return outputs [..., M] of hidden states [..., M], with [..., k] choices and weights for each.
 
-        torch.compile breaks its graph here: how many rows an expert gets is known when they come.
+        torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
         if self.training:
             self.ran_under_ddp = DistributedDataParallel._get_active_ddp_module() is not None

@@ -17,9 +17,9 @@ __all__ = ["gathered_state_dict", "save_gathered"]
 
 
 def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as it was before any sharding, on the CPU of global rank 0; empty elsewhere.
+    """Return the state dict as before any sharding, on the CPU of global rank 0; empty elsewhere.
 
-    All processes call it. One tensor after the other is gathered.
+    All processes call it. Tensors are gathered one after the other.
     """
     main = dist.get_rank() == 0
     gathered: dict[str, Tensor] = {}
@@ -31,15 +31,18 @@ def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_gathered(model: Any) -> Callable[..., None]:
-    """`model.save_pretrained` for all processes to call together: what the unsharded model would write, from rank 0.
+    """Return a `model.save_pretrained` that all processes call together: rank 0 writes what the unsharded model would.
 
-    Takes the same arguments. Raises CheckpointError everywhere if writing fails.
+    It takes the same arguments.
+
+    Raises:
+        CheckpointError: everywhere, if writing fails.
     """
     return _SaveGathered(model)
 
 
 class _SaveGathered:
-    """A class, so that a copy of the model saves the copy."""
+    """Callable of `save_gathered`; a class, so that a copy of the model saves the copy."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -57,7 +60,7 @@ class _SaveGathered:
         if dist.get_rank() == 0:
             try:
                 type(model).save_pretrained(model, save_directory, is_main_process, tensors, **options)
-            except Exception as error:  # whatever it is, the others are told before it goes on
+            except Exception as error:  # of any kind: the other ranks must learn of it first
                 failure = error
         device = next(model.parameters()).device
         failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
