@@ -1,1 +1,1 @@
-"""Choosing the fastest configuration of every layer: measuring, pricing, running the best few."""
+"""Choice of the fastest configuration of every layer: measuring, pricing, running the best few."""

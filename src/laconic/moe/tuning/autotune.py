@@ -1,10 +1,10 @@
-"""Every layer on the way that is fastest: path, depth, code of rows, chunks.
+"""Tunes every layer: chooses the fastest path, depth, code of rows and number of chunks.
 
 [Note: who decides]
 Links and the fixed overhead of routes come from a file that `laconic profile --moe` wrote, or are measured. The routing
 is that of an example, of all ranks. From these `laconic.cost.moe` prices every candidate. The first few are run on the
 example, the fastest of them in chunks, too. The first rank's prices and choice count for all, so that rounding cannot
-part the ranks.
+lead to different choices.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = ["Autotuned", "LayerChoice", "autotune"]
 
 _EXACT = (Raw(), Lossless("tiered"))
 _RACED_WITHIN = 0.3
-"""What is predicted to take more than this beyond the fastest is not run: predictions are seldom as far off."""
+"""Share above the fastest beyond which a candidate is not run: predictions are seldom as far off."""
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What was decided for one layer; the same on all ranks."""
+    """Choice for one layer; the same on all ranks."""
 
     pricing: Pricing
     candidates: tuple[Candidate, ...]
@@ -60,7 +60,7 @@ class LayerChoice:
 
     @property
     def plan(self) -> LayerPlan:
-        """What the layer runs."""
+        """Return the plan that the layer runs."""
         return self.chosen.plan
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Autotuned:
 
     Attributes:
         choices: by layer name.
-        rates: that they rest on.
+        rates: that the choices are based on.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class Autotuned:
 
     @property
     def rates(self) -> MoERates:
-        """That choices rest on."""
+        """Rates that the choices are based on."""
         assert self._rates is not None, "autotune has measured or read them"
         return self._rates
 
     def tune(self, names: Sequence[str] | None = None) -> None:
-        """Price and choose anew for layers (None: all) by their last forward, and install what was chosen.
+        """Price and choose anew for layers (None: all) by their last forward, and install the choices.
 
         All ranks call it together.
         """
@@ -160,15 +160,18 @@ class Autotuned:
         return self._race(name, kind, pricing, found)
 
     def _sums(self, num_tokens: int, routing: Routing) -> tuple[float, Tensor]:
-        """Tokens and rows of each expert, of all ranks."""
+        """Sum the tokens and the rows of each expert over all ranks."""
         loads = routing.counts().double()
         told = torch.cat([loads, loads.new_tensor([float(num_tokens)])])
         torch_compat.all_reduce(told, self._world).wait()
         return float(told[-1]), told[:-1]
 
     def _race(self, name: str, kind: tuple[object, ...], pricing: Pricing, found: tuple[Candidate, ...]) -> LayerChoice:
-        """Run the first few candidates, and the fastest in chunks. What the model missed in them, the mean, is added to
-        all. Layers of one kind with the same first few share what the first of them took."""
+        """Run the first few candidates, and the fastest in chunks.
+
+        The mean of what the predictions missed in them is added to all. Layers of one kind with the same first few
+        share the measurements of the first of them.
+        """
         limit = (1 + _RACED_WITHIN) * found[0].seconds
         first = [one for one in found[: self._num_raced] if one.seconds <= limit]
         if self._records[name].input is None or not first:
@@ -189,7 +192,7 @@ class Autotuned:
     def _taken(
         self, name: str, kind: tuple[object, ...], plans: Sequence[LayerPlan]
     ) -> dict[LayerPlan, tuple[float, float]]:
-        """Seconds of the layer by each of these plans, forward and backward, on the example's tokens."""
+        """Measure the seconds of the layer by each of these plans, forward and backward, on the example's tokens."""
         record, layer, plans = self._records[name], self.layers[name], tuple(plans)
         if (kind, plans) not in self._races:
             assert record.input is not None, "kept by the example's forward"
@@ -204,7 +207,7 @@ class Autotuned:
         return [name for name in self._codecs if name in known]
 
     def _with_levels(self) -> Grid:
-        """The grid, with the nodes as a level if it has none and they could be one."""
+        """Return the grid, with the nodes as a level if it has none and they could be one."""
         layout = self.grid.layout
         nodes = layout.ep // self._per_node if layout.ep % self._per_node == 0 else 1
         if layout.levels or layout.mp > 1 or layout.esp > 1 or nodes < 2 or self._per_node == 1:
@@ -226,7 +229,7 @@ def autotune(
 ) -> Autotuned:
     """Choose and install path, depth, code and degrees of every MoELayer of a model; all ranks call it together.
 
-    Arguments:
+    Args:
         model: a MoELayer, a module with some, or what `parallelize` returned.
         mesh: the Grid that the layers are spread over, or its DeviceMesh; may be left out for `parallelize`'s result.
         example: the model's input, or a function that runs it; run once, without gradients, to see sizes and routing.
@@ -235,11 +238,12 @@ def autotune(
         degrees: numbers of chunks that the fastest candidate is run in; 1 alone where transformers checkpoints layers
             without use_reentrant.
         num_raced: at most so many of the candidates that are predicted to be fastest are run on the example, and the
-            fastest of those is taken, in one piece unless chunks turn out clearly faster; what the predictions missed
+            fastest of those is taken, whole unless chunks turn out clearly faster; what the predictions missed
             in them is added to all. 0 trusts the predictions, and tries no chunks.
-        report: told the table of candidates, the choice and the reason, on the first rank; None says nothing.
+        report: called with the table of candidates, the choice and the reason, on the first rank; None reports nothing.
 
-    Raises ConfigError without layers, a grid or an example, or where a layer cannot be priced.
+    Raises:
+        ConfigError: there are no layers, no grid or no example, or a layer cannot be priced.
     """
     grid = mesh if mesh is not None or not isinstance(model, Parallelized) else model.grid
     module = model.model if isinstance(model, Parallelized) else model
@@ -257,7 +261,7 @@ def autotune(
     if not any(codec.name == "raw" for codec in codecs):
         codecs = (Raw(), *codecs)
     if _is_checkpointed(module):
-        degrees = (1,)  # such layers run in one piece, see PipelineSchedule
+        degrees = (1,)  # such layers run whole, see PipelineSchedule
     tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, num_raced)
     tuned.begin(example if not isinstance(example, Tensor) else partial(module, example))
     if report is not None and dist.get_rank() == 0:
@@ -266,7 +270,7 @@ def autotune(
 
 
 def _is_checkpointed(model: nn.Module) -> bool:
-    """Whether transformers computes layers of `model` again in backward by non-reentrant checkpoints."""
+    """Return whether transformers recomputes layers of `model` in backward by non-reentrant checkpoints."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             function = getattr(module, "_gradient_checkpointing_func", None)
@@ -276,7 +280,7 @@ def _is_checkpointed(model: nn.Module) -> bool:
 
 
 def _agreed(rates: MoERates | None) -> MoERates | None:
-    """The first rank's, given or in its file."""
+    """Return the first rank's rates, given or in its file."""
     world = dist.group.WORLD
     assert world is not None, "there is a grid"
     told = None

@@ -1,4 +1,4 @@
-"""Measures what the costs of mixture-of-experts layers rest on: a grid's links, products of experts, copies, codecs.
+"""Measures the rates of mixture-of-experts layers: a grid's links, products of experts, copies, codecs.
 
 All ranks call `measure_moe` together and get the same rates: of every repeat the slowest rank counts, of the repeats
 the median, and lines through them have neither negative start-up nor negative slope; their worst error is in
@@ -35,13 +35,13 @@ _OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "send
 _SIZES = tuple(1 << power for power in (12, 16, 20, 22))
 _QUICK_SIZES = (1 << 12, 1 << 16)
 _SHARES = (1 / 16, 1 / 4, 1.0)
-"""Of the layer's rows."""
+"""Measured shares of the layer's rows."""
 _REPEATS, _QUICK_REPEATS = 5, 2
 _CODEC_NBYTES = (1 << 14, 1 << 18, 1 << 22)
 _CODEC_NUMEL = (1 << 13, 1 << 17, 1 << 20)
 _OVERLAP_NBYTES = 1 << 21
 _LONGEST_SECONDS = 0.2
-"""On slow networks the longest messages say nothing new."""
+"""Limit of one message; on slow networks longer ones add no information."""
 
 
 def measure_moe(
@@ -55,19 +55,21 @@ def measure_moe(
     routes: bool = True,
     quick: bool = False,
 ) -> MoERates:
-    """Rates of every group of the grid that has more than one rank, and of this layer's work within a rank.
+    """Measure every group of the grid that has more than one rank, and this layer's work within a rank.
 
-    Arguments:
+    Args:
+        grid: the process groups.
         shape: of the layer, as each rank sees it.
         dtype: of its rows and weights.
         device: this process's GPU or the CPU; None: the CPU.
         wire: links by kind and lossless codecs, as `laconic.collectives.cluster_profile` measures them; None:
             the groups of this grid stand for their kinds, and codecs are measured on `dtype` alone.
-        codecs: others whose rows may travel, as laconic.collectives.codec.Blockwise; `Coding` names them by their name.
+        codecs: further codecs of rows, as laconic.collectives.codec.Blockwise; `Coding` names them by their name.
         routes: also run every route of this grid, with experts that do nothing, for its fixed overhead.
-        quick: small messages, few repeats; shows that it works.
+        quick: small messages, few repeats; for a smoke test.
 
-    Raises ConfigError if the grid does not divide the layer, or the layer has no tokens to measure.
+    Raises:
+        ConfigError: the grid does not divide the layer, or the layer has no tokens to measure.
     """
     device, layout = device or torch.device("cpu"), grid.layout
     shape.check(layout)
@@ -112,7 +114,7 @@ def measure_moe(
 
 
 def groups_of(grid: Grid) -> dict[str, dist.ProcessGroup]:
-    """The groups of more than one rank by their names in `MoERates.groups`."""
+    """Return the groups of more than one rank by their names in `MoERates.groups`."""
     groups = {name: getattr(grid, name) for name in ("mp", "dp", "esp", "ep", "joint", "edp")}
     for number, level in enumerate(grid.levels):
         groups[f"intra{number}"] = level.within
@@ -122,7 +124,7 @@ def groups_of(grid: Grid) -> dict[str, dist.ProcessGroup]:
 
 
 def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch.dtype, quick: bool) -> WireRates:
-    """Links of the grid's groups by kind, and the codecs of one dtype."""
+    """Return links of the grid's groups by kind, and the codecs of one dtype."""
     hosts = ranks.texts(host_name())
     world = world_of(hosts)
     machines = layout_of(grid, world.ranks_per_node)
@@ -135,12 +137,12 @@ def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch
 
 
 def _line(ranks: Ranks, cases: Sequence[tuple[float, Callable[[], object]]], repeats: int) -> Line:
-    """Through (size, median seconds of the slowest rank)."""
+    """Fit a line through (size, median seconds of the slowest rank)."""
     return fit_line([(size, median(ranks.seconds(case, repeats))) for size, case in cases])
 
 
 def _products(ranks: Ranks, shape: LayerShape, ep: int, esp: int, mp: int, dtype: torch.dtype, repeats: int) -> Line:
-    """One product of all experts of a rank, rows spread evenly over them."""
+    """Measure one product of all experts of a rank, rows spread evenly over them."""
     experts, hidden = shape.num_experts // ep, shape.hidden_dim // esp
     weights = torch.zeros(experts, shape.model_dim, hidden, dtype=dtype, device=ranks.device)
     weights += gaussian(hidden, dtype, ranks.device)
@@ -154,7 +156,7 @@ def _products(ranks: Ranks, shape: LayerShape, ep: int, esp: int, mp: int, dtype
 
 
 def _copies(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, repeats: int) -> Line:
-    """Gathering rows in an order that is none of memory's."""
+    """Measure gathering rows in random order."""
     cases = []
     for share in _SHARES:
         number = max(1, round(share * shape.rows_per_token * shape.num_tokens))
@@ -184,7 +186,7 @@ def _codec(ranks: Ranks, codec: Codec, dtype: torch.dtype, numbers: Sequence[int
 
 
 def _overlap(ranks: Ranks, grid: Grid) -> float:
-    """Share of the shorter of a gather of ESP (or MP) and an all-to-all of EP that is hidden when both go on."""
+    """Measure how much of the shorter of a gather (ESP or MP) and an all-to-all (EP) overlaps when both run, 0 to 1."""
     inside = grid.esp if grid.esp.size() > 1 else grid.mp
     if inside.size() == 1 or grid.ep.size() == 1:
         return 1.0

@@ -1,9 +1,9 @@
-"""The fixed overhead of routes, beside their wires: layers whose gate and experts do nothing, less their wires.
+"""Measures the fixed overhead of routes: layers whose gate and experts do nothing, less the time of their links.
 
-Every way that rows can take on a grid is run, forward and backward, on random balanced routing of a few sizes. What the
-lines of the links explain is taken away, and the rest is a line in rows and bytes (`laconic.cost.moe.overhead`): order
-and its inverse, indices, packing, copies, exchanges of counts and announcements, the layer's own calls. So it is known
-what small rounds cost on this network, and no constant of the library is written down anywhere.
+Every route on a grid is run, forward and backward, on random balanced routing of a few sizes. The time that the lines
+of the links predict is subtracted, and the rest is a line in rows and bytes (`laconic.cost.moe.overhead`): order and
+its inverse, indices, packing, copies, exchanges of counts and announcements, the layer's own calls. So the overhead of
+small rounds is measured on this network, and no constant of the library is hard-coded.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from laconic.topology import GridLayout, Levels
 __all__ = ["dispatcher_of", "layout_of", "levels_of", "measure_routes"]
 
 _LONGEST_SECONDS = 2.0
-"""Of the repeats at one size, three at least."""
+"""Limit of the repeats at one size, three at least."""
 _LONGEST_EXCHANGE_SECONDS = 0.05
 _LEAST_TOKENS = 32
 
 
 def dispatcher_of(grid: Grid, plan: LayerPlan, codecs: Mapping[str, Codec]) -> Dispatcher:
-    """The dispatcher that carries a plan out. `grid` has the levels that the plan's depth needs; codecs are by name."""
+    """Make the dispatcher of a plan. `grid` has the levels that the plan's depth needs; codecs are by name."""
     codec = codecs[plan.code]
     if plan.depth is not None:
         inner = codecs[plan.inner_code or plan.code]
@@ -55,12 +55,12 @@ def dispatcher_of(grid: Grid, plan: LayerPlan, codecs: Mapping[str, Codec]) -> D
 
 
 def layout_of(grid: Grid, ranks_per_node: int | None) -> GridLayout:
-    """The grid's layout with its machines; None: all ranks on one node."""
+    """Return the grid's layout with its machines; None: all ranks on one node."""
     return replace(grid.layout, ranks_per_node=ranks_per_node)
 
 
 def levels_of(layout: GridLayout) -> Levels:
-    """The levels of the layout's EP groups."""
+    """Return the levels of the layout's EP groups."""
     per_node = min(layout.ep, layout.ranks_per_node or layout.ep)
     return Levels.of_groups(layout.ep, layout.levels, per_node if layout.ep % per_node == 0 else 1)
 
@@ -76,9 +76,17 @@ def measure_routes(
     dtype: torch.dtype = torch.bfloat16,
     repeats: int = 3,
 ) -> MoERates:
-    """`rates` with `overheads` of every path on this grid in every codec.
+    """Return `rates` with `overheads` of every path on this grid in every codec. All ranks call it together.
 
-    rates: with the lines of the grid's groups and the codecs. All ranks call it together.
+    Args:
+        grid: the process groups.
+        shape: of the layer, as each rank sees it.
+        rates: with the lines of the grid's groups and the codecs.
+        ranks: runs and times on all ranks.
+        ranks_per_node: None: all ranks on one node.
+        codecs: of rows.
+        dtype: of rows.
+        repeats: of each measurement.
     """
     rates = replace(rates, overheads={})
     layout = layout_of(grid, ranks_per_node)
@@ -103,7 +111,7 @@ def measure_routes(
 
 
 def _cases(shape: LayerShape) -> list[LayerShape]:
-    """Few and many tokens; narrow rows too, to tell the cost of a row from that of its bytes."""
+    """Return shapes with few and many tokens; and narrow rows, to separate the cost of a row from that of its bytes."""
     few = replace(shape, num_tokens=max(1, shape.num_tokens // 8))
     half = replace(shape, num_tokens=max(1, shape.num_tokens // 2))
     narrow = replace(shape, model_dim=max(8, shape.model_dim // 4))
@@ -111,8 +119,10 @@ def _cases(shape: LayerShape) -> list[LayerShape]:
 
 
 def _short(shape: LayerShape, grid: GridLayout, rates: MoERates) -> LayerShape:
-    """With fewer tokens where one exchange of them would take longer than `_LONGEST_EXCHANGE_SECONDS`: slow networks
-    show with less what routes cost besides."""
+    """Return the shape with fewer tokens where one exchange of them would exceed `_LONGEST_EXCHANGE_SECONDS`.
+
+    On slow networks fewer tokens show the overhead of routes more clearly.
+    """
     seconds = rates.price("all_to_all", "joint", group_world(grid, "joint"), shape.rows_nbytes).seconds
     share = min(1.0, _LONGEST_EXCHANGE_SECONDS / seconds) if seconds > 0 else 1.0
     return replace(shape, num_tokens=max(min(shape.num_tokens, _LEAST_TOKENS), round(share * shape.num_tokens)))
@@ -124,7 +134,7 @@ def _add(
     taken: tuple[float, float],
     size: tuple[float, float],
 ) -> None:
-    """What was taken beside the wires."""
+    """Add samples of the measured time less that of the links."""
     both = samples.setdefault(f"{candidate.plan.path} {candidate.plan.rows}", {"forward": [], "backward": []})
     for route, seconds, way in zip((candidate.forward, candidate.backward), taken, both, strict=True):
         wires = sum(step.seconds for step in route.steps if step.operation) - route.hidden_seconds
@@ -168,7 +178,7 @@ def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch
 
 
 class _FixedGate(Gate):
-    """Balanced random choices that are known beforehand, with weights that want gradients."""
+    """Gate of balanced random choices that are known beforehand, with weights that require gradients."""
 
     def __init__(self, shape: LayerShape, grid: Grid) -> None:
         super().__init__()
@@ -197,7 +207,7 @@ class _FixedGate(Gate):
 
 
 class _Identity(nn.Module):
-    """Experts that do nothing."""
+    """Experts that return their rows."""
 
     num_experts = 1
 

@@ -1,6 +1,6 @@
-"""How long a layer takes as it is, its code, its weights, all ranks at once: candidates run in turn, in heats.
+"""Measures a layer as it is, its code and its weights, on all ranks at once: candidates run in turn, in heats.
 
-Nothing is left behind: no gradient, no count, no random number.
+The layer is unchanged afterwards: no gradient, no count, no random number.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ T = TypeVar("T")
 
 _REPEATS = 3
 _HEATS = ((3, 0.25), (4, 0.12), (8, 0.0))
-"""Repeats of each heat of a race, and how much longer than the fastest what stays in the race may take after it."""
+"""Repeats of each heat of a race, and the share by which candidates that stay may be slower than the fastest."""
 _RACE_SECONDS = 20.0
-"""A heat that would take the race beyond this is not run: on slow networks ways differ by more than noise."""
+"""Limit of a race; a heat beyond it is not run: on slow networks candidates differ by more than noise."""
 
 
 def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
-    """The layer as the cost model sees it: H is what the parameters of one expert come to with three products, or two
-    where there is no gating to be seen.
+    """Return the layer's shape for the cost model.
 
-    Raises ConfigError for a gate that does not say how many experts a token gets.
+    H follows from the size of one expert's parameters, as three products, or two where no gating is found.
+
+    Raises:
+        ConfigError: the gate does not define how many experts a token gets.
     """
     gate = layer.gate
     top_k = getattr(gate, "top_k", None)
@@ -64,11 +66,17 @@ def race(
     ranks: Ranks,
     routing: Routing | None = None,
 ) -> list[tuple[float, float]]:
-    """Seconds of the whole layer on tokens x, forward and backward, after each of `installs`; they take turns.
+    """Measure seconds of the whole layer on tokens x, forward and backward, after each of `installs`; they take turns.
 
-    In heats: what is clearly slower leaves, so that most repeats go to what is close together (successive halving).
-    All ranks call it together. Hooks of the layer rest, and what a forward leaves is as it was before. `routing`: in
-    place of the gate's.
+    In heats: candidates that are clearly slower drop out, so that most repeats go to close ones (successive halving).
+    All ranks call it together. Hooks of the layer are disabled, and the state of the last forward is restored.
+
+    Args:
+        layer: the layer.
+        x: tokens.
+        installs: each installs one candidate.
+        ranks: times on all ranks.
+        routing: in place of the gate's.
     """
     x = x.detach().requires_grad_()
     wanted = [x, *_trainable(layer)]
@@ -108,7 +116,7 @@ def _heats(ranks: Ranks, cases: Sequence[Timed[Any]]) -> list[tuple[float, float
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """A forward whose result its backward takes."""
+    """A forward, and the backward that takes its result."""
 
     forward: Callable[[], T]
     backward: Callable[[T], object]
@@ -117,23 +125,23 @@ class Timed(Generic[T]):
 def seconds_in_turn(
     ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int = _REPEATS, longest_seconds: float = inf
 ) -> list[tuple[float, float]]:
-    """`medians` of `samples_in_turn`."""
+    """Return `medians` of `samples_in_turn`."""
     return [medians(taken) for taken in samples_in_turn(ranks, cases, repeats, longest_seconds=longest_seconds)]
 
 
 def medians(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of forward and of backward."""
+    """Return the median of forward and of backward."""
     return median(there for there, _ in samples), median(back for _, back in samples)
 
 
 def samples_in_turn(
     ranks: Ranks, cases: Sequence[Timed[Any]], repeats: int, warm_ups: int = 1, longest_seconds: float = inf
 ) -> list[list[tuple[float, float]]]:
-    """The slowest rank's seconds of each case and repeat, forward and backward; `warm_ups` rounds do not count.
+    """Measure the slowest rank's seconds of each case and repeat, forward and backward; `warm_ups` rounds do not count.
 
-    Cases take turns, so that each finds the caches as others leave them, which is what a layer among layers finds too.
-    All ranks call it together, begin each half together, and get the same numbers. After `longest_seconds`, and three
-    repeats, there are no more.
+    Cases take turns, so that each finds the caches as others leave them, as a layer among layers does. All ranks call
+    it together, begin each half together, and get the same numbers. After `longest_seconds`, and three repeats, it
+    stops.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in cases]
     spent = 0.0
@@ -171,7 +179,7 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def _undisturbed(layer: MoELayer) -> Iterator[None]:
-    """Without what a forward in training leaves: counts of a gate, random numbers; hooks on gradients rest."""
+    """Restore what a forward in training changes (counts of a gate, random numbers); disable hooks on gradients."""
     gate_trains = layer.gate.training
     hooks = [(found, dict(found)) for p in layer.parameters() if (found := p._backward_hooks)]
     layer.gate.eval()
