@@ -121,7 +121,7 @@ class MoELayer(nn.Module):
         return self._call("after_end", out if self.shared is None else out + self.shared(x))
 
     def compute(self, inputs: ExpertRows, experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Return outputs [q, M] of the experts, or of the substitute `experts`, with the hooks before and after them."""
+        """Return outputs [q, M] of the experts, or of `experts` in their place, with the hooks before and after."""
         inputs = self._call("after_dispatch", inputs)
         outputs = ExpertRows((experts or self.experts)(inputs.rows, inputs.counts), inputs.counts)
         return self._call("before_combine", outputs).rows

@@ -48,7 +48,7 @@ def summed(values: Tensor, tokens: Tensor, num_tokens: int, choices: int | None)
 
 
 def offsets_of(groups: Tensor, num_groups: int) -> Tensor:
-    """Return int64 [num_groups + 1]: group g has entries offsets[g] to offsets[g + 1] of groups, int64 [a] ascending."""
+    """Return int64 [num_groups + 1]: g has the entries offsets[g] to offsets[g + 1] of groups, int64 [a] ascending."""
     return torch.searchsorted(groups, torch.arange(num_groups + 1, device=groups.device))
 
 

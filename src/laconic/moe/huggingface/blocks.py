@@ -103,7 +103,7 @@ def _check_top_k(name: str, block: nn.Module, num_experts: int) -> None:
 
 
 def _router_beside(block: nn.Module, experts: str, num_experts: int) -> str | None:
-    """Return the name of the one child that maps hidden states to a value per expert: with a weight [E, M], no [M, E]."""
+    """Return the name of the only child with a weight [E, M] and none [M, E]: hidden states to a value per expert."""
     held = block.get_submodule(experts)
     down = held.get_parameter("down_proj")
     hidden = down.shape[2 if held.is_transposed else 1]

@@ -109,7 +109,7 @@ class ChunkedLayer:
         self._leaves: list[Tensor] = []
 
     def forward(self, inputs: Buffers, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Run the plan on the buffers of `ExchangePlan.begin`; return what comes home, with a graph if gradients are on."""
+        """Run the plan on the buffers of `ExchangePlan.begin`; the result has a graph if gradients are on."""
 
         def compute(number: int, entered: Buffers) -> Buffers:
             entered = tuple(one.detach().requires_grad_(self._records) for one in entered)
@@ -242,7 +242,7 @@ def _leaves_of(slices: Iterable[tuple[Buffers, Tensor]]) -> list[Tensor]:
 def one_call(
     experts: nn.Module, forward: Callable[[Buffers, Callable[[Tensor, Tensor], Tensor]], Tensor]
 ) -> Iterator[Callable[..., Tensor]]:
-    """Yield a function from inputs to `forward(inputs, experts)`; for FSDP2 it is one call of the module for all slices.
+    """Yield a function from inputs to `forward(inputs, experts)`; FSDP2 sees one call of the module for all slices.
 
     FSDP2 gathers parameters before a module's call and reduces their gradients after the backward of its inputs. One
     call per slice would gather as often, and reduce gradients that are not there yet.
