@@ -1,4 +1,4 @@
-"""The cost of mixture-of-experts layers in one place: shapes, rates and the seconds of every route."""
+"""Cost model of mixture-of-experts layers: shapes, rates and the seconds of every route."""
 
 from laconic.cost.moe.fsmoe import FSMOE, fsmoe_route, layer_times, shares_a_wire
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes, saa_seconds

@@ -1,4 +1,4 @@
-"""FSMoE's route (arXiv 2501.10714): experts across nodes, their shards inside nodes, in chunks that overlap.
+"""FSMoE's route (arXiv 2501.10714): experts across nodes, their shards inside nodes, in overlapped chunks.
 
     split over MP, gate, [all_to_all_ep, all_gather_esp, experts, reduce_scatter_esp, all_to_all_ep] in r chunks,
     all_gather_mp
@@ -29,16 +29,25 @@ def layer_times(
     coding: Coding | None = None,
     load: float = 1.0,
 ) -> LayerTimes:
-    """What the overlapped steps of the layer take, in one direction; backward's experts already count twice.
+    """Predict the times of the layer's overlapped steps, in one direction; backward's experts already count twice.
 
-    A line's start-up is paid by every chunk, its bytes and multiply-adds are divided among them.
-    coding, load: see `parm_routes`. Raises ConfigError as that does.
+    Every chunk pays a line's start-up; its bytes and multiply-adds are divided among them.
+
+    Args:
+        shape: of the layer.
+        grid: layout of the ranks.
+        rates: of the cluster.
+        backward: direction.
+        coding, load: see `parm_routes`.
+
+    Raises:
+        ConfigError: see `parm_routes`.
     """
     return _times(RouteBuilder(shape, grid, rates, coding, load, backward))
 
 
 def shares_a_wire(grid: GridLayout) -> bool:
-    """Whether all-to-alls and the gathers of shards would use the same links, so that they cannot overlap."""
+    """Return whether all-to-alls and the gathers of shards would use the same links, so that they cannot overlap."""
     return group_world(grid, "ep").num_nodes == 1 or group_world(grid, "esp").num_nodes > 1
 
 
@@ -53,11 +62,21 @@ def fsmoe_route(
     coding: Coding | None = None,
     load: float = 1.0,
 ) -> Route:
-    """The route with its best number of chunks, in one direction.
+    """Price the route with its best number of chunks, in one direction.
 
-    degree: number of chunks; None: the best one by simulation. gradient_seconds: of the dense gradients that are
-    reduced inside (backward), beside the steps in `Route.seconds`.
-    Raises ConfigError as `parm_routes` does, and ScheduleError for a degree below 1.
+    Args:
+        shape: of the layer.
+        grid: layout of the ranks.
+        rates: of the cluster.
+        degree: number of chunks; None: the best one by simulation.
+        gradient_seconds: of the dense gradients that are reduced inside (backward), beside the steps in
+            `Route.seconds`.
+        backward: direction.
+        coding, load: see `parm_routes`.
+
+    Raises:
+        ConfigError: see `parm_routes`.
+        ScheduleError: the degree is below 1.
     """
     build = RouteBuilder(shape, grid, rates, coding, load, backward)
     times, one_wire = _times(build), shares_a_wire(grid)
@@ -78,7 +97,7 @@ def fsmoe_route(
 
 
 def _inner(build: RouteBuilder) -> tuple[Step, Step, Step, Step, Step]:
-    """The steps that are cut into chunks, whole, in forward's order."""
+    """Return the steps that are cut into chunks, uncut, in forward's order."""
     nbytes = build.shape.rows_nbytes / build.grid.mp * build.load
     return (
         build.between("dispatch", "all_to_all", "ep", nbytes),
@@ -91,7 +110,7 @@ def _inner(build: RouteBuilder) -> tuple[Step, Step, Step, Step, Step]:
 
 def _times(build: RouteBuilder) -> LayerTimes:
     dispatch, gather, experts, scatter, combine = (step.chunk_time for step in _inner(build))
-    # Backward gathers and scatters in the same places, each being the other's transpose; all-to-alls change theirs.
+    # Backward gathers and scatters in the same places, each being the other's transpose; the all-to-alls change places.
     if build.backward:
         dispatch, combine = combine, dispatch
     if build.grid.esp == 1:

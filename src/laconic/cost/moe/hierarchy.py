@@ -5,11 +5,10 @@ Depth d sends rows on the levels inter1 .. inter(d-1) and, to the ranks themselv
 
     inter i      in each of U[i-1] groups, to its U[i] / U[i-1] subgroups, keeping the position in the group
     intra d-1    in each of U[d-1] groups, to its G / U[d-1] ranks
-
     t_d = sum over i < d of (alpha + beta * sent_inter(i)) + alpha + beta * sent_intra(d-1)
 
-Depth 1 is one all-to-all between all ranks. A row is kept once per destination before every level. So what a rank has
-at level i are the rows of all source ranks with its position in a group of U[i-1] that go to its group, and everything
+Depth 1 is one all-to-all between all ranks. A row is kept once per destination before every level. So a rank's rows at
+level i are those of all source ranks with its position in a group of U[i-1] that go to its group, and everything
 follows from one table per number of groups g: rows of source rank s that have an expert in group j.
 
 The paper takes the largest entry of that table times the number of peers; here bytes are those that the busiest
@@ -58,22 +57,25 @@ __all__ = [
 
 
 def counted_groups(levels: Levels) -> tuple[int, ...]:
-    """Numbers of groups that rows are counted for: U[1], ..., U[D-1], G."""
+    """Return the numbers of groups that rows are counted for: U[1], ..., U[D-1], G."""
     return (*levels.num_groups[1:], levels.num_ranks)
 
 
 def world_of_stage(levels: Levels, stage: Stage) -> World:
-    """The machines of the ranks that exchange rows in a stage."""
+    """Return the machines of the ranks that exchange rows in a stage."""
     return world_of_group(levels.num_ranks, stage.stride, stage.fanout, levels.node_size)
 
 
-# --- how many rows ---
+# --- rows ---
 
 
 def hit_share(num_experts: int, top_k: int, num_groups: int) -> float:
-    """Share of tokens that have an expert in a given one of `num_groups` groups: k of E experts, all alike.
+    """Return the share of tokens that have an expert in a given one of `num_groups` groups: k of E experts, all alike.
 
-    1 - C(E - E/R, K) / C(E, K). Raises ConfigError unless the groups divide the experts.
+    1 - C(E - E/R, K) / C(E, K).
+
+    Raises:
+        ConfigError: the groups do not divide the experts, or `top_k` is not from 1 to E.
     """
     if num_groups < 1 or num_experts % num_groups:
         raise ConfigError(f"num_groups is {num_groups}, but it must divide num_experts = {num_experts}")
@@ -83,23 +85,27 @@ def hit_share(num_experts: int, top_k: int, num_groups: int) -> float:
 
 
 def duplicate_rate(num_experts: int, top_k: int, num_groups: int) -> float:
-    """Share of rows that go to a group which has them already, when k of E experts are all alike (Table II)."""
+    """Return the share of rows that go to a group which has them already: k of E experts, all alike (Table II)."""
     return 1 - num_groups * hit_share(num_experts, top_k, num_groups) / top_k
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What every source rank has to send, counted once per group and once per expert."""
+    """Rows that every source rank has to send, counted once per group and once per expert."""
 
     levels: Levels
     rows: Mapping[int, Table]
     """By number of groups g of `counted_groups`: [G, g], rows of a source rank that have an expert in a group."""
     assignments: Table
-    """[G, G]: the same to ranks, duplicates counted: what an all-to-all without de-duplication sends."""
+    """[G, G]: the same to ranks, duplicates counted: rows of an all-to-all without de-duplication."""
 
     @classmethod
     def of_vectors(cls, vectors: Iterable[Sequence[float]], levels: Levels) -> RowCounts:
-        """From the vector of each rank, see `count_vector`, in order of ranks."""
+        """Make the counts from the vector of each rank, see `count_vector`, in order of ranks.
+
+        Raises:
+            ConfigError: vectors have another shape.
+        """
         import numpy as np
 
         table = np.stack([np.asarray(vector) for vector in vectors])
@@ -112,7 +118,7 @@ class RowCounts:
 
     @classmethod
     def uniform(cls, num_tokens: int, num_experts: int, top_k: int, levels: Levels) -> RowCounts:
-        """Expected for `num_tokens` per rank, each with k of E experts that are all alike."""
+        """Return the expected counts for `num_tokens` per rank, each with k of E experts that are all alike."""
         import numpy as np
 
         ranks = levels.num_ranks
@@ -122,7 +128,7 @@ class RowCounts:
         return cls(levels, rows_of, np.full((ranks, ranks), num_tokens * top_k / ranks))
 
     def duplicate_rate(self, num_groups: int) -> float:
-        """Share of rows that go to a group which has them already. 0 without rows."""
+        """Return the share of rows that go to a group which has them already. 0 without rows."""
         total = float(self.assignments.sum())
         return 1 - float(self.rows[num_groups].sum()) / total if total else 0.0
 
@@ -130,12 +136,18 @@ class RowCounts:
 def count_vector(
     tokens: Sequence[int] | Table, experts: Sequence[int] | Table, num_experts: int, levels: Levels
 ) -> Table:
-    """The counts of one rank: for g of U[1], ..., U[D-1], G its rows to each of g groups; then its assignments to each
-    rank. int64 [sum of g + G]
+    """Count the rows of one rank: int64 [sum of g + G].
 
-    tokens, experts: [a], entry i sends token tokens[i] to expert experts[i] (a slot, see
-        laconic.moe.placement.expert_map).
-    Raises ConfigError if experts do not divide over the ranks or an id is none.
+    For g of U[1], ..., U[D-1], G its rows to each of g groups; then its assignments to each rank.
+
+    Args:
+        tokens, experts: [a], entry i sends token tokens[i] to expert experts[i] (a slot, see
+            laconic.moe.placement.expert_map).
+        num_experts: E.
+        levels: of the ranks.
+
+    Raises:
+        ConfigError: experts do not divide over the ranks, or an id is out of range.
     """
     import numpy as np
 
@@ -156,7 +168,7 @@ def count_vector(
 
 
 def level_rows(counts: RowCounts, stage: Stage) -> Table:
-    """[parents, positions, peers]: rows that a rank has for each subgroup of its group, its own included."""
+    """Return [parents, positions, peers]: rows that a rank has for each subgroup of its group, its own included."""
     table = counts.rows[stage.num_groups]
     at_position = table.reshape(stage.num_parents, stage.num_positions, stage.num_groups).sum(axis=0)
     return at_position.reshape(stage.num_positions, stage.num_parents, stage.fanout).transpose(1, 0, 2)
@@ -164,18 +176,18 @@ def level_rows(counts: RowCounts, stage: Stage) -> Table:
 
 @dataclass(frozen=True)
 class LevelRows:
-    """Rows on the wire at a level; what stays on its rank is not counted."""
+    """Rows sent between ranks at a level; rows that stay on their rank are not counted."""
 
     total: float
-    """Of all ranks."""
+    """Sum over all ranks."""
     busiest: float
-    """Sent or received by the process that has most."""
+    """Rows sent or received by the process that has most."""
     handled: float
-    """Of the rank that has most before the level: it sorts them, those it keeps too."""
+    """Rows of the rank that has most before the level, those it keeps included: it sorts them."""
 
 
 def wire_rows(counts: RowCounts, stage: Stage) -> LevelRows:
-    """Rows that leave their rank at a level."""
+    """Count the rows that leave their rank at a level."""
     import numpy as np
 
     rows = level_rows(counts, stage)
@@ -187,8 +199,10 @@ def wire_rows(counts: RowCounts, stage: Stage) -> LevelRows:
 
 
 def rows_between(counts: RowCounts, stage: Stage | None) -> Table:
-    """[G, G]: rows that go from one rank to another at a level, those that stay on the diagonal; None: one exchange of
-    all rows, duplicates too."""
+    """Return [G, G]: rows that go from one rank to another at a level, those that stay on the diagonal.
+
+    None as stage: one exchange of all rows, duplicates included.
+    """
     import numpy as np
 
     if stage is None:
@@ -202,7 +216,7 @@ def rows_between(counts: RowCounts, stage: Stage | None) -> Table:
 
 
 def busiest_rows(between: Table) -> float:
-    """Of rows `between` ranks [G, G], those that the process with most sends or receives."""
+    """Return the rows that the busiest process sends or receives, of rows `between` ranks [G, G]."""
     import numpy as np
 
     moved = between * (1 - np.eye(len(between)))
@@ -210,33 +224,38 @@ def busiest_rows(between: Table) -> float:
 
 
 def level_nbytes(counts: RowCounts, depth: int, row_nbytes: float) -> dict[str, float]:
-    """Bytes of all ranks on the wire, by level of a depth."""
+    """Sum the bytes sent by all ranks, by level of a depth."""
     return {stage.name: wire_rows(counts, stage).total * row_nbytes for stage in counts.levels.stages(depth)}
 
 
-# --- how many seconds ---
+# --- seconds ---
 
 
 @dataclass(frozen=True)
 class DepthChoice:
-    """The depth that is predicted to take least, and all that were compared."""
+    """The depth that is predicted to be fastest, and all depths compared."""
 
     depth: int
     seconds: float
     candidates: Mapping[int, Mapping[str, float]]
-    """By depth, then level: seconds."""
+    """Seconds by depth, then level."""
     flat_seconds: float
-    """Of one all-to-all that sends duplicates."""
+    """Seconds of one all-to-all that sends duplicates."""
 
 
 def depth_seconds(
     counts: RowCounts, depth: int, row_nbytes: float, rates: MoERates, coding: Coding | None = None
 ) -> dict[str, float]:
-    """Predicted for one direction (dispatch; combine mirrors it), by level. Their sum is t_d.
+    """Predict the seconds of one direction (dispatch; combine mirrors it), by level. Their sum is t_d.
 
-    Beside the wire, a level sorts what a rank has (`MoERates.copy`), which the paper leaves out.
+    Beside the links' time, a level sorts a rank's rows (`MoERates.copy`), which the paper leaves out.
 
-    row_nbytes: of a row with what travels along, ids and weights.
+    Args:
+        counts: rows of all ranks.
+        depth: number of stages.
+        row_nbytes: of a row with its ids and weights.
+        rates: of the cluster.
+        coding: if rows are coded in transit.
     """
     seconds = {}
     for stage in counts.levels.stages(depth):
@@ -248,7 +267,7 @@ def depth_seconds(
 
 
 def flat_seconds(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> float:
-    """Predicted for one all-to-all that sends a row once per expert, in one direction."""
+    """Predict one all-to-all that sends a row once per expert, in one direction."""
     (stage,) = counts.levels.stages(1)
     busiest = busiest_rows(counts.assignments)
     sorting = rates.copy.seconds(float(counts.assignments.sum(axis=1).max()) * row_nbytes)
@@ -256,7 +275,7 @@ def flat_seconds(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: 
 
 
 def best_depth(counts: RowCounts, row_nbytes: float, rates: MoERates, coding: Coding | None = None) -> DepthChoice:
-    """The depth with the least predicted time; the smallest of equals.
+    """Choose the depth with the least predicted time; the smallest of equals.
 
     All ranks that pass equal counts and rates get equal answers on equal machines; where machines differ, one rank's
     answer should count for all.
@@ -279,7 +298,7 @@ class LevelCost:
 def level_costs(
     counts: RowCounts, depth: int, row_nbytes: float, rates: MoERates, coding: Coding | None = None
 ) -> tuple[LevelCost, ...]:
-    """`level_lines` of what was counted."""
+    """Return the `level_lines` of counted rows."""
     stages = counts.levels.stages(depth)
     fullest = {stage.num_groups: float(counts.rows[stage.num_groups].sum(axis=0).max()) for stage in stages}
     return level_lines(counts.levels, depth, fullest, row_nbytes, rates, coding)
@@ -293,12 +312,18 @@ def level_lines(
     rates: MoERates,
     coding: Coding | None = None,
 ) -> tuple[LevelCost, ...]:
-    """The levels of a depth as lines in the rows of their fullest group, for `laconic.moe.placement.swap_search`.
+    """Return a depth's levels as lines in the rows of their fullest group, for `laconic.moe.placement.swap_search`.
 
-    Each of a group's ranks receives its share from all peers but itself. With a code the line goes through
-    nothing sent and what is sent now.
+    Each of a group's ranks receives its share from all peers but itself. With a code the line goes through the points
+    of nothing sent and of what is sent now.
 
-    fullest: by `Stage.num_groups`, rows of all ranks that go to the fullest group now.
+    Args:
+        levels: of the ranks.
+        depth: number of stages.
+        fullest: by `Stage.num_groups`, rows of all ranks that go to the fullest group now.
+        row_nbytes: of a row with its ids and weights.
+        rates: of the cluster.
+        coding: if rows are coded in transit.
     """
     costs = []
     for stage in levels.stages(depth):

@@ -1,7 +1,7 @@
-"""Fixed overhead of a route beside its wires: sorting and packing rows, telling counts, small rounds.
+"""Fixed overhead of a route beside the time of its links: sorting and packing rows, announcing counts, small rounds.
 
-It is measured as a whole, since the parts are many and short: a route with experts that do nothing, forward and
-backward, less what the lines of its links say (`laconic.moe.tuning.measure_dispatch`). The model is
+It is measured as a whole, since its parts are many and short: a route with experts that do nothing, forward and
+backward, less the time that the lines of its links predict (`laconic.moe.tuning.measure_dispatch`). The model is
 
     seconds = alpha + seconds_per_row * rows + seconds_per_byte * nbytes
 
@@ -20,39 +20,41 @@ __all__ = ["Overhead", "Sample", "fit_overhead"]
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of one route in one direction beside wires, gate and experts."""
+    """Seconds of one route in one direction without links, gate and experts."""
 
     alpha_seconds: float
-    """May be negative: a line of a group counts announcements that a route with agreed sizes does without."""
+    """May be negative: a line of a group includes announcements, which a route with agreed sizes does not need."""
     seconds_per_row: float = 0.0
     seconds_per_byte: float = 0.0
     error: float = 0.0
     """Largest error at the measured sizes, as a share of the whole time there."""
 
     def seconds(self, num_rows: float, nbytes: float) -> float:
-        """Of so many assignments, whose rows have so many bytes."""
+        """Predict for `num_rows` assignments, whose rows have `nbytes` bytes."""
         return self.alpha_seconds + self.seconds_per_row * num_rows + self.seconds_per_byte * nbytes
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement."""
+    """One measurement of a route."""
 
     num_rows: float
     nbytes: float
     seconds: float
-    """Beside the wires; noise may make it negative."""
+    """Without the links' time; noise may make it negative."""
     total_seconds: float
-    """With the wires: errors count as shares of it."""
+    """With the links' time: errors count as shares of it."""
 
 
 def fit_overhead(samples: Iterable[Sample], *, signed: bool = True, rounds: int = 3) -> Overhead:
-    """Least squares of the errors' shares of the whole time, slopes not negative, nor is alpha unless `signed`.
+    """Fit by least squares of the errors' shares of the whole time; slopes are at least 0, alpha too unless `signed`.
 
     With three unknowns the constrained optimum is the free one or one with some of them 0, so all seven are tried.
     A sample that was disturbed is long, and as a share of itself its error counts less, so that a fit would come out
     too short by the noise's variance. After the first of `rounds`, shares are those of the time that was fitted.
-    Raises ValueError without a sample of positive time.
+
+    Raises:
+        ValueError: no sample has a positive time.
     """
     kept = [sample for sample in samples if sample.total_seconds > 0]
     if not kept:
@@ -87,7 +89,7 @@ def _fit(samples: Sequence[Sample], totals: Sequence[float], signed: bool) -> Ov
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
-    """The x with the least |rows x - wanted|, or None where several are. Columns are scaled, since units differ."""
+    """Return the x with the least |rows x - wanted|, or None if it is not unique. Columns are scaled: units differ."""
     size = len(rows[0])
     scales = [max(abs(row[i]) for row in rows) for i in range(size)]
     if 0.0 in scales:

@@ -1,4 +1,4 @@
-"""Parm: where a layer whose input is the same on all ranks of an MP group stops repeating the others' work.
+"""Parm's routes: layers inside an MP group, where the input is the same on all ranks, with and without repeated work.
 
 Three routes compute the same (arXiv 2407.00599; all sizes per rank, c = k*f, n = B*L rows of M elements, in the order
 of forward):
@@ -37,20 +37,28 @@ def parm_routes(
     coding: Coding | None = None,
     load: float = 1.0,
 ) -> tuple[Route, Route, Route]:
-    """Baseline, S1 and S2 of a layer, in one direction.
+    """Price baseline, S1 and S2 of a layer, in one direction.
 
-    coding: of the rows in all-to-alls. load: rows of the busiest expert rank over the mean.
-    Raises ConfigError if the grid does not divide the layer or the code was not measured.
+    Args:
+        shape: of the layer.
+        grid: layout of the ranks.
+        rates: of the cluster.
+        backward: direction.
+        coding: of the rows in all-to-alls.
+        load: rows of the busiest expert rank over the mean.
+
+    Raises:
+        ConfigError: the grid does not divide the layer, or the code was not measured.
     """
     build = RouteBuilder(shape, grid, rates, coding, load, backward)
     return _baseline(build), _s1(build), _s2(build)
 
 
 def saa_seconds(all_to_all_seconds: float, all_gather_seconds: float, num_ranks: int, overlap: float = 1.0) -> float:
-    """Of an all-to-all of `num_ranks` whose received chunks are gathered while the next ones come (SAA).
+    """Predict an all-to-all of `num_ranks` whose received chunks are gathered while the next ones arrive (SAA).
 
-    With a per step of the all-to-all and g per slot of the gather, (P - 1) * max(a, g) + g, where only `overlap` of the
-    shorter one hides: 0 is one after the other.
+    With a per step of the all-to-all and g per slot of the gather, (P - 1) * max(a, g) + g, where only the share
+    `overlap` of the shorter one overlaps: 0 is one after the other.
     """
     if num_ranks == 1:
         return all_to_all_seconds + all_gather_seconds
@@ -88,7 +96,7 @@ def _s2(build: RouteBuilder) -> Route:
     dispatch, experts, combine, total = _joint(build)
     gather = build.between("gather rows", "all_gather", "mp", build.shape.rows_nbytes / build.grid.mp)
     joint, mp = group_world(build.grid, "joint"), group_world(build.grid, "mp")
-    apart = joint.num_nodes > 1 and mp.num_nodes == 1  # two wires; on one wire nothing is gained
+    apart = joint.num_nodes > 1 and mp.num_nodes == 1  # two networks; on one, nothing overlaps
     last = dispatch if build.backward else combine
     saa = saa_seconds(last.seconds, gather.seconds, joint.num_ranks, build.rates.overlap if apart else 0.0)
     hidden = last.seconds + gather.seconds - saa
@@ -98,7 +106,7 @@ def _s2(build: RouteBuilder) -> Route:
 
 
 def _joint(build: RouteBuilder) -> tuple[Step, Step, Step, Step]:
-    """Dispatch, experts, combine and sum over shards of s1 and s2: each row goes to all shards of its expert."""
+    """Return dispatch, experts, combine and sum over shards of s1 and s2: each row goes to all shards of its expert."""
     grid = build.grid
     copies = grid.esp / grid.mp
     nbytes = build.shape.rows_nbytes * copies * build.load

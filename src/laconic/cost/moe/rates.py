@@ -1,4 +1,4 @@
-"""How fast a cluster runs the parts of mixture-of-experts layers: links by group, matrix products, copies.
+"""Rates of a cluster for mixture-of-experts layers: links by group, matrix products, copies.
 
 Everything is a line, seconds = alpha + beta * size (FSMoE 4.1, HierMoE 3.2). The size of an operation between ranks is
 the bytes one process sends, as in laconic.cost.comm, so that groups of different sizes can share a line; that of a
@@ -43,37 +43,38 @@ _FORMAT, _VERSION = "laconic moe rates", 1
 _LEVEL = re.compile(r"inter[1-9][0-9]*|intra[0-9]+")
 _NOTHING = Line(0.0, 0.0)
 _OF_CHUNKS = " per chunk"
-"""Ends routes of files by older versions, which also priced what a further chunk costs."""
+"""Suffix of routes in files of older versions, which also priced a further chunk."""
 _LONGEST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How the rows of an operation are coded on the wire."""
+    """Code of an operation's rows in transit."""
 
     code: str
-    """A code that was measured (window, tiered, or one of `MoERates.codecs`), or `auto`: the fastest
-    one if it gains enough over raw."""
+    """A measured code (window, tiered, or one of `MoERates.codecs`), or `auto`: the fastest one if it gains enough
+    over raw.
+    """
     dtype: str = "bfloat16"
-    """Of the rows, by name."""
+    """Name of the rows' dtype."""
     ratio: float | None = None
     """Original over message bytes; None: that of Gaussian data."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one operation is predicted to take."""
+    """Predicted seconds and bytes of one operation."""
 
     seconds: float
     sent_nbytes: float
-    """By one process, before coding."""
+    """Sent by one process, before coding."""
     code: str = RAW
     num_chunks: int = 1
 
 
 @dataclass(frozen=True)
 class MoERates:
-    """Everything that choices about mixture-of-experts layers depend on."""
+    """Measured rates that all choices about mixture-of-experts layers depend on."""
 
     wire: WireRates
     """Links by kind of group, and codecs."""
@@ -87,32 +88,40 @@ class MoERates:
     codecs: Mapping[str, Mapping[str, CodecRates]] = field(default_factory=dict)
     """By dtype and name, beside the lossless ones of `wire`: 8-bit blocks, for example."""
     overlap: float = 1.0
-    """Share of the shorter operation that is hidden when one inside nodes and one between nodes go on at once."""
+    """Share of the shorter operation that overlaps when one inside nodes and one between nodes run at once."""
     grouped: bool = True
     """Whether one call multiplies the rows of all experts of a rank; otherwise there is a call for each."""
     source: str = ""
-    """Who measured it, when and how."""
+    """Author, time and method of the measurement."""
     overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
-    """Fixed overhead of routes beside their wires, by name (see `overhead_of`) and by direction, forward and backward.
-    Where a route has none, sorting and summing rows are priced by `copy`."""
+    """Fixed overhead of routes beside their links, by name (see `overhead_of`) and by direction, forward and backward.
+    Where a route has none, sorting and summing rows are priced by `copy`.
+    """
 
     @classmethod
     def of_lines(
         cls, lines: Mapping[str, Mapping[str, Line]], gemm: Line, *, world: int = 2, **others: Any
     ) -> MoERates:
-        """From raw lines by kind of group and operation, measured with `world` ranks of each; no codecs."""
+        """Make rates from raw lines by kind of group and operation, measured with `world` ranks of each; no codecs."""
         links = {kind: LinkRates(world, table, 0.0, 0.0) for kind, table in lines.items()}
         return cls(WireRates(links, {}), gemm, **others)
 
     def link(self, group: str, world: World) -> LinkRates:
-        """The rates of a group: its own, or those of its kind."""
+        """Return the rates of a group: its own, or those of its kind."""
         return (self.groups.get(group) or self.wire.link(world.kind)).at(world.num_ranks)
 
     def price(self, operation: str, group: str, world: World, nbytes: float, coding: Coding | None = None) -> Price:
-        """Predicted for one operation of a group.
+        """Predict one operation of a group.
 
-        nbytes: of the input of one rank, as in `laconic.cost.comm.seconds.decide`.
-        Raises ConfigError for a code that was not measured on that dtype.
+        Args:
+            operation: name of the collective.
+            group: name of the group.
+            world: its ranks and nodes.
+            nbytes: of the input of one rank, as in `laconic.cost.comm.seconds.decide`.
+            coding: if its input is coded.
+
+        Raises:
+            ConfigError: the code was not measured on that dtype.
         """
         if world.num_ranks == 1:
             return Price(0.0, 0.0)
@@ -131,7 +140,7 @@ class MoERates:
         return coded if gains or coding.code != "auto" else raw
 
     def overhead_of(self, route: str, code: str = RAW) -> Mapping[str, Overhead] | None:
-        """By direction, of a route whose rows travel in a code; None if it was not measured.
+        """Return the overhead, by direction, of a route whose rows are sent in a code; None if it was not measured.
 
         A code that was not measured counts as the one between nodes, else as raw.
         """
@@ -139,7 +148,7 @@ class MoERates:
         return next((self.overheads[name] for name in names if name in self.overheads), None)
 
     def products_seconds(self, multiply_adds: float, num_products: int, num_experts: int = 1) -> float:
-        """Of `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""
+        """Predict `num_products` matrix products for each of `num_experts` experts, `multiply_adds` in all."""
         calls = num_products * (1 if self.grouped else num_experts)
         return calls * self.gemm.alpha_seconds + multiply_adds * self.gemm.seconds_per_byte
 
@@ -153,14 +162,15 @@ class MoERates:
         return {coding.code: known[coding.code]}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the rates as JSON values."""
         return {"format": _FORMAT, "version": _VERSION, **asdict(self), "wire": self.wire.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Any) -> MoERates:
-        """The inverse of `to_dict`; what only older versions measured is left out.
+        """Read what `to_dict` returned; ignores what only older versions measured.
 
-        Raises ConfigError naming what is missing or impossible.
+        Raises:
+            ConfigError: a value is missing or impossible; the message names it.
         """
         check_format(data, _FORMAT, _VERSION)
         wire = WireRates.from_dict(data.get("wire"))
@@ -187,12 +197,16 @@ class MoERates:
         return cls(wire, gemm, copy, groups, codecs, overlap, grouped, source, overheads)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the rates as JSON, whole or not at all."""
         save_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> MoERates:
-        """Read what `save` wrote. Raises ConfigError when it cannot be read."""
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
         return load_json(path, "moe rates", cls.from_dict)
 
 
@@ -204,5 +218,5 @@ def _read_overhead(data: Any, where: str) -> Overhead:
 
 
 def default_moe_path() -> Path:
-    """Where rates are looked for: $LACONIC_MOE_RATES, or laconic/moe_rates.json in $XDG_CACHE_HOME (~/.cache)."""
+    """Return the path of the rates: $LACONIC_MOE_RATES, or laconic/moe_rates.json in $XDG_CACHE_HOME (~/.cache)."""
     return cached_path("LACONIC_MOE_RATES", "moe_rates.json")

@@ -1,4 +1,4 @@
-"""What was measured for layers of experts, as text, with the quality of every fit."""
+"""Rates of mixture-of-experts layers as text, with the quality of every fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ __all__ = ["moe_rates_text"]
 
 
 def moe_rates_text(rates: MoERates) -> str:
-    """Tables of groups, work within a rank, codecs and routes; `worst fit` is the largest relative error of a line at
-    the sizes that were measured."""
+    """Format tables of groups, work within a rank, codecs and routes.
+
+    `worst fit` is the largest relative error of a line at the sizes that were measured.
+    """
     parts = [rates.source] if rates.source else []
     rows = [
         [group, str(link.world), name, format_seconds(line.alpha_seconds), _per_second(line), f"{line.error:.0%}"]
@@ -58,5 +60,5 @@ def moe_rates_text(rates: MoERates) -> str:
 
 
 def _per_second(line: Line) -> str:
-    """Billions of the line's units, for large sizes."""
+    """Format billions of the line's units per second, for large sizes."""
     return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"

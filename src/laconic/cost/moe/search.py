@@ -1,13 +1,13 @@
-"""All ways to run one layer on one grid, priced: what `laconic.moe.autotune` chooses from.
+"""Candidate configurations of one layer on one grid, priced: `laconic.moe.autotune` chooses from them.
 
-Where each process has tokens and whole experts of its own (N_MP = N_ESP = 1), rows travel in one exchange ("flat", with
-their duplicates) or in levels without ("depth 1", "depth 2", ...). Else the routes are Parm's baseline, S1 and S2
-and FSMoE's exchange and gather ("sharded"). Each may travel in a code.
+Where each process has tokens and whole experts of its own (N_MP = N_ESP = 1), rows are sent in one exchange ("flat",
+with their duplicates) or in levels without ("depth 1", "depth 2", ...). Else the routes are Parm's baseline, S1 and S2
+and FSMoE's exchange and gather ("sharded"). Each may send rows in a code.
 
-    seconds = gate + experts + wires + fixed overhead
+    seconds = gate + experts + links + fixed overhead
 
-Gate and experts are matrix products, wires the lines of their groups at the bytes of this routing, and what a path
-costs beside them is an `Overhead`. Chunks are not priced: `autotune` runs the fastest candidate in chunks, too.
+Gate and experts are matrix products, links the lines of their groups at the bytes of this routing, and the rest of a
+path's cost is an `Overhead`. Chunks are not priced: `autotune` runs the fastest candidate in chunks, too.
 """
 
 from __future__ import annotations
@@ -52,40 +52,40 @@ OVERHEAD = "fixed overhead"
 UNEXPLAINED = "unexplained"
 
 TIE = 0.02
-"""Share of the time within which two ways count as equally fast."""
+"""Share of the time within which two candidates count as equally fast."""
 
 _ENTRY_NBYTES = 8
-"""Of an assignment that travels with a row in levels: the expert's number and a weight in fp32."""
+"""Bytes of an assignment sent with a row in levels: the expert's number and a weight in fp32."""
 
 
 @dataclass(frozen=True, order=True)
 class LayerPlan:
-    """One way to run a layer."""
+    """One configuration of a layer."""
 
     path: str
     """flat, depth 1, depth 2, ..., baseline, s1, s2 or sharded."""
     code: str = RAW
-    """Of rows in all-to-alls, by the name of its codec."""
+    """Codec name of rows in all-to-alls."""
     degree: int = 1
-    """Chunks."""
+    """Number of chunks."""
     inner_code: str = ""
-    """Of rows inside nodes, where it differs: a path in levels may code what goes between them alone."""
+    """Codec name of rows inside nodes, where it differs: a path in levels may code rows between nodes only."""
 
     @property
     def depth(self) -> int | None:
-        """Of a path in levels; None for others."""
+        """Depth of a path in levels; None for others."""
         return int(self.path.removeprefix("depth ")) if self.path.startswith("depth ") else None
 
     @property
     def plainness(self) -> tuple[int, int, bool, LayerPlan]:
-        """Sorts plans: less machinery first."""
+        """Sort key of plans: less machinery first."""
         stages = [self.code] + [self.inner_code or self.code] * ((self.depth or 1) > 1)
         num_coded = sum(code != RAW for code in stages)
         return self.degree, num_coded, self.path != FLAT, self
 
     @property
     def rows(self) -> str:
-        """What rows travel in, as text: raw, tiered, or "tiered, raw inside"."""
+        """Codes of rows as text: raw, tiered, or "tiered, raw inside"."""
         return f"{self.code}, {self.inner_code} inside" if self.inner_code not in ("", self.code) else self.code
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it is predicted to take."""
+    """A plan and its predicted seconds."""
 
     plan: LayerPlan
     forward: Route
@@ -102,11 +102,11 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward.seconds + self.backward.seconds
 
     def plus(self, forward_seconds: float, backward_seconds: float) -> Candidate:
-        """With what the model has missed in this layer, or counted too much."""
+        """Add seconds that the model missed in this layer, or, if negative, counted too much."""
         routes = [
             replace(route, steps=(*route.steps, Step(UNEXPLAINED, seconds)))
             for route, seconds in ((self.forward, forward_seconds), (self.backward, backward_seconds))
@@ -115,16 +115,22 @@ class Candidate:
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate:
-    """The one that `best_plan` takes by predicted seconds. Raises ConfigError for none."""
+    """Return the candidate that `best_plan` takes by predicted seconds.
+
+    Raises:
+        ConfigError: there are no candidates.
+    """
     found = {one.plan: one for one in candidates}
     return found[best_plan({plan: one.seconds for plan, one in found.items()})]
 
 
 def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
-    """The plainest of those that are as fast as the fastest: in one piece within `MIN_GAIN`, else within `TIE`.
+    """Return the plainest of the plans that are as fast as the fastest: whole within `MIN_GAIN`, else within `TIE`.
 
-    What is more complicated has to win clearly, since neither predictions nor measurements are exact.
-    Raises ConfigError for no plan.
+    A more complicated plan has to win clearly, since neither predictions nor measurements are exact.
+
+    Raises:
+        ConfigError: there are no plans.
     """
     if not seconds:
         raise ConfigError("candidates are empty, but one is needed to choose; allow at least one path and codec")
@@ -140,8 +146,10 @@ def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
 def overhead_size(
     path: str, shape: LayerShape, grid: GridLayout, counts: RowCounts | None, load: float = 1.0
 ) -> tuple[float, float]:
-    """Rows and bytes that an `Overhead` of a path is a line of: assignments at home and at the experts, and the bytes
-    of the rows that are sorted, packed and copied."""
+    """Return the rows and bytes that an `Overhead` of a path is a line of.
+
+    Rows are the assignments at home and at the experts; bytes are those of the rows that are sorted, packed and copied.
+    """
     if counts is None:
         home = shape.rows_per_token * shape.num_tokens
         whole = path in (BASELINE, S2)
@@ -160,9 +168,12 @@ def overhead_size(
 class Pricing:
     """Prices plans of one layer on one grid for one routing.
 
-    counts: rows between ranks, where N_MP = N_ESP = 1; `RowCounts.uniform` if the routing is not known.
-    load: rows of the busiest expert rank over the mean, elsewhere.
-    Raises ConfigError if the grid does not divide the layer.
+    Attributes:
+        counts: rows between ranks, where N_MP = N_ESP = 1; `RowCounts.uniform` if the routing is not known.
+        load: rows of the busiest expert rank over the mean, elsewhere.
+
+    Raises:
+        ConfigError: the grid does not divide the layer.
     """
 
     shape: LayerShape
@@ -182,19 +193,19 @@ class Pricing:
 
     @property
     def paths(self) -> list[str]:
-        """Those that differ on this grid."""
+        """List the paths that differ on this grid."""
         if self.counts is not None:
             return [FLAT, *(f"depth {depth}" for depth in self.counts.levels.depths)]
         return [BASELINE, S1, S2, SHARDED]
 
     def candidates(self, codes: Sequence[str] = (RAW,)) -> list[Candidate]:
-        """Every path in every code that was measured, in levels also raw inside nodes, fastest first."""
+        """Price every path in every code that was measured, in levels also raw inside nodes, fastest first."""
         plans = [LayerPlan(path, code) for path, code in product(self.paths, codes)]
         plans += [replace(plan, inner_code=RAW) for plan in plans if (plan.depth or 1) > 1 and plan.code != RAW]
         return sorted(map(self.candidate, plans), key=lambda one: (one.seconds, one.plan))
 
     def candidate(self, plan: LayerPlan) -> Candidate:
-        """A plan, in one piece."""
+        """Price a plan as one chunk."""
         return Candidate(plan, self._route(plan, backward=False), self._route(plan, backward=True))
 
     def _route(self, plan: LayerPlan, *, backward: bool) -> Route:
@@ -219,7 +230,7 @@ class Pricing:
             (route,) = (one for one in found if one.name == path)
         kept = tuple(step for step in route.steps if step.seconds or step.operation or step.name == "experts")
         wires = sum(step.seconds for step in kept if step.operation) - route.hidden_seconds
-        overhead = max(overhead, -wires)  # a line that is followed far from where it was measured
+        overhead = max(overhead, -wires)  # a line extrapolated far from its measurements
         return replace(route, steps=(*kept, Step(OVERHEAD, overhead)))
 
     def _coding(self, code: str) -> Coding | None:
@@ -233,7 +244,7 @@ class Pricing:
             wires = [self._wire(levels, stage, rows_between(counts, None), row_nbytes, coding, "ep")]
         else:
             entries = float(counts.assignments.sum()) / max(1.0, float(counts.rows[levels.num_ranks].sum()))
-            row_nbytes += 0 if build.backward else _ENTRY_NBYTES * entries / 2  # they go there, not back
+            row_nbytes += 0 if build.backward else _ENTRY_NBYTES * entries / 2  # sent to the experts, not back
             stages = levels.stages(plan.depth or 1)
             wires = [
                 self._wire(levels, stage, rows_between(counts, stage), row_nbytes, code, stage.name)

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer as numbers, and the machines of the groups that it runs on."""
+"""Shape of a mixture-of-experts layer, and the machines of the groups that it runs on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["LayerShape", "group_world", "world_of_group"]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer computes on the rows that one rank holds. Letters as in FSMoE and Parm.
+    """Sizes of one layer on the rows of one rank. Letters as in FSMoE and Parm.
 
-    Raises ConfigError for a size that cannot be.
+    Raises:
+        ConfigError: a size is impossible.
     """
 
     num_tokens: int
-    """B*L: rows of the layer's input on a rank, the same rows on all ranks of an MP group. 0 is a rank without."""
+    """B*L: rows of the layer's input on a rank, the same on all ranks of an MP group. 0 is a rank without tokens."""
     model_dim: int
     """M."""
     hidden_dim: int
@@ -32,7 +33,7 @@ class LayerShape:
     num_gemms: int = 3
     """Matrix products of an expert: 2, or 3 with a gate."""
     item_nbytes: int = 2
-    """Of an element of a row."""
+    """Bytes of an element of a row."""
     capacity_factor: float | None = None
     """f: rows are padded or cut to f times the mean of an expert. None: dropless."""
 
@@ -51,7 +52,7 @@ class LayerShape:
 
     @property
     def rows_per_token(self) -> float:
-        """c = k*f: rows that travel for a token; k where nothing is dropped or padded."""
+        """c = k*f: rows sent for a token; k where nothing is dropped or padded."""
         return self.top_k * (1.0 if self.capacity_factor is None else self.capacity_factor)
 
     @property
@@ -70,7 +71,11 @@ class LayerShape:
         return self.rows_per_token * self.tokens_nbytes
 
     def check(self, grid: GridLayout) -> None:
-        """Raises ConfigError if the layer cannot be divided over this grid."""
+        """Check that the layer can be divided over this grid.
+
+        Raises:
+            ConfigError: it cannot.
+        """
         rules = (("num_experts", self.num_experts, "ep", grid.ep), ("hidden_dim", self.hidden_dim, "esp", grid.esp))
         for name, value, divisor, number in rules:
             if value % number:
@@ -78,13 +83,13 @@ class LayerShape:
 
 
 def group_world(grid: GridLayout, group: str) -> World:
-    """The machines of a group of GROUPS; of the one that spans most nodes, where groups differ."""
+    """Return the machines of a group of GROUPS; of the one that spans most nodes, where groups differ."""
     return world_of_group(grid.num_ranks, *grid.stride_and_size(group), grid.ranks_per_node or grid.num_ranks)
 
 
 @lru_cache(maxsize=4096)
 def world_of_group(num_ranks: int, stride: int, size: int, ranks_per_node: int) -> World:
-    """The machines of groups of `size` ranks that stand `stride` apart and tile `num_ranks`.
+    """Return the machines of groups of `size` ranks that stand `stride` apart and tile `num_ranks`.
 
     They are those of the group on most nodes. A group that does not lie evenly on its nodes counts as one rank per
     node, the slowest case.

@@ -1,17 +1,17 @@
-"""When exchanging experts pays.
+"""Break-even period of an expert migration.
 
 A swap costs seconds once; without it every step loses what the swap would gain. `SwapPeriod` swaps when the losses
 since the swap was found have reached its cost. Where routing stays as it is, that costs twice what swapping at once
 would have, without knowing beforehand that it stays (the ski rental argument). Where the loss grows evenly, by `growth`
-seconds per step, it is the best there is: swapping every p steps takes, per step,
+seconds per step, it is optimal: swapping every p steps takes, per step,
 
     cost / p + growth * (p - 1) / 2
 
 whose best p is next to sqrt(2 * cost / growth) (the square root rule of inventory theory), when the losses,
- growth * p^2 / 2, equal the cost.
+growth * p^2 / 2, equal the cost.
 
-The best of many swaps, judged by the tokens it was chosen by, looks better than it is. So what is found counts nothing
-yet: losses are what it would have gained on tokens of later steps.
+The best of many swaps, judged by the tokens it was chosen by, looks better than it is. So these tokens do not count:
+losses are what the swap would have gained on tokens of later steps.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ DIRECTIONS = 4
 MAX_PERIOD = 4096
 
 QUERY_SHARE = 0.01
-"""Of the time of a layer's all-to-alls, that queries of its routing may take."""
+"""Share of the time of a layer's all-to-alls that queries of its routing may take."""
 
 _TOUCHED_NBYTES = 16
-"""By a query, per token, slot and number of groups: who is selected, who alone, in fp32, each written and read."""
+"""Bytes read and written by a query, per token, slot and number of groups: two fp32 masks, each written and read."""
 _TELLING = 2
-"""Messages that tell what was found: how long it is, and what."""
+"""Messages that announce the result: its length, and the result."""
 
 
 def move_seconds(nbytes: float, world: World, rates: MoERates, group: str = "ep") -> float:
-    """Of two ranks of a group that send each other so many bytes at once, on different nodes if it has several.
+    """Predict two ranks of a group sending each other `nbytes` at once, on different nodes if the group has several.
 
     By the line of `send`, else all-to-all's. A group's `send` goes to the neighbour, which is mostly in the same node;
     so between nodes that of the group that joins them counts (inter1), or all-to-all's if that was not measured.
@@ -64,9 +64,17 @@ def move_seconds(nbytes: float, world: World, rates: MoERates, group: str = "ep"
 def query_seconds(
     num_tokens: int, num_experts: int, num_groups: Sequence[int], world: World, rates: MoERates, group: str = "ep"
 ) -> float:
-    """Of one query of a layer's routing: counting a rank's tokens, adding up all ranks' tables, telling the plan.
+    """Predict one query of a layer's routing: count a rank's tokens, add up all ranks' tables, announce the plan.
 
-    num_groups: of the levels, see `LevelCost`. Tables have g + E g + E^2 numbers for g groups, two products each.
+    Tables have g + E g + E^2 numbers for g groups, two products each.
+
+    Args:
+        num_tokens: of a rank.
+        num_experts: E.
+        num_groups: of the levels, see `LevelCost`.
+        world: ranks and nodes of the group.
+        rates: of the cluster.
+        group: name of the group.
     """
     entries = num_tokens * num_experts
     numbers = sum(g + num_experts * g + num_experts**2 for g in num_groups)
@@ -78,9 +86,11 @@ def query_seconds(
 
 
 def query_distance(query_seconds: float, step_seconds: float) -> int:
-    """The least steps between queries with which they take QUERY_SHARE of `step_seconds`, 1 .. MAX_PERIOD.
+    """Return the least steps between queries with which they take QUERY_SHARE of `step_seconds`, 1 .. MAX_PERIOD.
 
-    step_seconds: of all that a swap could shorten, the layer's all-to-alls in a step.
+    Args:
+        query_seconds: of one query.
+        step_seconds: of all that a swap could shorten, the layer's all-to-alls in a step.
     """
     return max(1, math.ceil(min(query_seconds / max(QUERY_SHARE * step_seconds, 1e-30), float(MAX_PERIOD))))
 
@@ -93,26 +103,27 @@ class SwapPeriod:
     Queries come 1, 2, 4, ... steps after a swap, sooner where the losses will have reached its cost, but never so often
     that they take more than QUERY_SHARE of the all-to-alls' time.
 
-    Raises ConfigError for seconds that are negative or periods that are no range.
+    Raises:
+        ConfigError: seconds are negative, or periods are no range.
     """
 
     cost_seconds: float
-    """Of a swap: moving the experts."""
+    """Seconds of a swap: moving the experts."""
     min_period: int = 1
     """Steps between queries, at least."""
     max_period: int = MAX_PERIOD
     """Steps between queries, at most."""
     next_step: int = 0
-    """When to query next."""
+    """Step of the next query."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """What was found: slots whose experts should change places."""
+    """Swaps found: slots whose experts should change places."""
     lost_seconds: float = 0.0
-    """Since it was found, as far as queries tell."""
+    """Seconds lost since the swap was found, as measured by queries."""
     last_swap: int | None = None
-    """Or the first query."""
+    """Step of the last swap, or of the first query."""
     last_look: int = 0
     last_gain_seconds: float | None = None
-    """Per step, of what was found, by the last query that weighed it."""
+    """Gain per step of the swap found, by the last query that weighed it."""
 
     def __post_init__(self) -> None:
         if not self.cost_seconds >= 0:
@@ -122,15 +133,18 @@ class SwapPeriod:
         self.pairs = tuple((int(a), int(b)) for a, b in self.pairs)  # JSON has lists
 
     def due(self, step: int) -> bool:
-        """Whether to query in this step."""
+        """Return whether to query in this step."""
         return step >= self.next_step
 
     def found(self, step: int, pairs: Sequence[tuple[int, int]], gain_seconds: float, distance: int = 1) -> None:
-        """A query found `pairs`, none if nothing gains; sets the next query.
+        """Record that a query found `pairs`, none if nothing gains; set the next query.
 
-        gain_seconds: per step, by the tokens that they were chosen by; only says when to query next. Pass DIRECTIONS
-        times `SwapPlan.gain_seconds`.
-        distance: least steps to the next query, see `query_distance`.
+        Args:
+            step: of the query.
+            pairs: of slots.
+            gain_seconds: per step, by the tokens that they were chosen by; only decides when to query next. Pass
+                DIRECTIONS times `SwapPlan.gain_seconds`.
+            distance: least steps to the next query, see `query_distance`.
         """
         if self.last_swap is None:
             self.last_swap = step
@@ -139,9 +153,14 @@ class SwapPeriod:
         self._set_next(step, gain_seconds if self.pairs else 0.0, distance)
 
     def weighed(self, step: int, gain_seconds: float, distance: int = 1) -> bool:
-        """Whether to swap now, `pairs` having turned out to gain `gain_seconds` per step; sets the next query.
+        """Return whether to swap now, given the gain of `pairs` on this step's tokens; set the next query.
 
-        gain_seconds: by tokens of this step, negative if the swap would lose. What loses in all is given up.
+        A swap that loses in all is given up.
+
+        Args:
+            step: of the query.
+            gain_seconds: per step, by tokens of this step, negative if the swap would lose.
+            distance: least steps to the next query, see `query_distance`.
         """
         before = gain_seconds if self.last_gain_seconds is None else self.last_gain_seconds
         self.lost_seconds += (step - self.last_look) * (before + gain_seconds) / 2

@@ -1,4 +1,4 @@
-"""Routes of a layer as text: what each takes, which is fastest, and where it gains."""
+"""Routes of a layer as text: seconds by kind of work, the fastest route, and where it gains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unex
 
 
 def parts_of(route: Route) -> dict[str, float]:
-    """Seconds by kind of work; hidden counts against the others. They add up to the route's seconds."""
+    """Return seconds by kind of work; overlapped ones are negative. They add up to the route's seconds."""
     parts = dict.fromkeys(_PARTS, 0.0)
     for step in route.steps:
         if step.operation:
@@ -29,7 +29,11 @@ def parts_of(route: Route) -> dict[str, float]:
 
 
 def routes_text(routes: Sequence[Route], title: str = "") -> str:
-    """A table of routes, fastest first, and why the fastest one is. Raises ConfigError for no routes."""
+    """Format a table of routes, fastest first, and the reason why the first is.
+
+    Raises:
+        ConfigError: there are no routes.
+    """
     best = fastest(routes)
     ordered = sorted(routes, key=lambda route: route.seconds)
     parts = [parts_of(route) for route in ordered]
@@ -56,10 +60,16 @@ def candidates_text(
     measured: Mapping[LayerPlan, float] | None = None,
     chosen: LayerPlan | None = None,
 ) -> str:
-    """A table of candidates, forward and backward together, fastest first, and why which one is the choice.
+    """Format a table of candidates, forward and backward together, fastest first, and the reason of the choice.
 
-    measured: seconds of those that were run; the choice is one of them. chosen: the choice; None: see `best_plan`.
-    Raises ConfigError for no candidates.
+    Args:
+        candidates: to compare.
+        title: above the table.
+        measured: seconds of those that were run; the choice is one of them.
+        chosen: the choice; None: see `best_plan`.
+
+    Raises:
+        ConfigError: there are no candidates.
     """
     ordered = sorted(candidates, key=lambda one: one.seconds)
     routes = [_whole(one) for one in ordered]
@@ -98,12 +108,12 @@ def candidates_text(
 
 
 def _columns(parts: Sequence[Mapping[str, float]]) -> list[str]:
-    """Those that every table has, and what was not explained where something was not."""
+    """List the parts that every table has, and the unexplained one where there is any."""
     return [name for name in _PARTS if name != UNEXPLAINED or any(one[name] for one in parts)]
 
 
 def _whole(candidate: Candidate) -> Route:
-    """Both directions as one route with a name that says everything."""
+    """Join both directions to one route, named after plan, code and chunks."""
     plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
     code = "" if plan.rows == RAW else f", {plan.rows}"
     cut = "" if plan.degree == 1 else f", {plan.degree} chunks"
