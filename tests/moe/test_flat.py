@@ -14,13 +14,25 @@ from torch import Tensor, nn
 from laconic.collectives import Blockwise, Lossless, Raw
 from laconic.errors import CollectiveError, ConfigError, RoutingError
 from laconic.formats import BlockFormat
-from laconic.moe import Gate, GatedExperts, HierarchicalDispatcher, MoELayer, Routing, SoftmaxGate
+from laconic.moe import (
+    BaselineDispatcher,
+    Dispatcher,
+    Gate,
+    GatedExperts,
+    HierarchicalDispatcher,
+    MoELayer,
+    Routing,
+    S2Dispatcher,
+    ShardedDispatcher,
+    SoftmaxGate,
+)
 from laconic.moe.dispatch.flat import FlatDispatcher, added_up, copied
 from laconic.moe.experts.shard import expert_shard
 from laconic.moe.parallel.grid import Grid
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
-from tests.moe.parallel import DIM, assert_same_as_whole, make_whole, spread_over
+from tests.moe.parallel import DIM, assert_same_as_whole, close, make_whole, spread_over
+from tests.moe.reference import layer_output
 from tests.moe.worlds import run_world
 
 RAW = Raw()
@@ -111,6 +123,41 @@ def codecs_keep_or_bound() -> None:
         assert 0 < error < 0.05
 
 
+def backward_goes_through_twice_and_second_derivatives_travel() -> None:
+    """By every dispatcher: the whole layer's gradient penalty, in float64, against the slow truth."""
+    world = dist.get_world_size()
+    grid, shared = Grid(), Grid(1, world // 2, 2)
+    mp = Grid(2, world // 2, 2)
+    cases: list[tuple[Grid, Dispatcher]] = [
+        (grid, flat(grid)),
+        (grid, HierarchicalDispatcher(grid.levels, codec=RAW)),
+        (shared, flat(shared)),
+        (shared, ShardedDispatcher(shared.ep, shared.esp, codec=RAW)),
+        *(
+            (mp, S2Dispatcher(mp, forward=there, backward=back, codec=RAW))
+            for there, back in (("rows",) * 2, ("tokens", "rows"))
+        ),
+        (mp, BaselineDispatcher(mp, codec=RAW)),
+    ]
+    for of_case, dispatcher in cases:
+        whole = make_whole(of_case, num_tokens=(5,))
+        layer = spread_over(of_case, whole, dispatcher)
+        x = whole.tokens[of_case.dp.rank()].clone().requires_grad_()
+        out = layer(x)
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+
+        truth = whole.tokens[of_case.dp.rank()].clone().requires_grad_()
+        expected = layer_output(whole.experts, truth, whole.routing(truth))
+        (first_truth,) = torch.autograd.grad(expected.square().sum(), truth, create_graph=True)
+        (second_truth,) = torch.autograd.grad(first_truth.square().sum(), truth)
+        name = type(dispatcher).__name__
+        close(first, first_truth, f"{name}: first")
+        close(again, first_truth, f"{name}: again")
+        close(second, second_truth, f"{name}: second")
+
+
 def experts_that_do_not_fit_are_refused() -> None:
     """On every rank, before anything travels."""
     grid = Grid()
@@ -168,6 +215,7 @@ SCENARIOS: list[Callable[[], None]] = [
     ranks_without_tokens_or_rows_take_part,
     backward_does_not_wait_for_ranks_whose_experts_have_no_rows,
     codecs_keep_or_bound,
+    backward_goes_through_twice_and_second_derivatives_travel,
     experts_that_do_not_fit_are_refused,
 ]
 
