@@ -1,9 +1,9 @@
-"""Which gradients travel together, and when: reduction that starts while backward still runs.
+"""Buckets of gradients, and when each is reduced: the reduction starts while backward still runs.
 
-Parameters are cut into buckets in reverse order, because backward reaches the last ones first. A bucket leaves as soon
-as each of its gradients has arrived for the last time, and never before the buckets in front of it: so every rank sends
-the same buckets in the same order, whatever order its own backward takes. What has not left by the end leaves then.
-Parameters that had no gradient on any rank last time come last.
+Parameters are cut into buckets in reverse order, because backward reaches the last ones first. A bucket is launched as
+soon as each of its gradients has arrived for the last time, and never before the buckets in front of it: so every rank
+sends the same buckets in the same order, whatever order its own backward takes. Buckets that are not launched by the
+end of backward are launched then. Parameters that had no gradient on any rank in the last step come last.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """Parameters 0 .. n - 1, cut into buckets that are reduced one after the other."""
+    """Parameters 0 .. n - 1, cut into buckets that are reduced one after the other.
+
+    Args:
+        nbytes: size of each parameter's gradient.
+        bucket_nbytes: size at which a bucket is full.
+        reduce: starts the reduction of some parameters, given by number.
+    """
 
     def __init__(self, nbytes: Sequence[int], bucket_nbytes: int, reduce: Callable[[list[int]], Work[None]]) -> None:
-        """`nbytes` of each parameter's gradient; `reduce` starts the reduction of some parameters, by number."""
         self._reduce = reduce
         self._nbytes = nbytes
         self._bucket_nbytes = bucket_nbytes
@@ -32,12 +37,12 @@ class Buckets:
 
     @property
     def num_launched(self) -> int:
-        """How many buckets are on their way."""
+        """Number of buckets whose reduction has been started."""
         return len(self._works)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the last backward has been announced and what it brings has not been reduced yet."""
+        """Whether the last backward has been announced and its gradients have not been reduced yet."""
         return self._expected is not None
 
     @property
@@ -46,11 +51,15 @@ class Buckets:
         return self._failed
 
     def fail(self) -> None:
-        """The announced backward has ended with an exception: nothing leaves any more before `settle`."""
+        """Note that the announced backward ended with an exception: no bucket is launched any more before `settle`."""
         self._failed = True
 
     def expect(self, num_backwards: int) -> None:
-        """From now on each parameter's gradient arrives `num_backwards` times, and then its bucket may leave."""
+        """Announce the last backwards: a gradient arrives `num_backwards` times, and then its bucket may be launched.
+
+        Raises:
+            TrainingError: the last micro-batch was announced already, without a reduction in between.
+        """
         self._check_sound()
         if self._expected is not None:
             raise TrainingError(
@@ -59,7 +68,11 @@ class Buckets:
         self._expected = dict.fromkeys(self._bucket_of, num_backwards)
 
     def check_open(self, number: int, name: str) -> None:
-        """Raises TrainingError if the bucket of parameter `number` has left, so that no gradient may come any more."""
+        """Check that the bucket of parameter `number`, called `name` in the error, has not been launched.
+
+        Raises:
+            TrainingError: it has, so that no gradient may arrive any more.
+        """
         self._check_sound()
         if self._expected is not None and self._bucket_of[number] < len(self._works):
             raise TrainingError(
@@ -69,7 +82,7 @@ class Buckets:
             )
 
     def arrived(self, number: int) -> None:
-        """Parameter `number` has a new gradient, of which `check_open` has been asked."""
+        """Note a new gradient of parameter `number`; call `check_open` before."""
         if self._expected is None:
             return
         self._expected[number] -= 1
@@ -77,20 +90,25 @@ class Buckets:
             self._launch()
 
     def put_last(self, numbers: Iterable[int]) -> None:
-        """Arrange buckets anew with some parameters, those without gradient, at the end, where they hold nobody up."""
+        """Arrange buckets anew with the parameters without gradient at the end, where no bucket waits for them."""
         assert not self._works
         if self._last != frozenset(numbers):
             self._last = frozenset(numbers)
             self._arrange()
 
     def finish(self) -> None:
-        """Reduce what has not left yet and wait for everything."""
+        """Launch the remaining buckets and wait for all of them.
+
+        Raises:
+            TrainingError: the announced backward ended with an exception.
+        """
         self.settle(len(self._buckets))
 
     def settle(self, num_launched: int) -> None:
-        """Launch buckets until `num_launched` of them have left, wait for all that have, and expect nothing more.
+        """Launch buckets until `num_launched` of them are, wait for all launched ones, and expect nothing more.
 
-        Ranks that give up a step have launched different numbers of buckets; settled to the same they stay in order.
+        Ranks that give up a step have launched different numbers of buckets; settled to the same number they stay in
+        order.
         """
         try:
             while len(self._works) < num_launched:

@@ -17,7 +17,13 @@ _Hook = Callable[["Q8HookState", GradBucket], torch.futures.Future[Tensor]]
 
 
 class Q8HookState:
-    """What the hook knows: the group, the size below which a bucket goes natively, and with feedback the errors."""
+    """State of `q8_hook`.
+
+    Args:
+        group: the ranks of the DDP model; the default group if None; `TwoLevel` reduces inside each node first.
+        error_feedback: keep what each rank's codes lose, and add it to the next gradient.
+        min_nbytes: a bucket of fewer bytes is averaged by the native all-reduce.
+    """
 
     def __init__(self, group: dist.ProcessGroup | TwoLevel | None, error_feedback: bool, min_nbytes: int) -> None:
         self.group = group
@@ -34,20 +40,23 @@ def ddp_q8_hook(
     error_feedback: bool = False,
     min_nbytes: int = NATIVE_BELOW_NBYTES,
 ) -> tuple[Q8HookState, _Hook]:
-    """What `register_comm_hook` takes: `model.register_comm_hook(*ddp_q8_hook())` averages gradients in 8 bits.
+    """Make a hook for DDP: `model.register_comm_hook(*ddp_q8_hook())` averages gradients in 8 bits.
 
-    Arguments:
+    Buckets are sent in the background while backward goes on. Gradients must be fp32, bf16 or fp16.
+
+    Args:
         group: the ranks of the DDP model; the default group if None; `TwoLevel` reduces inside each node first.
         error_feedback: add what a rank's codes lost to its next gradient, for 4 bytes per parameter. Not with TwoLevel.
         min_nbytes: a bucket of fewer bytes is averaged by the native all-reduce.
 
-    Buckets travel in the background while backward goes on. Gradients must be fp32, bf16 or fp16.
+    Returns:
+        The arguments of `register_comm_hook`.
     """
     return Q8HookState(group, error_feedback, min_nbytes), q8_hook
 
 
 def q8_hook(state: Q8HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook itself: the bucket's gradients [numel], averaged in place by `all_reduce_q8`."""
+    """Average the bucket's gradients [numel] in place by `all_reduce_q8`; DDP calls it for each bucket."""
     buffer = bucket.buffer()
     if not state.error_feedback:
         return all_reduce_q8(buffer, state.group, async_op=True, min_nbytes=state.min_nbytes).get_future()

@@ -20,16 +20,18 @@ class Q8ReduceScatter(ReduceScatter):
     """`reduce_scatter_q8` for `FSDPModule.set_custom_reduce_scatter`.
 
     FSDP2 hands over one flat buffer of W equal chunks per unit, without borders of parameters; each chunk is quantized
-    by itself. The reduced shard has the buffer's own type (`MixedPrecisionPolicy.reduce_dtype`); keep that fp32: it
-    costs no bytes on the wire.
+    by itself. The reduced shard has the buffer's own type (`MixedPrecisionPolicy.reduce_dtype`); keep that fp32: the
+    messages do not grow with it.
+
+    Args:
+        min_nbytes: a unit whose gradients take fewer bytes goes by the native reduce-scatter.
     """
 
     def __init__(self, min_nbytes: int = NATIVE_BELOW_NBYTES) -> None:
-        """`min_nbytes`: a unit whose gradients take fewer bytes goes by the native reduce-scatter."""
         self.min_nbytes = min_nbytes
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty buffer."""
+        """Allocate an uninitialized buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -42,7 +44,8 @@ class Q8ReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce input_tensor [W * n] into output_tensor [n].
 
-        Raises ConfigError for operations other than SUM and AVG, and for async_op, which FSDP2 does not use.
+        Raises:
+            ConfigError: the operation is neither SUM nor AVG, or async_op is True, which FSDP2 does not use.
         """
         if async_op:
             raise ConfigError("async_op is True, but Q8ReduceScatter finishes before it returns; pass False")

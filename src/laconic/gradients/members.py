@@ -1,4 +1,4 @@
-"""Which parameters' gradients a store keeps: those of a model that require one, also when the model changes later."""
+"""Parameters whose gradients a store keeps: all that require a gradient, also after the model has changed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ __all__ = ["Members", "check_model"]
 class Members:
     """Parameters by name, each with a hook that is called when autograd has made its gradient.
 
-    Parameters that are added, replaced (by fully_shard, adapters, a new head) or unfrozen join when somebody looks;
+    Parameters that are added, replaced (by fully_shard, adapters, a new head) or unfrozen join at the next `follow`;
     those that are gone from the model leave. One that was trainable once stays when it is frozen: it may have a
     gradient.
+
+    Args:
+        model: the module whose parameters are kept.
+        owner: the store of their gradients.
+        hook: called with the parameter.
     """
 
     def __init__(self, model: nn.Module, owner: Owner, hook: Callable[[nn.Parameter], None]) -> None:
-        """`hook` is given the parameter."""
         self.parameters: dict[str, nn.Parameter] = {}
         self._model = model
         self._owner = owner
@@ -36,9 +40,13 @@ class Members:
         self._removed = False
 
     def follow(self) -> bool:
-        """Take in what the model is now; whether that is something else than before.
+        """Take in the model's current parameters.
 
-        Raises ModelError, before anything changed, for a parameter whose gradient cannot be compressed.
+        Returns:
+            Whether they differ from those before.
+
+        Raises:
+            ModelError: a parameter's gradient cannot be compressed; nothing has changed then.
         """
         if self._removed:
             return False
@@ -82,7 +90,7 @@ class Members:
         return self._places[id(parameter)]
 
     def remove(self) -> None:
-        """Take all hooks off, for good."""
+        """Remove all hooks, for good."""
         self._removed = True
         for handle in self._handles.values():
             handle.remove()
@@ -92,7 +100,11 @@ class Members:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raises ModelError for a model whose gradients cannot be compressed."""
+    """Check that a model's gradients can be compressed.
+
+    Raises:
+        ModelError: they cannot be.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {type(model).__name__}, but it must be a torch.nn.Module")
     check_modules(model, dist_group=group is not None)
@@ -106,7 +118,15 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def check_modules(model: nn.Module, dist_group: bool) -> None:
-    """Raises ModelError for wrappers and layers that gradients in codes do not go with; `dist_group`: reduced here."""
+    """Check that a model has no wrapper or layer that excludes gradients in codes.
+
+    Args:
+        model: the module with all its submodules.
+        dist_group: whether gradients are reduced here.
+
+    Raises:
+        ModelError: it has one.
+    """
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, DistributedDataParallel):
@@ -123,7 +143,11 @@ def check_modules(model: nn.Module, dist_group: bool) -> None:
 
 
 def check_dtype(name: str, parameter: Tensor) -> None:
-    """Raises ModelError for a parameter of a type whose gradient cannot be compressed."""
+    """Check that the gradient of a parameter of this dtype can be compressed.
+
+    Raises:
+        ModelError: the dtype is not float32, bfloat16 or float16; the message calls the parameter `name`.
+    """
     if parameter.dtype not in DTYPES:
         raise ModelError(
             f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but its gradient can be compressed"

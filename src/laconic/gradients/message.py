@@ -1,4 +1,4 @@
-"""What ranks send each other: codes and scales of one chunk per rank, in one buffer of bytes.
+"""Layout of the messages that ranks exchange: codes and scales of one chunk per rank, in one buffer of bytes.
 
 A row, for a chunk of n elements in b = ceil(n / 128) blocks:
 
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     """fp32 [..., ceil(n / 128)]."""
 
     def map(self, function: Callable[[Tensor, T], Tensor], arguments: Iterable[T]) -> Parts:
-        """`function` of each tensor and its argument; what is None stays None."""
+        """Apply `function` to each tensor and its argument; a tensor that is None stays None."""
         codes, scales, *residual = (x if x is None else function(x, a) for x, a in zip(self, arguments, strict=True))
         assert codes is not None
         assert scales is not None
@@ -51,13 +51,13 @@ class Parts(NamedTuple):
 
 
 def num_blocks(length: int) -> int:
-    """Blocks that `length` elements take, the last of which may be shorter."""
+    """Number of blocks of 128 that `length` elements take, the last of which may be shorter."""
     return -(-length // GRADIENT_BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
 class Message:
-    """How a chunk lies in a row of bytes."""
+    """Layout of one chunk in a row of bytes."""
 
     length: int
     """Elements in the chunk."""
@@ -66,15 +66,15 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of a row, padding included."""
         return sum(self._sizes())
 
     def zeros(self, num_rows: int, device: torch.device) -> Tensor:
-        """A buffer uint8 [num_rows, nbytes]."""
+        """Allocate a zeroed buffer uint8 [num_rows, nbytes]."""
         return torch.zeros(num_rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def parts(self, buffer: Tensor) -> Parts:
-        """Views of the codes and scales in a buffer [rows, nbytes]: codes [rows, length] and so on."""
+        """View the codes and scales in a buffer [rows, nbytes]: codes [rows, length] and so on."""
         scales, residual_scales, codes, residual_codes, _ = buffer.split(self._sizes(), dim=1)
         residual = (residual_codes, residual_scales.view(torch.float32)) if self.bits == 12 else (None, None)
         return Parts(codes, scales.view(torch.float32), *residual)

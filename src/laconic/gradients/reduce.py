@@ -1,4 +1,4 @@
-"""Gradients reduced over the network in 8 bits.
+"""Gradient reduction in 8 bits over the network.
 
 Codes cannot be added in a collective: int8 wraps around and each block has a scale of its own. So a reduction is an
 all-to-all of codes and scales, a sum in fp32 in rank order, and for an all-reduce one more quantization and an
@@ -6,8 +6,8 @@ all-gather of the result (AGoQ, section 4.2; ZeRO++, section 3.3). 4 bytes per e
 the error does not grow with the number of ranks, and all ranks end with the same bits. docs/gradients.md derives the
 bound.
 
-Bytes travel over the transport of `laconic.collectives`: its handshake, its chunks, its diagnosis of failures. Ranks
-quantize, sum and dequantize one chunk while another is under way. The size of chunks does not change the result.
+Bytes are sent over the transport of `laconic.collectives`, with its handshake, its chunks and its failure diagnosis.
+Ranks quantize, sum and dequantize one chunk while another is being sent. The size of chunks does not change the result.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
 ]
 
 NATIVE_BELOW_NBYTES = 1 << 18
-"""Tensors below this size are reduced by the native collective: there a message costs its latency, not its bytes."""
+"""Tensors below this size are reduced by the native collective: their messages cost latency, not bytes."""
 
 _CHUNK_NUMEL = 1 << 19
-"""Elements per chunk: long enough that latency does not count, short enough that filling the pipeline does not."""
+"""Elements per chunk: long enough to make latency negligible, short enough to fill the pipeline quickly."""
 
 _CODEC = Blockwise(BlockFormat("int8", GRADIENT_BLOCK_SIZE, torch.float32))
-"""As ranks compare it. Their messages have no header: what it would say is in the handshake."""
+"""The codec that ranks compare in the handshake, which replaces a header in their messages."""
 
 T = TypeVar("T")
 
@@ -87,18 +87,21 @@ def reduce_scatter_q8(
 ) -> Tensor | Work[Tensor]:
     """Reduce `input` over the ranks of `group`, W of them, and keep this rank's chunk.
 
-    Arguments:
+    Args:
         input: [W * n] or [W, n], fp32, bf16 or fp16, contiguous; chunk r goes to rank r. n may be anything, 0 too: each
             chunk is quantized by itself in blocks of 128, the last of which may be shorter.
         group: the default group if None. gloo and NCCL work; only bytes are sent.
-        op: "avg" multiplies the fp32 sum by fp32(1 / W).
+        op: "avg" multiplies the fp32 sum by fp32(1 / W); "sum" does not.
         async_op: reduce in the background; leave `input` alone until the returned work was waited for.
         min_nbytes: an input of fewer bytes is summed in fp32 by the native reduce-scatter.
 
-    Returns the chunk, fp32 [n], or a `Work` whose wait() returns it. With one rank it is the input, exactly.
-    A block in which any rank has NaN or infinity becomes NaN.
+    Returns:
+        The chunk, fp32 [n], or a `Work` whose wait() returns it. With one rank it is the input, exactly. A block in
+        which any rank has NaN or infinity becomes NaN.
 
-    Raises FormatError for an input that does not fit, ConfigError on every rank when ranks disagree about the call.
+    Raises:
+        FormatError: the input does not fit.
+        ConfigError: ranks disagree about the call; raised on every rank.
     """
     world, groups = find_groups(flat_group("reduce_scatter_q8", group))
     _check(input, op)
@@ -158,19 +161,22 @@ def all_reduce_q8(
 ) -> Tensor | Work[Tensor]:
     """Reduce `tensor` over the ranks of `group`, W of them, in place; the same bits on every rank.
 
-    Arguments:
+    Args:
         tensor: [...], fp32, bf16 or fp16, any number of elements.
         group: the default group if None; `TwoLevel` reduces inside each node first.
-        op: "avg" multiplies the fp32 sum by fp32(1 / W).
+        op: "avg" multiplies the fp32 sum by fp32(1 / W); "sum" does not.
         async_op: reduce in the background; leave `tensor` alone until the returned work was waited for.
         min_nbytes: a tensor of fewer bytes is summed by the native all-reduce, in its own type.
         error: fp32 [numel], what this rank's codes have lost so far (error feedback): added before they are made, and
             replaced by what they lose now; 0 where that is not finite. Not with TwoLevel.
 
-    Returns `tensor`, or a `Work` whose wait() returns it. With one rank it is left as it is. A block (128 elements in
-    the tensor's order) in which any rank has NaN or infinity becomes NaN on all ranks.
+    Returns:
+        `tensor`, or a `Work` whose wait() returns it. With one rank it is left as it is. A block (128 elements in the
+        tensor's order) in which any rank has NaN or infinity becomes NaN on all ranks.
 
-    Raises FormatError for a tensor that does not fit, ConfigError on every rank when ranks disagree about the call.
+    Raises:
+        FormatError: a tensor does not fit.
+        ConfigError: ranks disagree about the call (raised on every rank), or `error` is given with TwoLevel.
     """
     _check(tensor, op)
     if error is not None:
@@ -210,18 +216,20 @@ def all_reduce_quantized(
 ) -> Work[None]:
     """Reduce gradients that are stored in 8 or 12 bits, in place, in the background; the same bits on every rank.
 
-    The stored codes are what is sent: nothing is quantized before the wire. They are summed in fp32 in rank order, and
-    the sum is quantized once, into the same gradients. All of them make one message each way, or a few chunks.
+    The stored codes are what is sent: nothing is quantized before. They are summed in fp32 in rank order, and the sum
+    is quantized once, into the same gradients. All of them make one message each way, or a few chunks.
 
-    Arguments:
+    Args:
         gradients: of one number of bits, all on one device, in the same order on every rank.
         group: the default group if None.
         average: multiply the sum by fp32(1 / W).
 
-    Returns a `Work`; leave the gradients alone until its wait() has returned. With one rank they stay as they are.
+    Returns:
+        A `Work`; leave the gradients alone until its wait() has returned. wait() raises ConfigError, on every rank,
+        when ranks disagree about the call. With one rank the gradients stay as they are.
 
-    Raises FormatError for gradients that do not go together; wait() raises ConfigError, on every rank, when ranks
-    disagree about the call.
+    Raises:
+        FormatError: the gradients do not go together.
     """
     _, groups = find_groups(flat_group("all_reduce_quantized", group))
     bits = {gradient.bits for gradient in gradients}
@@ -247,7 +255,7 @@ def all_reduce_quantized(
     return call.run(reduce, lambda: None, None, async_op=True)
 
 
-# --- the whole of a tensor ---
+# --- whole tensors ---
 
 
 def _all_reduce_flat(
@@ -294,7 +302,7 @@ def _parts_of(gradient: QuantizedGradient) -> Parts:
 
 
 def _concatenated(gradients: Sequence[QuantizedGradient]) -> Parts:
-    """All gradients as one, each filled up with zeros to whole blocks."""
+    """All gradients as one, each padded with zeros to whole blocks."""
     padded = [_parts_of(g).map(lambda x, size: F.pad(x, (0, -x.numel() % size)), PART_SIZES) for g in gradients]
     return padded[0].map(lambda _, i: torch.cat([x for parts in padded if (x := parts[i]) is not None]), range(4))
 
@@ -310,7 +318,7 @@ def _split(flat: Parts, gradients: Sequence[QuantizedGradient]) -> None:
 
 
 def _chunks_of(flat: Parts) -> Iterator[Parts]:
-    """Consecutive blocks of flat parts, as views."""
+    """Views of consecutive blocks of flat parts, one per chunk."""
     num = _CHUNK_NUMEL // GRADIENT_BLOCK_SIZE
     for number in range(-(-flat.scales.numel() // num)):
         yield flat.map(lambda x, size: x.split(num * size)[number], PART_SIZES)  # noqa: B023 (used at once)
@@ -320,7 +328,7 @@ def _chunks_of(flat: Parts) -> Iterator[Parts]:
 
 
 def _reduce_scatter_chunk(wire: Wire, rows: Tensor, out: Tensor, factor: float) -> Iterator[None]:
-    """Columns of what goes to each rank, rows [W, m] -> fp32 [m]."""
+    """Reduce columns of every rank's rows [W, m] into `out` fp32 [m]."""
     message = Message(rows.shape[1], bits=8)
     sent = message.zeros(len(rows), rows.device)
     codes, scales = _quantize(rows)
@@ -333,7 +341,7 @@ def _reduce_scatter_chunk(wire: Wire, rows: Tensor, out: Tensor, factor: float) 
 
 
 def _values_chunk(wire: Wire, x: Tensor, factor: float, error: Tensor | None) -> Iterator[None]:
-    """Flat values x [m], replaced by their reduction."""
+    """Replace flat values x [m] by their reduction."""
     exact = x if error is None else x.float() + error
     parts = Parts(*_quantize(exact))
     if error is not None:
@@ -343,7 +351,7 @@ def _values_chunk(wire: Wire, x: Tensor, factor: float, error: Tensor | None) ->
 
 
 def _codes_chunk(wire: Wire, parts: Parts, factor: float) -> Iterator[None]:
-    """Flat codes and scales, replaced by those of their reduction."""
+    """Replace flat codes and scales by those of their reduction."""
     reduced = yield from _sum_everywhere(wire, parts, factor)
     for old, new in zip(parts, reduced, strict=True):
         if old is not None and new is not None:
@@ -351,7 +359,7 @@ def _codes_chunk(wire: Wire, parts: Parts, factor: float) -> Iterator[None]:
 
 
 def _sum_everywhere(wire: Wire, parts: Parts, factor: float) -> Generator[None, None, Parts]:
-    """Flat parts of m elements on each rank -> the parts of their sum times `factor`, on every rank."""
+    """Sum flat parts of m elements over ranks, times `factor`, and return the sum's parts on every rank."""
     world, length, device = wire.group.size(), parts.codes.numel(), parts.codes.device
     # Equal chunks of whole blocks; those of the last ranks may hold nothing.
     message = Message(-(-num_blocks(length) // world) * GRADIENT_BLOCK_SIZE, 8 if parts.residual_codes is None else 12)
@@ -376,7 +384,7 @@ def _dequantize(parts: Parts, dtype: torch.dtype) -> Tensor:
     )
 
 
-# --- small things ---
+# --- helpers ---
 
 
 def _factor(op: Op, world: int) -> float:

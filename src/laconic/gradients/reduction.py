@@ -1,4 +1,4 @@
-"""How a group of ranks reduces the gradients of a store: once per step, or not at all, and all of them alike."""
+"""Reduction of a store's gradients over a group: once per step or not at all, and on all ranks alike."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ __all__ = ["Reduction", "settings_of", "zeros_for"]
 
 
 class Reduction:
-    """The ranks that reduce together, their buckets, and what has left in this step."""
+    """The ranks that reduce together, their buckets, and the gradients whose reduction has started in this step.
+
+    `take` sets the parameters whose gradients are reduced.
+
+    Args:
+        group: ranks that hold the same parameters.
+        bits: 8 or 12, of the stored gradients.
+        average: divide by the number of ranks.
+        bucket_nbytes: size at which a bucket is full.
+    """
 
     def __init__(self, group: dist.ProcessGroup, bits: int, average: bool, bucket_nbytes: int) -> None:
-        """What is reduced is said by `take`."""
         self.group = group
         self.average = average
         self._bits = bits
@@ -34,7 +42,7 @@ class Reduction:
         self.take({})
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Reduce the gradients of these from now on; between two steps only."""
+        """Reduce the gradients of these parameters from now on; between two steps only."""
         self._parameters = dict(parameters)
         self._settings = settings_of(parameters, self._bits, self.average, self._bucket_nbytes)
         self._digest = settings_digest(self._settings)
@@ -47,7 +55,11 @@ class Reduction:
         return self.buckets.is_under_way
 
     def run(self) -> None:
-        """Reduce everything; all ranks together. Raises what `CompressedGradients.reduce` does."""
+        """Reduce all gradients; every rank of the group calls it.
+
+        Raises:
+            TrainingError, ConfigError: as `CompressedGradients.reduce`.
+        """
         if not self._meet(gives_up=False):
             return
         arrived = torch.zeros(len(self._parameters), dtype=torch.uint8)
@@ -61,7 +73,7 @@ class Reduction:
             self.buckets.finish()
             arrived = arrived.to(self._device)
             dist.all_reduce(arrived, dist.ReduceOp.MAX, group=self.group)
-        except BaseException:  # some are reduced and some are not, and nobody could tell which
+        except BaseException:  # some are reduced and some are not, and it is unknown which
             self.drop()
             raise
         missing = {number for number, anywhere in enumerate(arrived.tolist()) if not anywhere}
@@ -79,7 +91,7 @@ class Reduction:
             self._meet(gives_up=True)
 
     def drop(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._launched.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -89,22 +101,30 @@ class Reduction:
         return local_part(next(iter(self._parameters.values()))).device
 
     def _start(self, numbers: list[int]) -> Work[None]:
-        """Start the reduction of a bucket."""
+        """Start the reduction of a bucket, given by its parameters' numbers."""
         parameters = list(self._parameters.values())
         for number in numbers:
             set_turn(parameters[number], Turn.IN_FLIGHT)
             if number not in self._launched:
-                # Gone since it arrived: the ranks learn of it when they meet.
+                # Gone since it arrived: the ranks learn of it in `_meet`.
                 gradient = quantized_gradient(parameters[number]) or zeros_for(parameters[number], self._bits)
                 self._launched[number] = gradient
         gradients = [self._launched[number] for number in numbers]
         return all_reduce_quantized(gradients, self.group, average=self.average)
 
     def _meet(self, gives_up: bool) -> bool:
-        """All ranks learn where the others are, before they wait for each other; whether there is anything to reduce.
+        """Exchange the state of the step with all ranks, before they wait for each other.
 
-        When one of them gives the step up, or lost a gradient that had left, all of them do, with the same number of
-        buckets sent. Errors are raised on all ranks, except on those that give up.
+        When one of them gives the step up, or lost a gradient whose bucket was launched, all of them do, with the same
+        number of buckets launched.
+
+        Returns:
+            Whether there is anything to reduce.
+
+        Raises:
+            TrainingError: the step is given up, or its gradients were reduced already; raised on all ranks, except on
+                those that give up.
+            ConfigError: the ranks' parameters have become different; raised on all ranks.
         """
         current = list(self._parameters.values())
         lost = any(quantized_gradient(current[number]) is not sent for number, sent in self._launched.items())
@@ -156,7 +176,7 @@ class Reduction:
 
 
 def zeros_for(parameter: Tensor, bits: int) -> QuantizedGradient:
-    """The gradient zero of what this rank holds of a parameter."""
+    """A zero gradient for this rank's part of a parameter."""
     local = local_part(parameter)
     return QuantizedGradient.zeros(local.shape, bits, local.device)
 
@@ -164,7 +184,7 @@ def zeros_for(parameter: Tensor, bits: int) -> QuantizedGradient:
 def settings_of(
     parameters: Mapping[str, nn.Parameter], bits: int, average: bool, bucket_nbytes: int
 ) -> dict[str, object]:
-    """What must be equal on all ranks, by name."""
+    """The settings that must be equal on all ranks, by name."""
     settings: dict[str, object] = {
         "laconic's version": import_module("laconic").__version__,
         "torch's version": torch.__version__,

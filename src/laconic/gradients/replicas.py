@@ -1,4 +1,4 @@
-"""Ranks that hold one model together: they must start alike, and say so in words when they do not."""
+"""Checks and broadcasts for ranks that hold the same model: equal settings, equal parameters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ __all__ = ["broadcast_state", "check_same_settings", "largest_of_ranks", "settin
 def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
     """Compare settings, by name, with those of the other ranks of a group.
 
-    Costs one small all-gather; the settings themselves are exchanged only when they differ. Raises ConfigError on every
-    rank, naming the first setting that differs.
+    Costs one small all-gather; the settings themselves are exchanged only when they differ.
+
+    Raises:
+        ConfigError: settings differ; raised on every rank, naming the first setting that differs.
     """
     text = json.dumps(settings, default=str)
     digests: list[str] = [""] * group.size()
@@ -42,12 +44,12 @@ def check_same_settings(settings: Mapping[str, object], group: dist.ProcessGroup
 
 
 def settings_digest(settings: Mapping[str, object]) -> int:
-    """A number below 2**62 that differs where settings do."""
+    """Hash settings to a number below 2**62 that differs where they do."""
     return int.from_bytes(hashlib.sha256(json.dumps(settings, default=str).encode()).digest()[:8], "big") >> 2
 
 
 def largest_of_ranks(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The largest value of each number over the ranks of a group: one small all-reduce."""
+    """Find the largest value of each number over the ranks of a group: one small all-reduce."""
     values = torch.tensor(list(numbers), dtype=torch.int64).to(device)
     dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     found: list[int] = values.tolist()
@@ -56,7 +58,7 @@ def largest_of_ranks(numbers: Sequence[int], group: dist.ProcessGroup, device: t
 
 @torch.no_grad()
 def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the parameters and buffers of its first rank, in place."""
+    """Copy the parameters and buffers of a group's first rank to all its ranks, in place."""
     source = dist.get_global_rank(group, 0)
     for tensor in [*model.parameters(), *model.buffers()]:
         local = local_part(tensor)

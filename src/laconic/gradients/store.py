@@ -1,10 +1,10 @@
-"""Gradients that live in 8 or 12 bits from the moment autograd makes them.
+"""Gradients stored in 8 or 12 bits from the moment autograd makes them.
 
 AGoQ keeps the main gradient in 8 bits between micro-batches (arXiv 2605.00539). Here a hook turns each gradient into
 codes, in int8 blocks of 128, optionally with an int4 residual that makes it finer than bf16; `parameter.grad` is then a
 tensor made of codes, to which autograd adds the next gradient in one pass. Scaling, norm and clipping work on scales
-and codes. Ranks that hold the same parameters reduce the codes themselves, while backward goes on; nothing keeps a
-full-precision buffer as DDP's buckets do. turns.py says what may be done with a gradient when.
+and codes. Ranks that hold the same parameters reduce the codes themselves, while backward goes on; no full-precision
+buffer is kept, as DDP's buckets are. turns.py has the states of a gradient and the uses each allows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ def compress_gradients(
 ) -> CompressedGradients:
     """Keep the gradients of a model in 8 or 12 bits, from now on.
 
-    Arguments:
+    After backward `parameter.grad` is a tensor made of codes, which torch's optimizers, clip_grad_norm_, GradScaler and
+    zero_grad use as any other; `laconic.formats.quantized_gradient(parameter)` finds the codes. With a group any use of
+    a gradient before `reduce()` raises TrainingError. Parameters that the model gets later, or that are unfrozen, join.
+    Unlike DDP this broadcasts buffers once and not in every forward.
+
+    Args:
         model: any module, also an nn.ModuleList of pipeline stages or one that fully_shard was applied to; all its
             trainable parameters are float32, bfloat16 or float16. Not a DistributedDataParallel: its buckets keep every
             gradient in full precision, and the returned object reduces by itself.
@@ -54,13 +59,14 @@ def compress_gradients(
         broadcast: start with the parameters and buffers of the group's first rank, as DDP does.
         bucket_nbytes: gradients of about this many bytes are reduced together.
 
-    After backward `parameter.grad` is a tensor made of codes, which torch's optimizers, clip_grad_norm_, GradScaler and
-    zero_grad use as any other; `laconic.formats.quantized_gradient(parameter)` finds the codes. With a group nobody can
-    use a gradient before `reduce()`: TrainingError. Parameters that the model gets later, or that are unfrozen, join.
-    Unlike DDP this broadcasts buffers once and not in every forward.
+    Returns:
+        The object that reduces, scales and clips the gradients.
 
-    Raises ModelError for a model that cannot be converted, FormatError for other bits, and ConfigError, on every rank
-    alike, when the ranks of `group` differ in settings, parameters or versions.
+    Raises:
+        ModelError: the model cannot be converted.
+        FormatError: bits is neither 8 nor 12.
+        ConfigError: bucket_nbytes is not positive; or the ranks of `group` differ in settings, parameters or versions,
+            which raises on every rank alike.
     """
     check_model(model, group)
     QuantizedGradient.zeros((0,), bits)  # refuses other bits
@@ -103,7 +109,7 @@ class CompressedGradients:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients are kept here, by name."""
+        """Parameters whose gradients are kept here, by name."""
         return self._members.parameters
 
     @property
@@ -113,7 +119,7 @@ class CompressedGradients:
 
     @property
     def state(self) -> str:
-        """Where the step is: "empty", "accumulating", "reducing" (`reduce()` has to follow), "reduced" or "failed".
+        """State of the step: "empty", "accumulating", "reducing" (`reduce()` has to follow), "reduced" or "failed".
 
         Without a group gradients are "accumulating" until they are zeroed, and may be used at any time.
         """
@@ -130,9 +136,11 @@ class CompressedGradients:
     def last_micro_batch(self, num_backwards: int = 1) -> Iterator[None]:
         """Let reduction start while the backward inside runs, because no gradient is added to this step after it.
 
-        num_backwards: how many backwards inside reach each parameter (the micro-batches of a pipeline schedule).
         Without a group nothing changes. `reduce()` has to follow; or `zero_()`, on every rank, which gives the step up.
         If the inside raises, `zero_()` is the only way on.
+
+        Args:
+            num_backwards: how many backwards inside reach each parameter (the micro-batches of a pipeline schedule).
         """
         if self._reduction is None:
             yield
@@ -152,21 +160,25 @@ class CompressedGradients:
         one without gradient on all ranks stays without. A block that is NaN or infinite on one rank becomes NaN on all.
         Without a group it returns at once.
 
-        Raises TrainingError, on every rank alike, when there is nothing to reduce because all gradients have been
-        reduced, and when a rank gave the step up; ConfigError when the ranks' parameters have become different.
+        Raises:
+            TrainingError: there is nothing to reduce because all gradients have been reduced, or a rank gave the step
+                up; raised on every rank alike.
+            ConfigError: the ranks' parameters have become different.
         """
         self._collect()
         if self._reduction is not None:
             self._reduction.run()
 
-    # --- what an optimizer's step needs ---
+    # --- scaling, norm, clipping ---
 
     @torch.no_grad()
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number or a 0-d tensor.
 
-        Exact for powers of two, else each scale is rounded once, by 2**-24 at most. Raises TrainingError while a
-        reduction is under way.
+        Exact for powers of two, else each scale is rounded once, by 2**-24 at most.
+
+        Raises:
+            TrainingError: a reduction is under way.
         """
         self._collect()
         self._check_not_reducing()
@@ -178,14 +190,19 @@ class CompressedGradients:
 
     @torch.no_grad()
     def norm(self, over: Sequence[dist.ProcessGroup] = (), counted: Iterable[nn.Parameter] | None = None) -> Tensor:
-        """The 2-norm of all gradients together, a 0-d fp64 tensor; NaN if any block is broken.
+        """Compute the 2-norm of all gradients together from codes and scales.
 
-        Computed from codes and scales. Shards of DTensors are added up over their mesh.
+        Shards of DTensors are added up over their mesh.
 
-        over: further groups whose ranks hold different parameters (pipeline stages); their ranks call together.
-        counted: the parameters that count, where another rank counts its copy of the rest; None: all.
+        Args:
+            over: further groups whose ranks hold different parameters (pipeline stages); their ranks call together.
+            counted: the parameters that count, where another rank counts its copy of the rest; None: all.
 
-        Raises TrainingError, with a group, before `reduce()`.
+        Returns:
+            A 0-d fp64 tensor; NaN if any block is not finite.
+
+        Raises:
+            TrainingError: there is a group, and `reduce()` has not been called.
         """
         self._collect_reduced()
         # Every rank asks its meshes in the same order, also where a parameter has no gradient.
@@ -216,10 +233,17 @@ class CompressedGradients:
         over: Sequence[dist.ProcessGroup] = (),
         counted: Iterable[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Scale all gradients down so that their `norm(over, counted)` is at most `max_norm`; returns the norm before.
+        """Scale all gradients down so that their `norm(over, counted)` is at most `max_norm`.
 
         The coefficient is torch.nn.utils.clip_grad_norm_'s: min(1, max_norm / (norm + 1e-6)). With a norm that is not
         finite the gradients are of no use afterwards; leave the step out.
+
+        Args:
+            max_norm: upper bound of the norm.
+            over, counted: as in `norm`.
+
+        Returns:
+            The norm before clipping.
         """
         norm = self.norm(over, counted)
         self.scale_((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -229,11 +253,14 @@ class CompressedGradients:
         """Whether any gradient met NaN or infinity, so that this step must be left out; the same on every rank.
 
         Waits for the device. `clip_` returns a norm that is not finite in the same case.
+
+        Args:
+            over: as in `norm`.
         """
         return not bool(self.norm(over).isfinite())
 
     def zero_(self) -> None:
-        """Forget all gradients and free their memory. Also done by zero_grad() of the model or an optimizer.
+        """Drop all gradients and free their memory. Also done by zero_grad() of the model or an optimizer.
 
         Inside of a step whose last micro-batch has begun this gives the step up: every rank has to call it, and a rank
         that calls `reduce()` instead gets a TrainingError.
@@ -248,10 +275,14 @@ class CompressedGradients:
     def dequantize_to_grad(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Make `parameter.grad` a plain tensor, in the parameter's dtype, for code that cannot use one made of codes.
 
-        parameters: some of those compressed here; None: all. One after the other they are dequantized and their codes
-        freed. An optimizer per parameter that steps in between keeps the peak at one full-precision gradient.
+        Parameters are dequantized one after the other and their codes freed. An optimizer per parameter that steps in
+        between keeps the peak at one full-precision gradient.
 
-        Raises TrainingError, with a group, before `reduce()`.
+        Args:
+            parameters: some of those compressed here; None: all.
+
+        Raises:
+            TrainingError: there is a group, and `reduce()` has not been called.
         """
         self._collect_reduced()
         for parameter in self.parameters.values() if parameters is None else parameters:
@@ -262,25 +293,25 @@ class CompressedGradients:
             mark_reduced(value)
             parameter.grad = value
 
-    # --- looking at it ---
+    # --- inspection ---
 
     def gradients(self) -> dict[str, QuantizedGradient]:
-        """The gradients there are, by the parameter's name."""
+        """Gradients that exist now, by the parameter's name."""
         found = ((name, quantized_gradient(parameter)) for name, parameter in self.parameters.items())
         return {name: gradient for name, gradient in found if gradient is not None}
 
     @property
     def without_gradient(self) -> list[str]:
-        """Names of the parameters that have no gradient at the moment."""
+        """Names of the parameters that have no gradient now."""
         return [name for name, parameter in self.parameters.items() if quantized_gradient(parameter) is None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales that are held now."""
+        """Bytes of all codes and scales that are held now."""
         return sum(gradient.nbytes for gradient in self.gradients().values())
 
     def remove(self) -> None:
-        """Take the hooks off: gradients that autograd makes from now on are plain, those in codes stay as they are."""
+        """Remove the hooks: gradients that autograd makes from now on are plain, those in codes stay as they are."""
         self._members.remove()
 
     def __str__(self) -> str:
@@ -291,17 +322,21 @@ class CompressedGradients:
         ranks = "" if self.group is None else f", reduced over {self.group.size()} ranks"
         return f"gradients of {len(self.parameters)} parameters in {self.bits} bits{ranks}: {held}{without}"
 
-    # --- inside ---
+    # --- called by hooks and optimizers ---
 
     def follow(self) -> None:
-        """Take in parameters that the model has got, or that were unfrozen, since; leave those that are gone."""
+        """Take in parameters that joined the model or were unfrozen, and leave those that are gone."""
         if self._reduction is None:
             self._members.follow()
         elif not self._reduction.is_under_way and self._members.follow():  # else the next step takes what is new
             self._reduction.take(self.parameters)
 
     def before_step(self, parameter: nn.Parameter) -> None:
-        """Raises TrainingError if an optimizer must not use the parameter's gradient now."""
+        """Check that an optimizer may use the parameter's gradient now.
+
+        Raises:
+            TrainingError: it holds only this rank's share.
+        """
         gradient = parameter.grad
         if self.group is None or gradient is None:
             return
@@ -319,7 +354,7 @@ class CompressedGradients:
         return local_part(next(iter(self.parameters.values()))).device
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """The hook: make `parameter.grad` codes, if autograd has not added to codes."""
+        """Hook of autograd: turn `parameter.grad` into codes, unless autograd has added to codes."""
         number, name = self._members.place_of(parameter)
         buckets = None if self._reduction is None else self._reduction.buckets
         if buckets is not None:
@@ -377,7 +412,11 @@ def _is_local(parameter: nn.Parameter) -> bool:
 
 
 def _gradient_like(parameter: Tensor, name: str) -> Tensor:
-    """What this rank holds of parameter.grad, laid out as the parameter is. Raises ModelError if it is sparse."""
+    """This rank's part of parameter.grad, laid out as the parameter is.
+
+    Raises:
+        ModelError: the gradient is sparse or of another dtype than float32, bfloat16 or float16.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if gradient.dtype not in DTYPES:
@@ -395,7 +434,7 @@ def _gradient_like(parameter: Tensor, name: str) -> Tensor:
 
 
 def _sharded_over(parameter: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and its dimensions that a DTensor is sharded over; None for what is whole on this rank."""
+    """The mesh and its dimensions that a DTensor is sharded over; None for a parameter that is whole on this rank."""
     if not isinstance(parameter, DTensor):
         return None
     # Not is_shard(): the strided shards of FSDP2 over tensor parallelism deny it.

@@ -1,15 +1,15 @@
-"""What may be done with a gradient at this moment: the states of the gradients that a group of ranks reduces.
+r"""States of the gradients that a group of ranks reduces, and the uses that each state allows.
 
     none --backward--> LOCAL --reduce()--> REDUCED --zero--> none        (each gradient by itself)
-                        ^  \\                 |
-                        |   IN_FLIGHT -------+     (last_micro_batch: its bucket has left)
+                        ^  \                 |
+                        |   IN_FLIGHT -------+     (last_micro_batch: its bucket is launched)
                         +--- backward -------+     (averages only: the mean of equal gradients is that gradient)
 
-Values of LOCAL gradients differ from rank to rank, so nobody may use them: not a norm, not a clip, not an optimizer,
-not another reducer. They may be added to, scaled and zeroed. What is IN_FLIGHT may not be touched. A step changes no
-state: as in torch, the next backward adds to the gradients until somebody zeroes them.
+Values of LOCAL gradients differ from rank to rank, so any use is refused: a norm, a clip, an optimizer, another
+reducer. They may be added to, scaled and zeroed. A gradient IN_FLIGHT may not be touched. An optimizer's step changes
+no state: as in torch, the next backward adds to the gradients until they are zeroed.
 
-Without a group gradients are this process's own business and may be used at any time.
+Without a group a gradient belongs to this process alone and may be used at any time.
 """
 
 from __future__ import annotations
@@ -43,27 +43,36 @@ __all__ = [
 
 
 class Turn(enum.Enum):
-    """Whose values a gradient has."""
+    """State of a gradient: whose values it holds."""
 
     LOCAL = "local"
-    """This rank's."""
+    """This rank's values."""
     IN_FLIGHT = "in flight"
-    """Partly replaced: its reduction is under way."""
+    """Values that are partly replaced: the reduction is under way."""
     REDUCED = "reduced"
-    """Those of all ranks together."""
+    """The values of all ranks together."""
 
 
 class TurnGuard:
-    """Says what may be done with one gradient, and notices what was done."""
+    """Checks each use of one gradient against its state, and records the state that follows.
+
+    Args:
+        name: the parameter's, for errors.
+        average: whether ranks are averaged (and not added up).
+        turn: the state to begin with.
+    """
 
     def __init__(self, name: str, average: bool, turn: Turn = Turn.LOCAL) -> None:
-        """`name` of the parameter; `average`: whether ranks are averaged (and not added up)."""
         self.name = name
         self.average = average
         self.turn = turn
 
     def __call__(self, use: Use) -> None:
-        """Raises TrainingError for a use that is wrong now."""
+        """Check a use of the gradient.
+
+        Raises:
+            TrainingError: the gradient's state does not allow it.
+        """
         if self.turn is Turn.IN_FLIGHT:
             raise TrainingError(
                 f"the gradient of {self.name} is being reduced; call reduce(), on every rank, first, or zero_() of"
@@ -87,18 +96,18 @@ class TurnGuard:
             self.turn = Turn.LOCAL
 
     def copy(self) -> TurnGuard:
-        """For a copy of the gradient."""
+        """A guard in the same state, for a copy of the gradient."""
         return TurnGuard(self.name, self.average, self.turn)
 
 
 class Owner(Protocol):
-    """Who keeps a parameter's gradient in codes."""
+    """Store that keeps a parameter's gradient in codes."""
 
     def before_step(self, parameter: nn.Parameter) -> None:
-        """Called when an optimizer is about to use the parameter's gradient; raises if it must not."""
+        """Check that an optimizer may use the parameter's gradient; raises if it must not."""
 
     def follow(self) -> None:
-        """Look for parameters that the model has got since."""
+        """Take in parameters that joined the model."""
 
     @property
     def has_group(self) -> bool:
@@ -106,12 +115,13 @@ class Owner(Protocol):
 
 
 _owners: dict[int, weakref.ref[Owner]] = {}
-"""By id of the parameter, which its owner keeps alive. No weak reference to it: torch swaps only what has none."""
+"""By id of the parameter, which its owner keeps alive. No weak reference to the parameter: torch swaps only tensors
+that have none."""
 _installed = False
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:
-    """Note who keeps a parameter's gradient; from now on optimizers' steps are checked."""
+    """Register the owner of a parameter's gradient; from now on optimizers' steps are checked."""
     global _installed
     _owners[id(parameter)] = weakref.ref(owner)
     if not _installed:
@@ -120,12 +130,12 @@ def own(parameter: nn.Parameter, owner: Owner) -> None:
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Forget who keeps it."""
+    """Unregister the owner of a parameter's gradient."""
     _owners.pop(id(parameter), None)
 
 
 def owner_of(parameter: Tensor) -> Owner | None:
-    """Who keeps this parameter's gradient, None if nobody does."""
+    """The owner of this parameter's gradient; None if it has none."""
     reference = _owners.get(id(parameter))
     return None if reference is None else reference()
 
@@ -133,8 +143,8 @@ def owner_of(parameter: Tensor) -> Owner | None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a step on gradients that differ from rank to rank before it has changed anything.
 
-    A closure makes gradients of its own later; those are checked when they are read. Parameters that nobody owns may
-    have joined a model since, so its owner looks.
+    A closure makes gradients of its own later; those are checked when they are read. A parameter without owner may have
+    joined a model since, so all owners take in new parameters first.
     """
     if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
         return
@@ -154,7 +164,7 @@ def _all_owners() -> list[Owner]:
 
 
 def turn_of(parameter: Tensor) -> Turn | None:
-    """The state of a parameter's gradient in codes; None without, or where no group reduces."""
+    """The state of a parameter's gradient in codes; None without codes, or where no group reduces."""
     coded = coded_gradient(parameter)
     return coded.guard.turn if isinstance(coded, CodedGradient) and isinstance(coded.guard, TurnGuard) else None
 
@@ -170,16 +180,16 @@ _REDUCED_MARK = "_laconic_reduced"
 
 
 def mark_reduced(gradient: Tensor) -> None:
-    """Note on a dense gradient that it was reduced."""
+    """Mark a dense gradient as reduced."""
     setattr(gradient, _REDUCED_MARK, True)
 
 
 def is_marked_reduced(gradient: Tensor) -> bool:
-    """Whether a dense gradient is one that was reduced, and nothing else has been assigned since."""
+    """Whether a dense gradient is marked as reduced, and nothing else has been assigned since."""
     return bool(getattr(gradient, _REDUCED_MARK, False))
 
 
 def is_zero(gradient: Tensor) -> bool:
-    """Whether there is nothing in a dense gradient."""
+    """Whether all elements of a dense gradient are zero."""
     with torch.no_grad():
         return not bool((gradient != 0).any())

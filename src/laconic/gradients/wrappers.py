@@ -1,4 +1,4 @@
-"""Quantized reduction for a model that DDP or FSDP2 has wrapped: one call."""
+"""One call that makes the reduction of a DDP or FSDP2 model quantized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["QuantizedReduction", "quantize_reduction"]
 
 @dataclass(frozen=True)
 class QuantizedReduction:
-    """What `quantize_reduction` did."""
+    """Summary of `quantize_reduction`: the wrapper, and how much is reduced in 8 bits."""
 
     wrapper: str
     """"DDP" or "FSDP2"."""
@@ -42,18 +42,23 @@ def quantize_reduction(
 ) -> QuantizedReduction:
     """Make a wrapped model reduce its gradients in 8 bits. Call it once, before the first backward.
 
-    Arguments:
-        model: a DistributedDataParallel, or a module with fully_shard applied to it or inside it, wherever it was.
-        across: DDP: the groups of a two-level reduction. FSDP2 on a mesh inside one node: the ranks of other nodes that
-            hold the same shards; after the reduce-scatter the shard is averaged over them in 8 bits, which makes
-            hybrid sharding (FSDP2's own all-reduce, on a 2-D mesh, cannot be replaced). They must start alike.
-        error_feedback: see `ddp_q8_hook`; DDP only.
-        min_nbytes: what is smaller is reduced natively.
-
     Gradient accumulation stays what it was: `no_sync`, `set_requires_gradient_sync`.
 
-    Raises ModelError for a model that is not wrapped, has gradients of a type that cannot be quantized, or is sharded
-    over a 2-D mesh (HSDP); ConfigError for arguments that do not go with the wrapper.
+    Args:
+        model: a DistributedDataParallel, or a module with fully_shard applied to it or inside it, wherever it was.
+        across: DDP: the groups of a two-level reduction. FSDP2 on a mesh inside one node: the ranks of other nodes that
+            hold the same shards; after the reduce-scatter the shard is averaged over them in 8 bits, which makes hybrid
+            sharding (FSDP2's own all-reduce, on a 2-D mesh, cannot be replaced). They must start alike.
+        error_feedback: see `ddp_q8_hook`; DDP only.
+        min_nbytes: smaller buckets and units are reduced natively.
+
+    Returns:
+        The wrapper and the size of what is reduced in 8 bits.
+
+    Raises:
+        ModelError: the model is not wrapped, has gradients of a type that cannot be quantized, or is sharded over a 2-D
+            mesh (HSDP).
+        ConfigError: an argument does not go with the wrapper.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, parameter in model.named_parameters():
