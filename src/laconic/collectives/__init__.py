@@ -1,4 +1,4 @@
-"""Collectives over a codec, torch's own under one set of names, a background executor, and choosing what pays."""
+"""Collectives over codecs: public functions, process group backend, background executor and choice of a codec."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Collectives over a codec: what torch.distributed has, in fewer bytes.
+"""Collectives over a codec: those of torch.distributed, in fewer bytes.
 
 Signatures follow torch's: tensors are contiguous, `group` is the default group if None, `src` and `dst` are global
 ranks, and all ranks of a group make the same calls in the same order. Each function returns a `Work`; with
 async_op=True the collective goes on in the background and tensors must be left alone until `wait()`, else it is over
-already. wait() returns the output and raises what went wrong.
+already. wait() returns the output and raises the call's error.
 
 `codec="auto"` asks the cost model; `Raw()`, `Lossless()` or `Blockwise(format)` decides for it. Lossless codecs never
 change a bit of a result: float32, bfloat16 and float16 are summed in fp32 in the order of ranks and rounded once to the
-tensor's type, whatever travels. docs/collectives.md has the orders, the messages and what happens when a rank fails.
+tensor's type, whatever the codec. docs/collectives.md has the orders, the messages and the errors after a rank has
+failed.
 """
 
 from __future__ import annotations
@@ -55,14 +56,17 @@ T = TypeVar("T")
 def all_gather(
     output: Tensor, input: Tensor, group: Group = None, *, codec: Codec | str = "auto", async_op: bool = False
 ) -> Work[Tensor]:
-    """Every rank gets what all ranks have.
+    """Gather the tensors of all ranks on every rank.
 
-    Arguments:
+    Args:
         output: W times the elements of `input`, same dtype; rank r's values are its r-th part.
         input: any shape and dtype; it may be this rank's part of `output`.
         group: a process group of W ranks, or TwoLevel, whose rank r has local rank r % L on node r // L.
+        codec, async_op: as in the module's docstring.
 
-    Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
+    Raises:
+        FormatError: the tensors do not fit.
+        ConfigError: ranks disagree about the call; raised on every rank.
     """
     way = known_way(group, "all_gather", input) if codec == "auto" else None
     if way is not None and _fits(output, input, way.world * input.numel()):
@@ -91,15 +95,18 @@ def reduce_scatter(
     codec: Codec | str = "auto",
     async_op: bool = False,
 ) -> Work[Tensor]:
-    """Each rank gets its part of the sum over ranks.
+    """Sum over ranks and give each rank its part of the sum.
 
-    Arguments:
+    Args:
         output: any shape; becomes the sum of the parts that the ranks have for this one.
         input: W times the elements of `output`, same dtype; its r-th part goes to rank r.
         group: a process group of W ranks, or TwoLevel: each node sums in fp32 and rounds, then nodes' sums are summed.
         op: "sum", or "avg": the fp32 sum times fp32(1 / W).
+        codec, async_op: as in the module's docstring.
 
-    Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
+    Raises:
+        FormatError: the tensors do not fit.
+        ConfigError: ranks disagree about the call; raised on every rank.
     """
     way = known_way(group, ("reduce_scatter", op), input) if codec == "auto" else None
     if way is not None and _fits(output, input, input.numel() // way.world):
@@ -124,12 +131,19 @@ def reduce_scatter(
 def all_reduce(
     tensor: Tensor, group: Group = None, *, op: Op = "sum", codec: Codec | str = "auto", async_op: bool = False
 ) -> Work[Tensor]:
-    """`tensor`, of any shape, becomes the sum over the ranks of `group` on each of them: the same bits everywhere.
+    """Replace `tensor` by its sum over the ranks of `group`, on each of them: the same bits everywhere.
 
-    `op` and TwoLevel as in `reduce_scatter`. With a codec that is not lossless, what ranks send is rounded by it, and
-    once more the sum; what a rank has itself counts exactly.
+    With a codec that is not lossless, each rank's message is rounded by it, and once more the sum; a rank's own values
+    count exactly.
 
-    Raises FormatError for a tensor that does not fit, ConfigError on every rank when ranks disagree about the call.
+    Args:
+        tensor: any shape.
+        group, op: as in `reduce_scatter`.
+        codec, async_op: as in the module's docstring.
+
+    Raises:
+        FormatError: the tensor does not fit.
+        ConfigError: ranks disagree about the call; raised on every rank.
     """
     way = known_way(group, ("all_reduce", op), tensor) if codec == "auto" else None
     if way is not None:
@@ -160,16 +174,19 @@ def all_to_all(
     async_op: bool = False,
     table: Sequence[Sequence[int]] | None = None,
 ) -> Work[Tensor]:
-    """Each rank sends a part of `input` to each rank and gets a part of `output` from each.
+    """Send a part of `input` to each rank and receive a part of `output` from each.
 
-    Arguments:
+    Args:
         output, input: [n, ...], same dtype, in the order of ranks.
         output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None.
         group: a process group of W ranks, or TwoLevel (equal parts only).
-        table: rows from each rank to each, [from][to], if all ranks know them: they need not tell each other, and over
-            Raw() nothing but rows travels. It must say what the split sizes say.
+        codec, async_op: as in the module's docstring.
+        table: rows from each rank to each, [from][to], if all ranks know them: no sizes are exchanged then, and over
+            Raw() only rows are sent. It must agree with the split sizes.
 
-    Raises FormatError for tensors that do not fit, ConfigError on every rank when ranks disagree about the call.
+    Raises:
+        FormatError: the tensors do not fit.
+        ConfigError: ranks disagree about the call; raised on every rank.
     """
     even = output_split_sizes is None and input_split_sizes is None
     way = known_way(group, "all_to_all", input) if even and codec == "auto" else None
@@ -227,7 +244,7 @@ def broadcast(
     codec: Codec | str = "auto",
     async_op: bool = False,
 ) -> Work[Tensor]:
-    """`tensor`, of any shape and dtype, of the global rank `src` replaces that of the other ranks of `group`."""
+    """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
     way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
     if way is not None:
         return _again(way, "broadcast", uncoded.broadcast(tensor, way.group, way.group_rank), tensor, async_op)
@@ -251,7 +268,7 @@ def gather(
     codec: Codec | str = "auto",
     async_op: bool = False,
 ) -> Work[Tensor | None]:
-    """The global rank `dst` gets what all ranks have: `output` as in `all_gather` there, None on the others."""
+    """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
     way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
     if way is not None and (output is None or _fits(output, input, way.world * input.numel())):
         return _again(way, "gather", uncoded.gather(output, input, way.group, way.group_rank), output, async_op)
@@ -283,7 +300,7 @@ def scatter(
     codec: Codec | str = "auto",
     async_op: bool = False,
 ) -> Work[Tensor]:
-    """Each rank gets its part of `input` of the global rank `src`: [W * n] there, None on the others."""
+    """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
     way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
     if way is not None and (input is None or _fits(input, output, way.world * output.numel())):
         return _again(way, "scatter", uncoded.scatter(output, input, way.group, way.group_rank), output, async_op)
@@ -320,8 +337,10 @@ def _leaves_raw(
     root: int = 0,
     is_end: bool = False,
 ) -> bool:
-    """Whether a call needs nothing but the backend's own collective; `known_way` then knows others like it, as `known`
-    on the `group` that the caller gave."""
+    """Whether a call needs only the backend's own collective.
+
+    `known_way` then knows others like it, as `known` on the `group` that the caller gave.
+    """
     if codec != "auto" or len(groups) > 1 or numel == 0 or groups[0].size() == 1:
         return False
     if not leaves_raw(operation, numel, x, groups[0], is_end):
@@ -331,18 +350,18 @@ def _leaves_raw(
 
 
 def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
-    """Whether a second tensor is what it must be; if not, the checks say what is wrong."""
+    """Whether a second tensor is plain, on the CPU, of the right dtype and size; if not, the checks raise the error."""
     return x.numel() == numel and x.dtype is beside.dtype and x.is_cpu and is_plain_strided(x)
 
 
 def _again(way: Way, function: str, work: dist.Work, result: T, async_op: bool) -> Work[T]:
-    """`_raw` of a call that is known."""
+    """Run `_raw` for a call that is known."""
     next(way.count)
     return _raw(function, work, result, way.group, async_op)
 
 
 def _raw(function: str, work: dist.Work, result: T, group: dist.ProcessGroup, async_op: bool) -> Work[T]:
-    """A call that the backend carries out."""
+    """Run a call that the backend carries out."""
     found = BackendWork(work, result, group, function)
     if not async_op:
         found.wait()

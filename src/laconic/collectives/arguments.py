@@ -1,4 +1,4 @@
-"""Arguments of collectives: what they mean, and refusing those that mean nothing."""
+"""Checks and resolution of the arguments of collectives: groups, ranks, tensors, split sizes, reduction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def find_groups(group: Group) -> tuple[int, Groups]:
-    """Number of ranks, and the process groups."""
+    """Resolve `group` to the number of ranks and the process groups.
+
+    Raises:
+        ConfigError: there is no process group, or this process is not in it.
+    """
     if isinstance(group, TwoLevel):
         return group.node.size() * group.cluster.size(), (_carrier(group.node), _carrier(group.cluster))
     if group is None and not dist.is_initialized():
@@ -60,12 +64,22 @@ def _carrier(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def flat_group(function: str, group: Group) -> dist.ProcessGroup | None:
+    """Return `group` unless it is a TwoLevel.
+
+    Raises:
+        ConfigError: it is, but `function` takes one level only.
+    """
     if isinstance(group, TwoLevel):
         raise ConfigError(f"group is a TwoLevel, which {function} does not take; pass a process group")
     return group
 
 
 def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
+    """Translate the global rank `rank`, argument `name` of the call, to its rank within the group.
+
+    Raises:
+        ConfigError: the group does not contain it.
+    """
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
         raise ConfigError(f"{name} is {rank}, but the group has the global ranks {ranks}; pass one of them")
@@ -73,12 +87,21 @@ def find_group_rank(group: dist.ProcessGroup, rank: int, name: str) -> int:
 
 
 def check_group_rank(name: str, rank: int, size: int) -> None:
-    """`rank` is a rank within a group of `size`; torch looks others up, but passes those of the default group on."""
+    """Check that `rank` is a rank within a group of `size`; torch checks it in other groups than the default one.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not 0 <= rank < size:
         raise ConfigError(f"{name} is {rank}, but the group has {size} ranks, 0 to {size - 1}; pass one of them")
 
 
 def check_tensors(**tensors: Tensor) -> None:
+    """Check that tensors, given by argument name, are contiguous and dense and share one dtype and one device.
+
+    Raises:
+        FormatError: one is not contiguous, a conjugated or negated view, or has another dtype or device than the first.
+    """
     for name, x in tensors.items():
         if x.layout != torch.strided or not x.is_contiguous():
             raise FormatError(f"{name} is not contiguous and dense, but it must be; pass {name}.contiguous()")
@@ -94,11 +117,27 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_numel(name: str, x: Tensor, numel: int, rule: str) -> None:
+    """Check the number of elements of the argument `name`; `rule` explains the expected number in the error.
+
+    Raises:
+        FormatError: it is another one.
+    """
     if x.numel() != numel:
         raise FormatError(f"{name} has {x.numel()} elements, but it must have {numel}, {rule}")
 
 
 def check_end(name: str, x: Tensor | None, is_end: bool, end: str) -> None:
+    """Check that the argument `name` is a tensor on the root rank (`is_end`) and None on all others.
+
+    Args:
+        name: the argument's name, for the error.
+        x: the argument.
+        is_end: whether this rank is the root.
+        end: "src" or "dst" of the call, for the error.
+
+    Raises:
+        FormatError: the argument is a tensor on the wrong rank, or missing.
+    """
     if (x is not None) != is_end:
         raise FormatError(
             f"{name} is {'None' if x is None else 'a tensor'}, but it must be a tensor on the rank {end} and None on"
@@ -107,7 +146,11 @@ def check_end(name: str, x: Tensor | None, is_end: bool, end: str) -> None:
 
 
 def find_splits(name: str, splits: Sequence[int] | None, x: Tensor, world: int) -> list[int]:
-    """Rows for each rank."""
+    """Rows of `x` for each of `world` ranks: the given split sizes, or equal parts if None.
+
+    Raises:
+        FormatError: the sizes do not add up to the rows of `x`, or equal parts are not possible.
+    """
     num_rows = x.shape[0] if x.dim() else 1
     if splits is None:
         if num_rows % world:
@@ -121,11 +164,17 @@ def find_splits(name: str, splits: Sequence[int] | None, x: Tensor, world: int) 
 
 
 def numels_of(splits: Sequence[int], x: Tensor) -> list[int]:
+    """Convert split sizes from rows of `x` to elements."""
     row_numel = x.shape[1:].numel() if x.dim() else 0
     return [rows * row_numel for rows in splits]
 
 
 def find_factor(op: str, x: Tensor, world: int) -> float:
+    """Factor of the fp32 sum over `world` ranks: 1 for "sum", 1 / world for "avg".
+
+    Raises:
+        FormatError: `op` is another one, or the dtype of `x` cannot be summed or averaged.
+    """
     if op not in ("sum", "avg"):
         raise FormatError(
             f"op is {op!r}, but it must be 'sum' or 'avg': other results need no sum that could be shortened; use"
@@ -142,4 +191,5 @@ def find_factor(op: str, x: Tensor, world: int) -> float:
 
 
 def flatten(x: Tensor) -> Tensor:
+    """View a contiguous tensor as [numel], detached from autograd."""
     return x.detach().view(-1)

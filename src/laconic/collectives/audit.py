@@ -1,8 +1,8 @@
-"""What went over the wire: bytes as they were and as they were sent, and what was left raw and why.
+"""Audit of sent bytes: raw and sent bytes per kind of call, and why calls were left raw.
 
 Every collective of this package writes one line here. Counting is a dictionary update under a lock, a few microseconds;
-calls that are left raw by the thousand count in a `tally`, which takes no lock and a fraction of one. Reading copies.
-Counts are of this process; a run adds those of its ranks.
+calls that are left raw by the thousand count in a `tally`, which takes no lock and a fraction of that time. Reading
+copies. Counts are of this process; a run adds those of its ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from laconic.cost.sizes import format_nbytes
 __all__ = ["RAW", "Entry", "Snapshot", "record", "reset", "snapshot", "tally"]
 
 RAW = "raw"
-"""The codec's name for messages that travel as they are."""
+"""Codec name of messages that are sent uncoded."""
 
 _MAX_REASONS = 32
-"""Reasons counted apart per entry; a caller that writes numbers into reasons must not fill the memory."""
+"""Reasons counted separately per entry; it bounds the memory of a caller that writes numbers into reasons."""
 
 
 @dataclass(frozen=True)
@@ -34,55 +34,55 @@ class Entry:
     codec: str
     num_calls: int
     raw_nbytes: int
-    """What this process would have sent without a codec."""
+    """Bytes this process would have sent without a codec."""
     sent_nbytes: int
-    """What it sent, headers and exchanged sizes included."""
+    """Bytes it sent, headers and exchanged sizes included."""
     coding_seconds: float
-    """Spent in encoding and decoding; part of it may have been hidden behind the wire."""
+    """Time of encoding and decoding; part of it may have been overlapped with the transfer."""
     saved_seconds: float
-    """Estimated: what the cost model predicts for raw minus what it predicts for the codec taken. Not measured."""
+    """Estimate: the cost model's prediction for raw minus its prediction for the codec taken. Not measured."""
     reasons: Mapping[str, int]
-    """Why this codec, and how many calls for each reason."""
+    """Reasons for this codec, and the number of calls for each."""
 
     @property
     def ratio(self) -> float:
-        """Bytes raw over bytes sent; 1 if nothing was sent."""
+        """Bytes raw over bytes sent; 1 if no byte was sent."""
         return self.raw_nbytes / self.sent_nbytes if self.sent_nbytes else 1.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was counted up to one moment, or between two (`later - earlier`)."""
+    """Counts up to one moment, or between two (`later - earlier`)."""
 
     entries: tuple[Entry, ...]
 
     @property
     def raw_nbytes(self) -> int:
-        """Of all entries."""
+        """Sum over all entries."""
         return sum(entry.raw_nbytes for entry in self.entries)
 
     @property
     def sent_nbytes(self) -> int:
-        """Of all entries."""
+        """Sum over all entries."""
         return sum(entry.sent_nbytes for entry in self.entries)
 
     @property
     def ratio(self) -> float:
-        """Bytes raw over bytes sent of all entries together; 1 if nothing was sent."""
+        """Bytes raw over bytes sent of all entries together; 1 if no byte was sent."""
         return self.raw_nbytes / self.sent_nbytes if self.sent_nbytes else 1.0
 
     @property
     def coding_seconds(self) -> float:
-        """Of all entries."""
+        """Sum over all entries."""
         return sum(entry.coding_seconds for entry in self.entries)
 
     @property
     def saved_seconds(self) -> float:
-        """Of all entries; an estimate of the cost model, see `Entry.saved_seconds`."""
+        """Sum over all entries; an estimate of the cost model, see `Entry.saved_seconds`."""
         return sum(entry.saved_seconds for entry in self.entries)
 
     def left_raw(self) -> dict[str, int]:
-        """Why calls were left raw -> how many of them, most frequent first."""
+        """Number of calls left raw by reason, most frequent first."""
         found: dict[str, int] = {}
         for entry in self.entries:
             if entry.codec == RAW:
@@ -96,14 +96,14 @@ class Snapshot:
         return Snapshot(tuple(entry for entry in left if entry.num_calls))
 
     def __add__(self, other: Snapshot) -> Snapshot:
-        """Both together, for instance of two ranks."""
+        """Add both, for instance those of two ranks."""
         sums = {_key(entry): entry for entry in self.entries}
         for entry in other.entries:
             sums[_key(entry)] = _plus(sums[_key(entry)], entry) if _key(entry) in sums else entry
         return Snapshot(_sorted(sums.values()))
 
     def table(self) -> str:
-        """Text for a terminal: a line per entry, the sum, and what was left raw and why."""
+        """Format a table for a terminal: a line per entry, the sum, and the reasons for calls left raw."""
         if not self.entries:
             return "no collective of laconic was called"
         header = ["operation", "dtype", "codec", "calls", "raw", "sent", "ratio", "coding s", "saved s (estimated)"]
@@ -125,16 +125,16 @@ class Snapshot:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values; `from_dict` reads them."""
+        """Convert to JSON values; `from_dict` reads them."""
         return {"entries": [{**vars(entry), "reasons": dict(entry.reasons)} for entry in self.entries]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Snapshot:
-        """The inverse of `to_dict`."""
+        """Read the result of `to_dict`."""
         return cls(tuple(Entry(**entry) for entry in data["entries"]))
 
     def to_json(self) -> str:
-        """`to_dict` as text."""
+        """Format `to_dict` as JSON text."""
         return json.dumps(self.to_dict())
 
 
@@ -143,7 +143,7 @@ _Key = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _Sums:
-    """An `Entry` in the making: what a call adds to, in place."""
+    """Mutable sums of one `Entry`, to which calls are added in place."""
 
     num_calls: int = 0
     raw_nbytes: int = 0
@@ -155,7 +155,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Tally:
-    """Calls that differ in nothing that is counted."""
+    """Counter of calls that are equal in everything that is counted."""
 
     key: _Key
     reason: str
@@ -165,7 +165,7 @@ class _Tally:
     num_taken: int = 0
 
     def take(self) -> int:
-        """Calls since the last time. Asking a counter for its value counts, too."""
+        """Calls since the last time; reading a counter's value counts as well and is subtracted."""
         found = next(self.calls) - self.num_reads
         self.num_reads += 1
         new, self.num_taken = found - self.num_taken, found
@@ -173,7 +173,7 @@ class _Tally:
 
 
 _MAX_TALLIES = 4096
-"""A program whose sizes never repeat must not fill the memory."""
+"""Bound on memory for programs whose sizes never repeat."""
 
 _lock = threading.Lock()
 _sums: dict[_Key, _Sums] = {}
@@ -191,16 +191,16 @@ def record(
     *,
     saved_seconds: float = 0.0,
 ) -> None:
-    """Count one call. Any thread may do so.
+    """Count one call; thread-safe.
 
-    Arguments:
+    Args:
         operation: "all_gather", "reduce_scatter", ...
         dtype: the tensor's; a torch.dtype or its name.
-        raw_nbytes: what this process would have sent without a codec, by the bandwidth-optimal algorithm.
-        sent_nbytes: what it sent.
+        raw_nbytes: bytes that this process would have sent without a codec, by the bandwidth-optimal algorithm.
+        sent_nbytes: bytes it sent.
         codec: "raw", "window", "tiered", or a codec's name.
-        reason: why that one, in a few words without numbers: calls are counted by it.
-        seconds: spent in encoding and decoding, 0 for raw.
+        reason: why that codec, in a few words without numbers: calls are counted by it.
+        seconds: time of encoding and decoding, 0 for raw.
         saved_seconds: `choice.raw_seconds - choice.predicted_seconds`, if a choice was made.
     """
     key = (operation, str(dtype).removeprefix("torch."), codec)
@@ -217,7 +217,10 @@ def record(
 def tally(operation: str, dtype: object, nbytes: int, reason: str) -> Iterator[int] | None:
     """A counter of calls that are left raw: each `next` of it, in any thread, counts one that sends `nbytes`.
 
-    The same arguments give the same counter. None where there are too many of them: `record` such calls.
+    The same arguments give the same counter.
+
+    Returns:
+        The counter, or None where there are too many of them: `record` such calls.
     """
     key = (operation, str(dtype).removeprefix("torch."), RAW)
     with _lock:
@@ -230,14 +233,14 @@ def tally(operation: str, dtype: object, nbytes: int, reason: str) -> Iterator[i
 
 
 def snapshot() -> Snapshot:
-    """Everything counted since the program began or `reset` was called."""
+    """Copy all counts since the program began or `reset` was called."""
     with _lock:
         _take_tallies()
         return Snapshot(_sorted(Entry(*key, **_values(sums)) for key, sums in _sums.items()))
 
 
 def reset() -> None:
-    """Begin anew."""
+    """Set all counts to zero."""
     with _lock:
         _take_tallies()
         _sums.clear()

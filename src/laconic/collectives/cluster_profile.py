@@ -1,4 +1,4 @@
-"""Measures a cluster: every collective on every kind of group, every code on every dtype, and what does not add up.
+"""Cluster measurement: every collective on every kind of group, every code on every dtype, and the model's residuals.
 
 All ranks call `profile` together and get the same rates. Sizes grow until one takes half a second, so that slow links
 take no longer than fast ones: some ten seconds per kind of group.
@@ -53,10 +53,10 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 9
 def profile(device: torch.device, report: Callable[[str], None] = lambda text: None, quick: bool = False) -> WireRates:
     """Measure the cluster of the default process group; every rank gets the same rates.
 
-    Arguments:
+    Args:
         device: whose tensors are sent; this process's GPU or the CPU.
-        report: told what is measured next.
-        quick: small sizes only; shows that it works.
+        report: called with the name of the next measurement.
+        quick: small sizes only, as a smoke test.
     """
     assert dist.group.WORLD is not None
     ranks = Ranks(dist.group.WORLD, device)
@@ -82,7 +82,7 @@ def profile(device: torch.device, report: Callable[[str], None] = lambda text: N
 
 
 def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's group of each kind. Every rank takes part in making all of them."""
+    """Make this rank's group of each kind; every rank takes part in making all of them."""
     assert dist.group.WORLD is not None
     if world.kind != "all":
         return {world.kind: dist.group.WORLD}
@@ -105,7 +105,7 @@ def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
 
 
 def _measure_both(ranks: Ranks, group: dist.ProcessGroup, sizes: Sequence[int]) -> LinkRates:
-    """What the backend's own operations take, and as `travels` what the exchanges do that carry coded messages."""
+    """Measure the backend's own operations, and as `travels` the exchanges that carry coded messages."""
     exchanges = measure_link(ranks, group, sizes)
     travels = dict(exchanges.operations)
     if group.size() > 2:
@@ -124,10 +124,16 @@ def measure_link(
     names: Sequence[str] = OPERATIONS,
     longest_seconds: float = _LONGEST_SECONDS,
 ) -> LinkRates:
-    """The rates of a group, with lines of the operations `names`; sizes are bytes that a process sends, of which those
-    are left out that would take longer than `longest_seconds` if each were 4 times the one before.
+    """Measure the rates of a group, with lines of the operations `names`.
 
-    All of `ranks` call this together, each with its own group, groups being of one size.
+    All of `ranks` call this together, each with its own group; groups are of one size.
+
+    Args:
+        ranks: all ranks that measure at once.
+        group: this rank's group.
+        sizes: bytes that a process sends.
+        names: operations to measure.
+        longest_seconds: sizes that would take longer, if each were 4 times the one before, are left out.
     """
     lines = {
         name: _line(ranks, sizes, longest_seconds, partial(_case, name, group, ranks.device, Raw())) for name in names
@@ -154,7 +160,7 @@ def _line(
 
 
 def _around(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], object], float]:
-    """One message to the next rank and one from the rank before."""
+    """Send one message to the next rank and receive one from the rank before."""
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     return partial(pass_around, torch.empty_like(sent), sent, group), size
 
@@ -162,9 +168,16 @@ def _around(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[
 def _case(
     operation: str, group: dist.ProcessGroup, device: torch.device, codec: Codec | None, size: int
 ) -> tuple[Callable[[], object], float]:
-    """An operation in which a process of `group` sends about `size` raw bytes, and how many they are.
+    """An operation in which a process of `group` sends about `size` raw bytes.
 
-    `codec`: None for the backend's own operation.
+    Args:
+        operation: "all_gather", ...
+        group, device: where it runs.
+        codec: None for the backend's own operation.
+        size: raw bytes that a process sends, about.
+
+    Returns:
+        The call, and the raw bytes that a process sends in it.
     """
     world = group.size()
     per_byte = sent_nbytes(operation, 1.0, world)
@@ -199,7 +212,7 @@ def _case(
 
 
 def _send_to_neighbour(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Even ranks send to the next one; the last one of an odd number rests."""
+    """Send from even ranks to the next one; the last one of an odd number is idle."""
     rank = group.rank()
     if rank % 2:
         work = group.recv([torch.empty_like(x)], rank - 1, 0)
@@ -212,7 +225,7 @@ def _send_to_neighbour(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _chunk_seconds(ranks: Ranks, group: dist.ProcessGroup) -> float:
-    """What one more small message to everybody costs while others are under way."""
+    """Measure the cost of one more small message to every rank while others are under way."""
     rows = torch.zeros(group.size(), 64, dtype=torch.uint8, device=ranks.device)
 
     def several(number: int) -> None:
@@ -224,7 +237,7 @@ def _chunk_seconds(ranks: Ranks, group: dist.ProcessGroup) -> float:
 
 
 def _overlap(ranks: Ranks, group: dist.ProcessGroup) -> float:
-    """Share of the shorter one of coding and wire that is hidden when both go on at once."""
+    """Measure the share of the shorter of coding and transfer that is hidden when both run at once."""
     world = group.size()
     rows = torch.zeros(world, _OVERLAP_NBYTES // world, dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(rows)
@@ -247,14 +260,16 @@ def _overlap(ranks: Ranks, group: dist.ProcessGroup) -> float:
     return min(1.0, max(0.0, (wire + coding - together) / min(wire, coding)))
 
 
-# --- what does not add up ---
+# --- residuals of the model ---
 
 
 def _extra(
     ranks: Ranks, group: dist.ProcessGroup, link: LinkRates, codecs: Mapping[str, Mapping[str, CodecRates]]
 ) -> dict[str, Line]:
-    """What coding an operation really costs or saves against raw, minus what is predicted: calls, headers, buffers,
-    caches. Raw and coded take turns, so that what disturbs one disturbs the other."""
+    """Measure the residual of coded operations: measured gain or cost of coding against raw, minus the predicted one.
+
+    It contains calls, headers, buffers and caches. Raw and coded alternate, so that a disturbance hits both.
+    """
     codec = codecs["bfloat16"]["tiered"]
     world, found = group.size(), {}
     for operation in OPERATIONS:
@@ -284,7 +299,7 @@ def _lower_quartile(values: Iterable[float]) -> float:
 
 
 def _num_chunks(operation: str, nbytes: float, world: int) -> int:
-    """Into how many chunks the operations cut what goes from one rank to another, if no choice tells them."""
+    """Number of chunks of the message from one rank to another, if no choice sets it."""
     parts = world if operation in ("reduce_scatter", "all_reduce", "all_to_all", "scatter") else 1
     numel = int(nbytes / _DTYPE.itemsize / parts)
     return -(-numel // Route(Raw(), None, "").step(numel, _DTYPE))

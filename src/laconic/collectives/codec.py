@@ -1,4 +1,4 @@
-"""What a collective makes of a tensor before it goes on the wire, and of the bytes that arrive.
+"""Codecs of collectives: tensor to message before sending, message to values after receiving.
 
 A codec turns a tensor into a *message*, a flat uint8 tensor, and a message back into values. `Raw` sends the bytes as
 they are, `Lossless` shortens floating-point numbers bit for bit (ZipCCL), `Blockwise` sends codes of a few bits and
@@ -24,52 +24,65 @@ __all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "setting_of"]
 
 
 class Codec(Protocol):
-    """How values become bytes and bytes become values. Equal codecs have equal names."""
+    """Conversion of values to bytes and back. Equal codecs have equal names."""
 
     @property
     def name(self) -> str:
-        """What distinguishes this codec from others, with all its settings. Ranks compare it."""
+        """Name with all settings, by which ranks compare codecs."""
 
     @property
     def lossless(self) -> bool:
         """Whether decoding gives back the encoded bits."""
 
     def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """No message of `numel` elements is longer."""
+        """Upper bound on the length of a message of `numel` elements."""
 
     def capacity_nbytes(self, numel: int, dtype: torch.dtype) -> int | None:
-        """What every message of `numel` elements takes, or None if that depends on the values."""
+        """Length of every message of `numel` elements, or None if it depends on the values."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """The message of `x`, contiguous [n], as uint8 [nbytes]; it may share memory with `x`.
+        """Encode `x`, contiguous [n], as uint8 [nbytes]; the message may share memory with `x`.
 
-        Raises FormatError for a dtype that the codec does not know.
+        Raises:
+            FormatError: the codec does not know the dtype.
         """
 
     def cut(self, buffer: Tensor) -> Tensor:
-        """The message that `buffer` begins with. Raises FormatError if its length cannot be read."""
+        """View the message that `buffer` begins with.
+
+        Raises:
+            FormatError: its length cannot be read.
+        """
 
     def fits(self, message: Tensor) -> bool:
         """Whether `message` holds its values. One that does not is only its header; `fallback` takes its place."""
 
     @property
     def fallback(self) -> Codec:
-        """The codec of tensors whose message does not fit."""
+        """Codec of tensors whose message does not fit."""
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
-        """Write the values into `out`, contiguous [n]. Raises FormatError unless it is an intact message for `out`."""
+        """Write the values into `out`, contiguous [n].
+
+        Raises:
+            FormatError: `message` is not an intact message for `out`.
+        """
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
-        """Add the values, sent as `dtype`, to `total` fp32 [n]. Raises FormatError as `decode_into` does."""
+        """Add the values, sent as `dtype`, to `total` fp32 [n].
+
+        Raises:
+            FormatError: `message` is not an intact message for `total`.
+        """
 
 
 def setting_of(codec: Codec | str) -> str:
-    """What a caller asked for, as ranks compare it: "auto" and `Lossless()`, whose name is "auto" too, differ."""
+    """The caller's codec as ranks compare it: "auto" and `Lossless()`, whose name is "auto" too, differ."""
     return codec if isinstance(codec, str) else f"{type(codec).__name__}({codec.name})"
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 [nbytes], in the same memory."""
+    """View a contiguous tensor as bytes, uint8 [nbytes]."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -81,40 +94,56 @@ def _check_nbytes(name: str, message: Tensor, nbytes: int) -> None:
 
 
 class _Whole:
-    """What codecs share whose messages have a length known beforehand and always hold their values."""
+    """Base of codecs whose messages have a length known beforehand and always hold their values."""
 
     def cut(self, buffer: Tensor) -> Tensor:
+        """The whole buffer, since its length is known beforehand."""
         return buffer
 
     def fits(self, message: Tensor) -> bool:
+        """True: these messages always hold their values."""
         return True
 
     @property
     def fallback(self) -> Codec:
+        """The codec itself; it is never needed."""
         return Raw()
 
 
 @dataclass(frozen=True)
 class Raw(_Whole):
-    """The values' own bytes; any dtype. Nothing is checked beyond their number."""
+    """The values' own bytes; any dtype. Only their number is checked."""
 
     name: str = field(default="raw", init=False)
     lossless: bool = field(default=True, init=False)
 
     def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of the values themselves."""
         return numel * dtype.itemsize
 
     def capacity_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of the values themselves."""
         return self.max_nbytes(numel, dtype)
 
     def encode(self, x: Tensor) -> Tensor:
+        """View the tensor as bytes; nothing is copied."""
         return bytes_of(x)
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
+        """Copy the bytes into `out`.
+
+        Raises:
+            FormatError: their number is not that of `out`.
+        """
         _check_nbytes("raw", message, out.nbytes)
         bytes_of(out).copy_(message)
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
+        """Add the bytes, taken as `dtype`, to `total`.
+
+        Raises:
+            FormatError: their number is not that of `total` in `dtype`.
+        """
         _check_nbytes("raw", message, total.numel() * dtype.itemsize)
         total.add_(message.view(dtype))
 
@@ -128,16 +157,17 @@ _DTYPE_OFFSET, _CODE_OFFSET, _NBYTES_OFFSET = 5, 6, 16
 class Lossless:
     """The lossless float format (docs/formats.md; ZipCCL): bit for bit, checked against damage; any dtype.
 
-    Types that the format does not know travel as bytes, uncoded and checked.
+    Types that the format does not know are sent as bytes, uncoded and checked.
 
-    Raises FormatError when built with an unknown code or a capacity that no message fits.
+    Raises:
+        FormatError: the code is unknown, or no message fits the capacity.
     """
 
     code: str = "auto"
     """"tiered", "window", "raw" (checked, but not shorter), or "auto": tiered."""
     capacity_bits: float | None = None
     """None: messages as long as they need to be. A number: all messages take so many bits per element and 72 bytes, so
-    that no length has to be known beforehand; where values do not fit they travel a second time, raw."""
+    that no length has to be known beforehand; values that do not fit are sent a second time, raw."""
 
     def __post_init__(self) -> None:
         if self.code not in ("auto", "tiered", "window", "raw"):
@@ -149,30 +179,40 @@ class Lossless:
 
     @property
     def name(self) -> str:
+        """Code, and capacity if there is one."""
         capacity = "" if self.capacity_bits is None else f"-{self.capacity_bits:g}-bits"
         return self.code + capacity
 
     @property
     def lossless(self) -> bool:
+        """True: every bit is restored."""
         return True
 
     def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Length of the message of incompressible values."""
         known = _known(dtype)
         return lossless.max_nbytes(numel * dtype.itemsize // known.itemsize, known)
 
     def capacity_nbytes(self, numel: int, dtype: torch.dtype) -> int | None:
+        """Length of every message if there is a capacity, else None."""
         if self.capacity_bits is None:
             return None
         return min(_FRONT_NBYTES + math.ceil(numel * self.capacity_bits / 8), self.max_nbytes(numel, dtype))
 
     def encode(self, x: Tensor) -> Tensor:
+        """Encode `x` with the format's header and checksum; with a capacity, one too long is only its header."""
         known = _known(x.dtype)
         code = "raw" if known != x.dtype else "tiered" if self.code == "auto" else self.code
         message = lossless_encode(x.view(known), code=code, capacity_nbytes=self.capacity_nbytes(x.numel(), x.dtype))
-        # Sent and forgotten: a slice of the longest message will do.
+        # The message is only sent: a slice of the longest one suffices.
         return message if self.capacity_bits is not None else self.cut(message)
 
     def cut(self, buffer: Tensor) -> Tensor:
+        """View the message that `buffer` begins with, by the length in its header; with a capacity it fills the buffer.
+
+        Raises:
+            FormatError: the length is impossible.
+        """
         if self.capacity_bits is not None:
             return buffer
         nbytes = int(buffer[_NBYTES_OFFSET : _NBYTES_OFFSET + 8].clone().view(torch.int64))
@@ -184,23 +224,35 @@ class Lossless:
         return buffer[:nbytes]
 
     def fits(self, message: Tensor) -> bool:
+        """Whether `message` holds its values; always without a capacity."""
         return self.capacity_bits is None or int(message[_CODE_OFFSET]) != TOO_LONG
 
     @property
     def fallback(self) -> Codec:
+        """The values' bytes with header and checksum, sent where values do not fit."""
         return Lossless("raw")
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
+        """Decode into `out`, bit for bit.
+
+        Raises:
+            FormatError: the message is damaged, or not one for `out`.
+        """
         lossless.decode_into(message, out.view(_known(out.dtype)))
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
+        """Decode and add to `total` in one pass.
+
+        Raises:
+            FormatError: the message is damaged, holds another dtype, or is not one for `total`.
+        """
         if int(message[_DTYPE_OFFSET]) != DTYPE_NUMBERS[dtype]:
             raise FormatError(f"the message does not hold {dtype}, which is expected; it was damaged or is another's")
         lossless.decode_add(message, total)
 
 
 def _known(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which a message takes it: only those that are coded fast enough for a wire are."""
+    """The dtype as which a message takes it: itself if it is coded fast enough for a network, else that of bytes."""
     return dtype if dtype in EXPONENT_DTYPES else torch.uint8
 
 
@@ -223,20 +275,29 @@ class Blockwise(_Whole):
 
     @property
     def name(self) -> str:
+        """Name of the block format: code, block size, dtype of scales."""
         scale = str(self.format.scale_dtype).removeprefix("torch.")
         return f"{self.format.code}-b{self.format.block_size}-{scale}"
 
     @property
     def lossless(self) -> bool:
+        """False: values are rounded to the levels of the code."""
         return False
 
     def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Length of every message: header, scales and codes."""
         return _BLOCKWISE_HEADER.size + self.format.nbytes((numel,))
 
     def capacity_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Length of every message: header, scales and codes."""
         return self.max_nbytes(numel, dtype)
 
     def encode(self, x: Tensor) -> Tensor:
+        """Quantize `x` and put the header in front.
+
+        Raises:
+            FormatError: the dtype is not float32, bfloat16 or float16.
+        """
         message = torch.empty(self.max_nbytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
         header = torch.frombuffer(bytearray(self._header(x.numel(), x.dtype)), dtype=torch.uint8)
         message[: header.numel()] = header
@@ -247,9 +308,19 @@ class Blockwise(_Whole):
         return message
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
+        """Dequantize into `out`.
+
+        Raises:
+            FormatError: length or header are not those of a message for `out`.
+        """
         out.copy_(self._values(message, out.numel(), out.dtype))
 
     def decode_add(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> None:
+        """Dequantize to `dtype` and add to `total`.
+
+        Raises:
+            FormatError: length or header are not those of a message for `total` in `dtype`.
+        """
         total.add_(self._values(message, total.numel(), dtype))
 
     def _values(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

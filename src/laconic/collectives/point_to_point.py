@@ -1,7 +1,7 @@
-"""Messages from one rank to another over a codec.
+"""Send and receive over a codec.
 
-Sends and receives of two ranks may cross in any order that torch allows: on the CPU an asynchronous one is offered to
-gloo in the call, and what is left to do (decoding, complaining) is done by whoever waits for it first.
+Sends and receives of two ranks may cross in any order that torch allows: on the CPU an asynchronous one is handed to
+gloo in the call, and the rest (decoding, raising errors) runs in the first thread that waits for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def send(
     "auto" is raw in groups that were not prepared with `laconic.collectives.policy.selector.prepare`. Between two ranks
     messages of one direction are received in the order in which they were sent.
 
-    Raises FormatError for a tensor that does not fit, ConfigError on both ranks when they disagree about the message.
+    Raises:
+        FormatError: the tensor does not fit.
+        ConfigError: the two ranks disagree about the message; raised on both. Or `dst` is this rank.
     """
     return _start(tensor, dst, True, group, codec, async_op)
 
@@ -59,7 +61,7 @@ def recv(
     codec: Codec | str = "auto",
     async_op: bool = False,
 ) -> Work[Tensor]:
-    """Receive into `tensor` what the global rank `src` sends: as many elements, the same dtype. Else as `send`."""
+    """Receive into `tensor` the message of the global rank `src`: as many elements, the same dtype. Else as `send`."""
     return _start(tensor, src, False, group, codec, async_op)
 
 
@@ -98,7 +100,7 @@ def _start(
 
 
 def _raw(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool) -> Work[Tensor]:
-    """A message that the backend carries."""
+    """Wrap a message that the backend carries."""
     found = BackendWork(work, tensor, group, f"send of {tensor.numel()} {tensor.dtype}", peer)
     if not async_op:
         found.wait()
@@ -146,7 +148,7 @@ class _ChunkedMessage:
 
 
 class _LateWork(Work[T]):
-    """A message under way; `finish` is run once, by the first who waits or else by a thread."""
+    """A message under way; `finish` is run once, by the first caller that waits, or else by a thread."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish

@@ -1,1 +1,1 @@
-"""FSDP2, DDP, pipeline stages and autograd over a codec."""
+"""Integrations of the codecs: FSDP2, DDP, pipeline stages and autograd."""

@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through: what experts on other ranks need in forward, and its inverse in backward."""
+"""Differentiable collectives: the exchange of rows with experts on other ranks, and its inverse in backward."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def all_to_all(
     codec: Codec | str = "auto",
     table: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Send rows of `x` to every rank of `group`, W of them, and give back what they sent, differentiably.
+    """Send rows of `x` to every rank of `group`, W of them, and return their rows, differentiably.
 
-    Arguments:
+    All ranks call it, and if the gradient of one is needed, all of them run backward through it; with a lossless codec
+    it is linear and its gradient exact.
+
+    Args:
         x: [n, ...]; its first input_splits[0] rows go to rank 0, the next input_splits[1] to rank 1 and so on.
         output_splits: rows that come from each rank; None means n / W from each.
         input_splits: rows that go to each rank, summing to n; None means n / W to each.
         group: the default group if None.
-        codec: as in `api.all_to_all`; gradients travel over it too, the other way. A lossy one makes both
-            inexact.
-        table: rows from each rank to each, [from][to], if all ranks know them; saves telling.
+        codec: as in `api.all_to_all`; gradients are sent over it too, the other way. A lossy one makes both inexact.
+        table: rows from each rank to each, [from][to], if all ranks know them; saves the exchange of sizes.
 
-    Returns [sum(output_splits), ...] with the rows of rank 0 first. All ranks call it, and if the gradient of one is
-    needed, all of them run backward through it; with a lossless codec it is linear and its gradient exact.
+    Returns:
+        [sum(output_splits), ...] with the rows of rank 0 first.
     """
     result: Tensor = _AllToAll.apply(x, output_splits, input_splits, group, codec, table)
     return result
@@ -63,5 +65,5 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        # Through apply, so that gradients of gradients travel as well.
+        # Through apply, so that gradients of gradients are exchanged as well.
         return _AllToAll.apply(grad, *ctx.reverse), None, None, None, None, None

@@ -18,7 +18,13 @@ _Hook = Callable[["ZipHookState", GradBucket], torch.futures.Future[Tensor]]
 
 
 class ZipHookState:
-    """What the hook knows."""
+    """State of `zip_hook`.
+
+    Attributes:
+        group: the ranks of the DDP model; the default group if None.
+        codec: as in `api.all_reduce`.
+        native: average as DDP does without a hook, which a model that has one cannot get rid of.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, codec: Codec | str) -> None:
         self.group = group
@@ -30,21 +36,24 @@ class ZipHookState:
 
 
 def ddp_zip_hook(group: dist.ProcessGroup | None = None, *, codec: Codec | str = "auto") -> tuple[ZipHookState, _Hook]:
-    """What `register_comm_hook` takes: `model.register_comm_hook(*ddp_zip_hook())` sends buckets over a codec.
+    """Make a hook for DDP: `model.register_comm_hook(*ddp_zip_hook())` sends buckets over a codec.
 
-    Arguments:
+    Each element is summed in fp32 in the order of ranks, multiplied by fp32(1 / W) and rounded once: the same bits on
+    every rank and in every run, whatever the codec and however DDP cuts its buckets. Buckets are sent in the background
+    while backward goes on.
+
+    Args:
         group: the ranks of the DDP model; the default group if None.
         codec: as in `api.all_reduce`.
 
-    Each element is summed in fp32 in the order of ranks, multiplied by fp32(1 / W) and rounded once: the same bits on
-    every rank and in every run, whatever the codec and however DDP cuts its buckets. Buckets travel in the background
-    while backward goes on.
+    Returns:
+        The arguments of `register_comm_hook`.
     """
     return ZipHookState(group, codec), zip_hook
 
 
 def zip_hook(state: ZipHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook itself: the bucket's gradients [numel], averaged in place."""
+    """Average the bucket's gradients [numel] in place; DDP calls it for each bucket."""
     buffer = bucket.buffer()
     if state.native:
         group = dist.group.WORLD if state.group is None else state.group

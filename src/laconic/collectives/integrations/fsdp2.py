@@ -1,6 +1,7 @@
 """FSDP2's all-gather and reduce-scatter over a codec.
 
-The interfaces are in private modules of torch, so they are imported here only; should they move, this file says so.
+The interfaces are in private modules of torch, so they are imported here only; a torch that has moved them gets an
+ImportError.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ __all__ = [
 class ZipAllGather(AllGather):
     """`api.all_gather` for `FSDPModule.set_custom_all_gather`; the gathered parameters have the same bits.
 
-    Nothing waits here. On CPU tensors the message travels in the background, and FSDP2 waits when it needs the
+    The call does not wait. On CPU tensors the message is sent in the background, and FSDP2 waits when it needs the
     parameters, so a unit that was prefetched is on its way while the layer before it computes; torch's own all-gather
     on CPUs is waited for where it starts. On CUDA tensors everything is started on the stream that FSDP2 has for it.
+
+    Args:
+        codec: as in `api.all_gather`.
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
-        """`codec` as in `api.all_gather`."""
         self.codec = codec
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty buffer."""
+        """Allocate an uninitialized buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -74,14 +77,16 @@ class ZipReduceScatter(ReduceScatter):
     The sum of a shard is made in fp32 in the order of ranks and rounded once to the buffer's type
     (`MixedPrecisionPolicy.reduce_dtype`): the same bits in every run, whatever the codec. FSDP2 uses the result where
     it called, so on CPUs this waits, as torch's own does; on CUDA only FSDP2's stream for reductions does.
+
+    Args:
+        codec: as in `api.reduce_scatter`.
     """
 
     def __init__(self, codec: Codec | str = "auto") -> None:
-        """`codec` as in `api.reduce_scatter`."""
         self.codec = codec
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty buffer."""
+        """Allocate an uninitialized buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -89,7 +94,8 @@ class ZipReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce input_tensor [W * n] over the W ranks into output_tensor [n].
 
-        Raises ConfigError for operations other than SUM and AVG.
+        Raises:
+            ConfigError: the operation is neither SUM nor AVG.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ConfigError(

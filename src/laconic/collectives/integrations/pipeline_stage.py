@@ -1,12 +1,12 @@
-"""Pipeline stages whose activations and gradients travel over the lossless code.
+"""Pipeline stages that send activations and gradients over the lossless code.
 
-torch's schedules ask a stage for the sends and receives of a micro-batch and start them. This stage gives them
-messages in the tensors' places: what is sent is encoded when the schedule asks for the send, what is received is
-decoded when the stage is about to compute with it. Who sends what to whom and when stays the schedule's business.
+torch's schedules ask a stage for the sends and receives of a micro-batch and start them. This stage gives them messages
+in the tensors' places: a tensor is encoded when the schedule asks for its send, and a received one is decoded when the
+stage is about to compute with it. The schedule keeps deciding who sends what, where and when.
 
 A message's length depends on its values. gloo delivers into a buffer that is longer than the message, so the receiver
-offers one for the longest message possible and reads the length from its header: no sizes are exchanged and nobody
-waits who did not wait before. NCCL wants sizes that are equal on both sides; its stages stay as they are.
+offers one for the longest message possible and reads the length from its header: no sizes are exchanged, and no wait is
+added. NCCL needs sizes that are equal on both sides; its stages stay as they are.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ from laconic.errors import ConfigError, FormatError
 __all__ = ["ZipStage"]
 
 _Arriving = tuple[Tensor, Tensor, int]
-"""The buffer that a message is received in, where its values go, and the rank it comes from."""
+"""The buffer that receives a message, the destination of its values, and the rank it comes from."""
 
 
 class ZipStage(PipelineStage):
-    """A `PipelineStage` that sends in fewer bytes; takes what that takes, and a codec.
+    """A `PipelineStage` that sends in fewer bytes.
 
-    All stages of a pipeline have to be of this class, with any codec: a message says how it is coded.
+    All stages of a pipeline have to be of this class, with any codec: a message names its coding in its header.
 
-    Raises ConfigError for a group whose backend is not gloo, and for a codec of fixed capacity.
+    Args:
+        args, kwargs: those of `PipelineStage`.
+        codec: lossless, without a fixed capacity.
+
+    Raises:
+        ConfigError: the group's backend is not gloo, or the codec has a fixed capacity.
     """
 
     def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:
@@ -52,26 +57,41 @@ class ZipStage(PipelineStage):
         self._arriving: dict[tuple[str, int], list[_Arriving]] = {}
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Encode the activations of a micro-batch and return the sends of their messages."""
         return [self._encoded(op) for op in super().get_fwd_send_ops(fwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Encode the gradients of a micro-batch and return the sends of their messages."""
         return [self._encoded(op) for op in super().get_bwd_send_ops(bwd_chunk_id)]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the messages with a micro-batch's activations."""
         return self._expect("activations", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the messages with a micro-batch's gradients."""
         return self._expect("gradients", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Decode the activations received for a micro-batch, then run its forward.
+
+        Raises:
+            FormatError: a message cannot be decoded.
+        """
         self._decode("activations", fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Decode the gradients received for a micro-batch, then run its backward.
+
+        Raises:
+            FormatError: a message cannot be decoded.
+        """
         self._decode("gradients", bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def clear_runtime_states(self) -> None:
+        """Drop messages that were not decoded, and the state of `PipelineStage`."""
         self._arriving.clear()
         super().clear_runtime_states()
 
@@ -84,7 +104,7 @@ class ZipStage(PipelineStage):
         return dist.P2POp(op.op, message, op.peer, op.group)
 
     def _expect(self, what: str, chunk_id: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Receives of messages instead of `ops`; `_decode` moves their values to where those would have put them."""
+        """Replace `ops` by receives of messages; `_decode` moves their values to the tensors of `ops`."""
         arriving, receives = [], []
         for op in ops:
             buffer = op.tensor

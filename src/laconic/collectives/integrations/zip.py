@@ -1,4 +1,4 @@
-"""Lossless collectives for a model that FSDP2 or DDP has wrapped: one call."""
+"""One call that makes the collectives of a DDP or FSDP2 model lossless and smaller."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ZippedPart:
     """Name of the module in the model; "" is the model itself."""
     operation: Literal["all_gather", "reduce_scatter", "all_reduce"]
     dtype: str
-    """What travels, as the wrapper hands it over: "bfloat16", ...; "uint8" for parameters of several types."""
+    """The dtype that the wrapper hands over: "bfloat16", ...; "uint8" for parameters of several types."""
     num_elements: int
-    """Of the whole unit."""
+    """Elements of the whole unit."""
     left: str | None
-    """Why it is left as it was; None if it goes over the codec."""
+    """Why it is left native; None if it goes over the codec."""
 
 
 @dataclass(frozen=True)
 class ZippedCollectives:
-    """What `zip_collectives` attached, and what it left as it was and why. Print it."""
+    """Summary of `zip_collectives`: the collectives it attached to, and those it left native and why. Print it."""
 
     wrapper: Literal["DDP", "FSDP2"]
     codec: str
@@ -55,7 +55,7 @@ class ZippedCollectives:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Give the model back the collectives it had; more than once is fine."""
+        """Restore the model's original collectives; a repeated call has no effect."""
         while self._undo:
             self._undo.pop()()
 
@@ -73,17 +73,7 @@ def zip_collectives(
     across: dist.ProcessGroup | None = None,
     prefetch: bool = False,
 ) -> ZippedCollectives:
-    """Send what a wrapped model sends over a codec; the model stays as it is. Call it once, before the first backward.
-
-    Arguments:
-        model: a module with fully_shard applied to it or inside it, or a DistributedDataParallel.
-        codec: "auto" lets the cost model decide for each message whether it is shortened; a codec is used for all.
-        across: FSDP2 on a mesh inside one node: the ranks of other nodes that hold the same shards. After the
-            reduce-scatter the shard is averaged over them, over the codec too. They must start alike. This makes hybrid
-            sharding; FSDP2's own (HSDP, on a 2-D mesh) does its all-reduce natively.
-        prefetch: FSDP2 on CPUs: in forward, the parameters of each unit travel while the unit before it computes, which
-            keeps one more unit in memory. Units follow each other as they do in the model. On GPUs FSDP2 does so by
-            itself, and in backward everywhere.
+    """Make a wrapped model communicate over a codec; the model stays as it is. Call it once, before the first backward.
 
     Parameters are gathered bit for bit. Gradients are summed in fp32 in the order of ranks and rounded once, which the
     native sum need not do: with two ranks and fp32 the bits are the same, with more the last one may differ from the
@@ -91,8 +81,22 @@ def zip_collectives(
     settings for resharding and mixed precision keep their meaning. A collective that something else has replaced, as
     `quantize_reduction` does the reduce-scatter, is left to it.
 
-    Raises ModelError for a model that is not wrapped or of which nothing can be attached to; ConfigError for arguments
-    that do not go with the wrapper.
+    Args:
+        model: a module with fully_shard applied to it or inside it, or a DistributedDataParallel.
+        codec: "auto" lets the cost model decide for each message whether it is shortened; a codec is used for all.
+        across: FSDP2 on a mesh inside one node: the ranks of other nodes that hold the same shards. After the
+            reduce-scatter the shard is averaged over them, over the codec too. They must start alike. This makes hybrid
+            sharding; FSDP2's own (HSDP, on a 2-D mesh) does its all-reduce natively.
+        prefetch: FSDP2 on CPUs: in forward, the parameters of each unit are gathered while the unit before it computes,
+            which keeps one more unit in memory. Units follow each other as they do in the model. On GPUs FSDP2 does so
+            by itself, and in backward everywhere.
+
+    Returns:
+        The collectives attached and left, with `remove()`.
+
+    Raises:
+        ModelError: the model is not wrapped, or has no collective that could be attached to.
+        ConfigError: an argument does not go with the wrapper.
     """
     undo: list[Callable[[], None]] = []
     name = codec if isinstance(codec, str) else codec.name
@@ -203,7 +207,7 @@ def _replaced(comm: Any, native: type, what: str) -> str | None:
 
 
 def _dtypes_of(group: Any) -> tuple[str, str | None, int]:
-    """In which types a group's parameters are gathered and its gradients reduced (None: it has none), and its size."""
+    """Dtypes of a group's gathered parameters and reduced gradients (None: it has none), and its number of elements."""
     parameters = [parameter.sharded_param for parameter in group.fsdp_params]
     policy = group.mp_policy
     gathered = {policy.param_dtype or parameter.dtype for parameter in parameters}
