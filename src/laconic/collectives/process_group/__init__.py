@@ -1,4 +1,4 @@
-"""The backend `laconic` of torch.distributed; importing it makes it known to torch."""
+"""Backend `laconic` of torch.distributed; importing it registers it with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of torch's own that carries the bytes of a `ProcessGroupLaconic`, and what its ranks compare before."""
+"""Backend group of a `ProcessGroupLaconic`: torch's own group that carries the bytes, and comparison of settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ Backends = dict[torch.device, tuple[Any, Any]]
 
 
 def compare(settings: Mapping[str, object], arguments: Any) -> None:
-    """Raise ConfigError, as all ranks do, if their `settings` differ. They go through the store, as JSON: there is no
-    connection yet to hang in."""
+    """Compare `settings` with those of the other ranks.
+
+    They are exchanged through the store, as JSON: no connection exists yet that could hang.
+
+    Raises:
+        ConfigError: settings differ; raised on all ranks.
+    """
     arguments.store.set(f"laconic/settings/{arguments.group_rank}", json.dumps(settings))
     everyones = {
         rank: json.loads(arguments.store.get(f"laconic/settings/{group_rank}"))
@@ -34,11 +39,17 @@ def compare(settings: Mapping[str, object], arguments: Any) -> None:
 
 
 def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
-    """A group that torch does not list, and its backends.
+    """Make a group that torch does not list, and its backends.
 
-    Arguments:
+    Args:
         name: one of `laconic.autoload.NAMES`.
         arguments: torch's DistributedBackendOptions.
+
+    Returns:
+        The group, and its backends by device.
+
+    Raises:
+        ConfigError: NCCL is asked for, but this torch has none.
     """
     kinds = dist.ProcessGroup.BackendType
     has_nccl = name == "laconic:nccl" or (name == "laconic" and torch.cuda.is_available())
@@ -59,12 +70,12 @@ def connect(name: str, arguments: Any) -> tuple[dist.ProcessGroup, Backends]:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Take back what `connect` let torch know about the group."""
+    """Remove the group that `connect` registered with torch."""
     _world.pg_group_ranks.pop(group, None)
 
 
 def global_ranks(arguments: Any) -> list[int]:
-    """Of the group's members. torch has none for the default group."""
+    """Global ranks of the group's members, also for the default group, for which torch has none."""
     return list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
 
 
@@ -84,7 +95,7 @@ def _nccl(arguments: Any) -> Any:
 
 
 def _prepared(backend: Any, arguments: Any) -> Any:
-    """What torch does with its own backends before it uses them."""
+    """Prepare a backend as torch prepares its own before it uses them."""
     backend.options.global_ranks_in_group = arguments.global_ranks_in_group
     backend.options.group_name = arguments.group_id
     backend._set_sequence_number_for_group()

@@ -1,14 +1,14 @@
-"""A process group of torch's own kind whose messages are shortened without loss.
+"""Process group of torch's own kind that sends messages losslessly compressed.
 
     import laconic.collectives.process_group  # not needed where laconic is installed: torch finds it by itself
     torch.distributed.init_process_group("laconic")
 
 DDP, FSDP2, DeviceMesh, functional collectives, torch.compile and checkpoints run over it unchanged. A
 `ProcessGroupLaconic` has a backend group: gloo for CPU tensors, NCCL for CUDA tensors. Floating-point tensors of some
-size, for which coding is predicted to pay, go through `laconic.collectives.api`, in the background and in the
-order of calls; all else goes straight to the backend group. Which way a call takes follows from operation, number of
-elements, dtype, reduction, the group's options and the rates on which its ranks agreed when it was made, so all ranks
-take the same.
+size, for which coding is predicted to pay, go through `laconic.collectives.api`, in the background and in the order of
+calls; all else goes straight to the backend group. The route of a call follows from operation, number of elements,
+dtype, reduction, the group's options and the rates on which its ranks agreed when it was made, so all ranks take the
+same.
 
 Sends and receives are coded by themselves, outside of that order: two ranks may send to each other at the same time.
 
@@ -62,10 +62,13 @@ _OTHER_CALL = "left to the backend"
 
 @dataclass(frozen=True)
 class ProcessGroupOptions:
-    """What `init_process_group("laconic", pg_options=...)` and `new_group(backend="laconic", pg_options=...)` take.
+    """Options of `init_process_group("laconic", pg_options=...)` and `new_group(backend="laconic", pg_options=...)`.
 
     A group that is made without options has those of the default group, if that is laconic's too. All ranks need the
     same.
+
+    Raises:
+        ConfigError: codec is neither "auto" nor a lossless codec, or min_nbytes is negative.
     """
 
     codec: Codec | str = "auto"
@@ -89,9 +92,15 @@ class ProcessGroupOptions:
 
 
 def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> ProcessGroupLaconic:
-    """What torch calls to make a group: `name` is one of `autoload.NAMES`, `arguments` torch's record of the group.
+    """Make a group; torch calls it.
 
-    Raises ConfigError for options of another backend, and on all ranks alike if two ranks' options differ.
+    Args:
+        name: one of `autoload.NAMES`.
+        arguments: torch's record of the group.
+        options: None for those of the default group, or the defaults.
+
+    Raises:
+        ConfigError: the options are another backend's, or two ranks' options differ, which raises on all ranks alike.
     """
     if options is None:
         default = dist.group.WORLD
@@ -107,11 +116,11 @@ def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> Pr
 
 
 _BACKEND_WORK = dist.Work
-"""The class of works that C++ makes; ours are its children."""
+"""The class of C++ works; works of this package are of subclasses."""
 
 
 def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
-    """Decorates a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
+    """Decorate a collective, with roles as of `on_dense`: tensors are plain, and callbacks of the work may wait."""
 
     def decorate(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
         position, dense = list(inspect.signature(method).parameters).index("opts"), on_dense(**roles)(method)
@@ -121,7 +130,7 @@ def _call(**roles: tuple[str, ...]) -> Callable[[Callable[..., dist.Work]], Call
             work = dense(*args, **kwargs)
             if type(work) is _BACKEND_WORK:
                 opts = args[position] if position < len(args) else kwargs.get("opts")
-                # Who waits in the call itself has no use for a future. On CUDA callbacks run on streams of their own.
+                # A caller that waits in the call needs no future. On CUDA callbacks run on streams of their own.
                 if getattr(opts, "asyncOp", False) and not args[0]._has_cuda:
                     return RawWork(work, args[0]._backend_group)
             return work
@@ -136,11 +145,11 @@ _Base: Any = dist.ProcessGroup
 
 
 class ProcessGroupLaconic(_Base):
-    """The processes of a group; see the module's text. torch makes it, through `create`."""
+    """The processes of a group; see the module's docstring. torch makes it, through `create`."""
 
     options: ProcessGroupOptions
     is_laconic = True
-    """For `laconic.autoload`, which does not load this file."""
+    """Mark for `laconic.autoload`, which does not load this file."""
 
     def __init__(self, name: str, arguments: Any, options: ProcessGroupOptions) -> None:
         # Of the base's constructors only this one makes an object whose methods C++ finds; it knows no store.
@@ -161,12 +170,14 @@ class ProcessGroupLaconic(_Base):
         self._raw = RawCalls()
         self._p2p = P2P(self._backend_group, options.codec, options.min_nbytes)
 
-    # --- what it is ---
+    # --- identity and life cycle ---
 
     def getBackendName(self) -> str:
+        """Name under which the group was made: one of `laconic.autoload.NAMES`."""
         return self._name
 
     def get_group_store(self) -> Store:
+        """Store of the group, as torch gave it."""
         return self._store
 
     @property
@@ -179,14 +190,14 @@ class ProcessGroupLaconic(_Base):
         pass
 
     def shutdown(self) -> None:
-        """Finish what was asked for, as gloo does when a group is destroyed; works can be waited for afterwards."""
+        """Finish all calls, as gloo does when a group is destroyed; works can be waited for afterwards."""
         self._p2p.start()
         background.close(self._backend_group, self)
         self._backend_group.shutdown()
         forget(self._backend_group)
 
     def abort(self) -> None:
-        """NCCL breaks off what it is at; over gloo all goes on, unattended."""
+        """Abort NCCL's running operations; over gloo they go on, unattended."""
         self._backend_group.abort()
         forget(self._backend_group)
 
@@ -197,12 +208,14 @@ class ProcessGroupLaconic(_Base):
 
     @_call(updates=("tensors",))
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Sum one tensor over ranks, coded or by the backend."""
         if isinstance(opts, dist.AllreduceOptions) and self._takes("all_reduce", tensors, tensors[0], opts.reduceOp):
             return self._all_reduce(tensors[0], opts)
         return self._direct.allreduce(*given(tensors, opts, timeout))
 
     @_call(updates=("tensors",))
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Sum several tensors over ranks; each is coded by itself, the rest go to the backend together."""
         known = isinstance(opts, dist.AllreduceCoalescedOptions)
         taken = [known and self._takes("all_reduce", [x], x, opts.reduceOp) for x in tensors]
         works = [self._all_reduce(x, opts) for x, is_taken in zip(tensors, taken, strict=True) if is_taken]
@@ -213,6 +226,7 @@ class ProcessGroupLaconic(_Base):
 
     @_call(reads=("input",), writes=("output",))
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Sum over ranks and scatter, coded or by the backend; `input` [W * n], `output` [n]."""
         known = isinstance(opts, dist.ReduceScatterOptions)
         if known and self._takes("reduce_scatter", [input], input, opts.reduceOp):
             return self._reduce_scatter(output, input, opts)
@@ -220,6 +234,7 @@ class ProcessGroupLaconic(_Base):
 
     @_call(reads=("inputs",), writes=("outputs",))
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Run `reduce_scatter_single` of several pairs; each is coded by itself, the rest go to the backend at once."""
         known = isinstance(opts, dist.ReduceScatterOptions)
         taken = [known and self._takes("reduce_scatter", [x], x, opts.reduceOp) for x in inputs]
         method = method_of(self._direct, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
@@ -229,6 +244,7 @@ class ProcessGroupLaconic(_Base):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
+        """Sum over ranks and scatter, from lists of W tensors; coded if they are one list of equal tensors."""
         if isinstance(opts, dist.ReduceScatterOptions) and len(inputs) == 1 and _alike(inputs[0]):
             rows = torch.stack([x.reshape(-1) for x in inputs[0]])
             if self._takes("reduce_scatter", inputs, rows, opts.reduceOp):
@@ -249,6 +265,7 @@ class ProcessGroupLaconic(_Base):
 
     @_call(reads=("input",), writes=("output",))
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Gather from all ranks, coded or by the backend; `input` [n], `output` [W * n]."""
         if self._takes("all_gather", [input], input):
             return self._all_gather(output, input)
         method = method_of(self._direct, "all_gather_single", "_allgather_base")
@@ -256,12 +273,14 @@ class ProcessGroupLaconic(_Base):
 
     @_call(reads=("inputs",), writes=("outputs",))
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Run `all_gather_single` of several pairs; each is coded by itself, the rest go to the backend together."""
         taken = [self._takes("all_gather", [x], x) for x in inputs]
         method = method_of(self._direct, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         return _split(taken, outputs, inputs, opts, self._all_gather, method, queue_of(self._backend_group))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Gather from all ranks into lists of W tensors; coded if they are one list of equal tensors."""
         known = isinstance(opts, AllgatherOptions) and len(outputs) == 1 and _alike(outputs[0])
         if known and self._takes("all_gather", inputs, outputs[0][0]):
             rows = inputs[0].new_empty(len(outputs[0]), inputs[0].numel())
@@ -277,6 +296,7 @@ class ProcessGroupLaconic(_Base):
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
+        """Exchange rows between all ranks, in equal parts or by split sizes; coded or by the backend."""
         uneven = bool(output_splits or input_splits)
         # Of uneven parts no rank knows how many bytes the others have. If large ones would be coded, all are taken, and
         # the ranks decide together.
@@ -290,6 +310,7 @@ class ProcessGroupLaconic(_Base):
 
     @_call(updates=("tensors",))
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Replace one tensor by the root's, coded or by the backend."""
         if isinstance(opts, dist.BroadcastOptions) and self._takes("broadcast", tensors, tensors[0]):
             check_group_rank("src", opts.rootRank, self.size())
             src = dist.get_global_rank(self._backend_group, opts.rootRank)
@@ -305,42 +326,49 @@ class ProcessGroupLaconic(_Base):
 
     @on_dense(reads=("tensors",))
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """Send one tensor to group rank `dst`; see `P2P.send`."""
         return self._p2p.send(tensors, dst, tag)
 
     @on_dense(writes=("tensors",))
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """Receive one tensor from group rank `src`; see `P2P.recv`."""
         return self._p2p.recv(tensors, src, tag)
 
     @on_dense(writes=("tensors",))
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Receive one tensor from any rank; see `P2P.recv`."""
         return self._p2p.recv(tensors, None, tag)
 
-    # --- what is left to the backend group ---
+    # --- calls left to the backend group ---
 
     @_call(updates=("tensors",))
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Reduce to the root by the backend; never coded."""
         self._leave("reduce", tensors)
         return self._direct.reduce(*given(tensors, opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Gather on the root by the backend; never coded."""
         self._leave("gather", [outputs, inputs])
         return self._direct.gather(*given(outputs, inputs, opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Scatter from the root by the backend; never coded."""
         self._leave("scatter", [outputs, inputs])
         return self._direct.scatter(*given(outputs, inputs, opts, timeout))
 
     @_call(reads=("inputs",), writes=("outputs",))
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Exchange lists of tensors by the backend; never coded."""
         self._leave("all_to_all", [outputs, inputs])
         return self._direct.alltoall(*given(outputs, inputs, opts, timeout))
 
     # --- all ranks ---
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Done when all ranks have come here and all that each of them has asked this group for before is done."""
+        """Wait until all ranks have called it and all earlier calls of each of them on this group are done."""
         works = [self._direct.barrier(*given(opts))]
         # Ranks make the same calls, so all of them have an executor or none.
         if callbacks.depth() == 0 and background.has_executor(self._backend_group):
@@ -351,7 +379,7 @@ class ProcessGroupLaconic(_Base):
         return works[0] if len(works) == 1 else WorkGroup(works, [])
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """gloo's: on the group's first rank an error names the rank that did not come in time, or all of them."""
+        """Run gloo's: on the group's first rank an error names the rank that did not come in time, or all of them."""
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)  # as torch
         ready: Any = self._ready
@@ -364,17 +392,17 @@ class ProcessGroupLaconic(_Base):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # --- which way ---
+    # --- routes ---
 
     @property
     def _ready(self) -> dist.ProcessGroup:
-        """The group inside, with nothing put off."""
+        """The backend group, after deferred sends and receives were started."""
         self._p2p.start()
         return self._backend_group
 
     @property
     def _direct(self) -> Any:
-        """The same for calls that are left to it; those of callbacks keep an order of their own."""
+        """The backend group for raw calls; those of callbacks run in an order of their own."""
         return self._ready if callbacks.depth() == 0 else Ordered(self._ready)
 
     def _takes(
@@ -386,10 +414,10 @@ class ProcessGroupLaconic(_Base):
         known: tuple[str, Tensor] | None = None,
         any_size: bool = False,
     ) -> bool:
-        """Whether `laconic.collectives.api` do a call whose part of one rank is as long as `message`.
+        """Whether `laconic.collectives.api` carries out a call whose part of one rank is as long as `message`.
 
-        What is said here depends on nothing but what all ranks of the group know. A call that is left raw whatever its
-        other arguments are is known from now on, by name and tensor: `known`, or else `operation` and `message`.
+        The answer depends only on facts that all ranks of the group share. A call that is left raw whatever its other
+        arguments are is known from now on, by name and tensor: `known`, or else `operation` and `message`.
         """
         reason, lasts = None, True
         if len(tensors) != 1 or message.layout != torch.strided:
@@ -411,7 +439,7 @@ class ProcessGroupLaconic(_Base):
         return reason is None
 
     def _leave(self, operation: str, arguments: Any) -> None:
-        """Count a call that is handed on whatever it is: by its input, the longest of its tensors."""
+        """Count a call that always goes to the backend, by its input, the longest of its tensors."""
         tensors = [x for x in torch.utils._pytree.tree_leaves(list(arguments)) if isinstance(x, Tensor)]
         if tensors:
             longest = max(tensors, key=Tensor.numel)
@@ -425,7 +453,7 @@ class ProcessGroupLaconic(_Base):
             self._know(call, x, operation, nbytes, reason)
 
     def _know(self, call: str, x: Tensor, operation: str, nbytes: int, reason: str) -> None:
-        """Calls like this one will be left raw, too."""
+        """Remember that calls like this one are left raw."""
         if x.is_cpu and not (x.dtype in CODED and x.dtype.itemsize == 1):  # fp8 goes to gloo as bytes
             self._raw.add(call, x, operation, nbytes, reason)
 
@@ -443,7 +471,7 @@ def _op_of(opts: Any) -> api.Op:
 
 
 def given(*arguments: Any) -> list[Any]:
-    """Those that the caller has given; the backend group has defaults of its own for the others."""
+    """Arguments that the caller has set; the backend group has defaults of its own for the others."""
     return [argument for argument in arguments if argument is not None]
 
 
@@ -456,7 +484,7 @@ def _split(
     rest: Callable[..., dist.Work],
     queue: callbacks.CallbackQueue,
 ) -> dist.Work:
-    """Those pairs that are taken go one by one, the others together."""
+    """Run pairs that are taken one by one, the others together."""
     pairs = list(zip(outputs, inputs, taken, strict=True))
     works = [each(output, input, opts) for output, input, is_taken in pairs if is_taken]
     left = [(output, input) for output, input, is_taken in pairs if not is_taken]
@@ -467,5 +495,5 @@ def _split(
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether these could be rows of one tensor."""
+    """Whether these tensors could be rows of one tensor."""
     return len({(x.shape, x.dtype, x.device) for x in tensors}) == 1

@@ -3,13 +3,13 @@
 They have no common order: both ends of a link may send first and receive then, or the other way round. So nothing is
 asked of the other end. Whether a message is coded follows from its number of elements, its dtype and the rates on which
 the ranks agreed when the group was made, and not from how far earlier ones shrank, which the receiver learns later than
-the sender. How long a message is stands in its header, and gloo delivers a short one into a longer buffer. NCCL does
-not, so CUDA tensors travel as they are.
+the sender. The length of a message is in its header, and gloo delivers a short one into a longer buffer. NCCL does not,
+so CUDA tensors are sent uncoded.
 
-Two ranks that both send first and receive then wait for each other for ever, unless NCCL hears of both at once.
-torch's batch_isend_irecv says so for groups of exactly its own class; for others it calls isend and irecv one by
-one. So what is asked for here is put off until one of it is waited for or the group is used for something else, and
-started as one then.
+Two ranks that both send first and receive then wait for each other for ever, unless NCCL gets both operations at once.
+torch's batch_isend_irecv starts them together for groups of exactly its own class; for others it calls isend and irecv
+one by one. So operations are deferred here until one of them is waited for or the group is used otherwise, and are
+started as one batch then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from laconic.errors import CollectiveError, FormatError, LaconicError
 __all__ = ["CODED", "P2P", "Batches", "as_bytes"]
 
 CODED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-"""What is coded. Integers and float64 are not."""
+"""Dtypes that are coded. Integers and float64 are not."""
 
 _ASKED_FOR = "asked for"
 _OTHER_DEVICE = "lengths of messages have to be known on this device"
@@ -46,10 +46,10 @@ _OTHER_DEVICE = "lengths of messages have to be known on this device"
 class P2P:
     """Sends and receives over `group`.
 
-    Arguments:
+    Args:
         group: whose tags and order messages keep.
         codec: a lossless codec, or "auto" for the one that is predicted to be fastest, if the group was prepared.
-        min_nbytes: smaller tensors travel as they are.
+        min_nbytes: smaller tensors are sent uncoded.
     """
 
     def __init__(self, group: dist.ProcessGroup, codec: Codec | str, min_nbytes: int) -> None:
@@ -73,7 +73,7 @@ class P2P:
         return self.send_raw(x, [message], dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
-        """Receive one tensor from the rank `src` of the group, or from any.
+        """Receive one tensor from the rank `src` of the group, or from any if None.
 
         The work's `wait` raises FormatError for a message that is damaged or holds something else.
         """
@@ -96,7 +96,7 @@ class P2P:
         return AfterWork(work, tensors, decode)
 
     def start(self) -> None:
-        """Start what was put off; to be called before the group is used for something else."""
+        """Start deferred operations; call it before the group is used otherwise."""
         self._batches.start()
 
     def _together(self, x: Tensor, start: Callable[[], dist.Work]) -> dist.Work:
@@ -106,7 +106,7 @@ class P2P:
         return self._batches.add(x, start)
 
     def send_raw(self, x: Tensor, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
-        """Hand `tensors` on, the message of `x`."""
+        """Pass `tensors`, the message of `x`, to the backend."""
         check_group_rank("dst", dst, len(self._ranks))  # gloo reads past its list of peers
         explain = partial(self._explain, "send", x.numel(), x.dtype, dst)
         try:
@@ -129,7 +129,7 @@ class P2P:
     def _explain(
         self, function: str, numel: int, dtype: torch.dtype, peer: int | None, error: RuntimeError
     ) -> Exception:
-        """Says what broke off and because of which rank."""
+        """Make an error that names the operation and the rank that broke it off."""
         if isinstance(error, LaconicError):
             return error
         reason = reason_of(error)
@@ -141,7 +141,7 @@ class P2P:
         )
 
     def choose(self, tensors: list[Tensor]) -> tuple[Codec | None, str]:
-        """The codec, None for the tensor's own bytes, and why."""
+        """Choose the codec, None for the tensor's own bytes, and give the reason."""
         x = tensors[0]
         if x.device.type != "cpu":
             return None, _OTHER_DEVICE
@@ -156,7 +156,7 @@ class P2P:
 
 
 def as_bytes(x: Any) -> Any:
-    """Tensors or lists of them, those in fp8 as bytes: gloo does not know it."""
+    """View fp8 tensors, alone or in lists, as bytes: gloo does not know fp8."""
     if isinstance(x, list):
         return [as_bytes(each) for each in x]
     return x.view(torch.uint8) if isinstance(x, Tensor) and x.dtype in CODED and x.dtype.itemsize == 1 else x
@@ -168,14 +168,14 @@ _NO_TIMEOUT = timedelta()
 
 
 class Batches:
-    """The sends and receives of a group that have not been started, and those that have."""
+    """Deferred sends and receives of a group, and those that were started."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._pending: _Batch | None = None
 
     def add(self, tensor: Tensor, start: Callable[[], object]) -> dist.Work:
-        """Put off `start`, which sends or receives `tensor`."""
+        """Defer `start`, which sends or receives `tensor`."""
         if self._pending is None or self._pending.device != tensor.device:
             self.start()
             self._pending = _Batch(self, tensor.device)
@@ -183,7 +183,7 @@ class Batches:
         return _BatchedWork(self._pending, tensor)
 
     def start(self) -> None:
-        """Start what was put off."""
+        """Start all deferred operations as one batch."""
         batch, self._pending = self._pending, None
         if batch is not None:
             batch.start(self._group)

@@ -1,4 +1,4 @@
-"""The short way of a process group's calls: what is known to be left raw goes to the backend group at once.
+"""Short path of a process group's calls: calls known to be left raw go to the backend group at once.
 
 Most calls of a program are small. gloo takes a tenth of a millisecond for one on one machine, so these methods are the
 few lines that may stand in front of it; all else goes to `ProcessGroupLaconic`, which decides and remembers.
@@ -19,7 +19,7 @@ __all__ = ["QuickGroup"]
 
 
 class QuickGroup(ProcessGroupLaconic):
-    """What torch is given. Handles of blocking calls that are left raw are the backend's own."""
+    """The group that torch is given. Handles of blocking calls that are left raw are the backend's own."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -29,40 +29,47 @@ class QuickGroup(ProcessGroupLaconic):
         self._backend_all_to_all = method_of(group, "all_to_all_single", "alltoall_base")
 
     def _handle(self, work: dist.Work, opts: Any) -> dist.Work:
-        """Who waits in the call itself has no use for a future."""
+        """Wrap the work of an asynchronous call; a caller that waits in the call needs no future."""
         return RawWork(work, self._backend_group) if opts.asyncOp else work
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Sum one tensor over ranks; at once if known to be raw."""
         if opts is not None and timeout is None and self._raw.has("all_reduce", tensors[0]):
             return self._handle(self._backend_group.allreduce(tensors, opts), opts)
         return super().allreduce(tensors, opts, timeout)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Replace one tensor by the root's; at once if known to be raw."""
         if opts is not None and timeout is None and self._raw.has("broadcast", tensors[0]):
             return self._handle(self._backend_group.broadcast(tensors, opts), opts)
         return super().broadcast(tensors, opts, timeout)
 
     def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Reduce to the root; at once if known to be raw."""
         if opts is not None and timeout is None and self._raw.has("reduce", tensors[0]):
             return self._handle(self._backend_group.reduce(tensors, opts), opts)
         return super().reduce(*given(tensors, opts, timeout))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Gather on the root; at once if known to be raw."""
         if opts is not None and timeout is None and _dense(outputs) and self._raw.has("gather", inputs[0]):
             return self._handle(self._backend_group.gather(outputs, inputs, opts), opts)
         return super().gather(*given(outputs, inputs, opts, timeout))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        """Scatter from the root; at once if known to be raw."""
         if opts is not None and timeout is None and _dense(inputs) and self._raw.has("scatter", outputs[0]):
             return self._handle(self._backend_group.scatter(outputs, inputs, opts), opts)
         return super().scatter(*given(outputs, inputs, opts, timeout))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Sum over ranks and scatter, `input` [W * n], `output` [n]; at once if known to be raw."""
         if opts is not None and is_plain(output) and self._raw.has("reduce_scatter", input):
             return self._handle(self._backend_reduce_scatter(output, input, opts), opts)
         return super().reduce_scatter_single(output, input, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Gather from all ranks, `input` [n], `output` [W * n]; at once if known to be raw."""
         if opts is not None and is_plain(output) and self._raw.has("all_gather", input):
             return self._handle(self._backend_all_gather(output, input, opts), opts)
         return super().all_gather_single(output, input, opts)
@@ -70,12 +77,14 @@ class QuickGroup(ProcessGroupLaconic):
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
+        """Exchange rows between all ranks; at once if known to be raw."""
         known = "uneven all_to_all" if output_splits or input_splits else "all_to_all"
         if opts is not None and is_plain(output) and self._raw.has(known, input):
             return self._handle(self._backend_all_to_all(output, input, output_splits, input_splits, opts), opts)
         return super().all_to_all_single(output, input, output_splits, input_splits, opts)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """Send one tensor to group rank `dst`; at once if known to be raw."""
         if self._raw.has("send", tensors[0]):
             return self._p2p.send_raw(tensors[0], tensors, dst, tag)
         codec, reason = self._p2p.choose(tensors)
@@ -84,6 +93,7 @@ class QuickGroup(ProcessGroupLaconic):
         return super().send(tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """Receive one tensor from group rank `src`; at once if known to be raw."""
         if self._raw.would_have("send", tensors[0]):
             return self._p2p.receive_raw(tensors[0], tensors, src, tag)
         return super().recv(tensors, src, tag)
@@ -94,5 +104,5 @@ class QuickGroup(ProcessGroupLaconic):
 
 
 def _dense(lists: Any) -> bool:
-    """Whether rows that a gather writes or a scatter reads are contiguous; the other ranks pass none."""
+    """Whether rows that a gather writes or a scatter reads are contiguous; only the root has any."""
     return all(is_plain(x) for row in lists for x in row)

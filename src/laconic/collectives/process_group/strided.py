@@ -1,7 +1,7 @@
-"""Tensors whose memory is not their values from front to back: transposed, sliced, expanded, conjugated, negated.
+"""Dense copies of strided tensors in calls of a process group: transposed, sliced, expanded, conjugated, negated ones.
 
-Backends read and write memory: gloo does so without a word, NCCL and the codecs refuse. So calls of a process group are
-given dense copies of such tensors, and results are copied back.
+Backends read and write memory: gloo silently treats it as dense, NCCL and the codecs refuse such tensors. So calls of a
+process group are given dense copies of them, and results are copied back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ _Method = Callable[..., dist.Work]
 def on_dense(
     *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), updates: tuple[str, ...] = ()
 ) -> Callable[[_Method], _Method]:
-    """Decorates a method of a process group, so that it sees plain tensors only.
+    """Decorate a method of a process group, so that it sees plain tensors only.
 
-    Arguments are named, each a tensor or nested lists of them: those that the method reads, writes, or both. The method
-    raises FormatError for a tensor to be written whose elements share memory.
+    The method raises FormatError for a tensor to be written whose elements share memory.
+
+    Args:
+        reads, writes, updates: names of arguments that the method reads, writes, or both; each is a tensor or nested
+            lists of tensors.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -66,14 +69,18 @@ def _all_plain(x: Any) -> bool:
 
 
 class _Copies:
-    """Plain copies of tensors, and those that have to be copied back."""
+    """Plain copies of tensors, and the tensors to copy back to."""
 
     def __init__(self) -> None:
         self._back: list[tuple[Tensor, Tensor]] = []
         self._written: list[Tensor] = []
 
     def of(self, name: str, x: Any, is_read: bool, is_written: bool) -> Any:
-        """`x`, with copies in the places of tensors that are not plain."""
+        """`x`, with copies in the places of tensors that are not plain.
+
+        Raises:
+            FormatError: a tensor that is written has elements that share memory.
+        """
         if isinstance(x, list | tuple):
             return [self.of(name, each, is_read, is_written) for each in x]
         if not isinstance(x, Tensor):
@@ -96,7 +103,7 @@ class _Copies:
         return found
 
     def written_after(self, work: dist.Work) -> dist.Work:
-        """A work that is done when the results of `work` are where they belong."""
+        """A work that is done when the results of `work` have been copied back."""
         back = self._back
 
         def write() -> None:

@@ -1,4 +1,4 @@
-"""torch's handles of operations under way, as process groups return them."""
+"""Work handles of torch for operations under way, as process groups return them."""
 
 from __future__ import annotations
 
@@ -45,35 +45,41 @@ class Ordered:
 
 
 class RawWork(dist.Work):
-    """A collective that was left to the backend. Callbacks of its future may wait; gloo's own threads run out."""
+    """A collective of the backend. Callbacks of its future may wait; gloo's own threads would run out."""
 
     def __init__(self, work: dist.Work, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._work, self._group = work, group
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the backend, with its own semantics of `timeout`."""
         return self._work.wait(timeout)
 
     def is_completed(self) -> bool:
+        """Whether the backend has finished."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
+        """Whether the backend has finished without an error."""
         return self._work.is_success()
 
     def result(self) -> list[Tensor]:
+        """Tensors that the backend returns."""
         return self._work.result()
 
     def synchronize(self) -> None:
+        """Make the current stream wait, as the backend does."""
         self._work.synchronize()
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """The backend's future, with callbacks that may wait."""
         return follow(self._work.get_future(), queue_of(self._group))
 
 
 class AfterWork(TensorsWork):
-    """Another work, and something to do once it is done, such as decoding what arrived.
+    """Another work, and a function to run once it is done, such as decoding what arrived.
 
-    It is done by whoever finds out first: `wait`, or `is_completed` when it says so.
+    It runs in the first call that finds the work done: `wait`, `is_completed` or a callback of the future.
     """
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], then: Callable[[], object]) -> None:
@@ -83,20 +89,25 @@ class AfterWork(TensorsWork):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the work, then run the function unless it has run."""
         self._work.wait(timeout)
         self._finish()
         return True
 
     def is_completed(self) -> bool:
+        """Whether the work is done; runs the function then unless it has run."""
         if not self._work.is_completed():
             return False
         self._finish()
         return True
 
     def is_success(self) -> bool:
+        """Whether the function has run."""
         return self._then is None
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the tensors that runs the function first."""
+
         def value(done: torch.futures.Future[Any]) -> list[Tensor]:
             done.value()
             self._finish()
@@ -105,6 +116,7 @@ class AfterWork(TensorsWork):
         return self._work.get_future().then(value)
 
     def source_rank(self) -> int:
+        """Group rank that the message came from."""
         return self._work._source_rank()
 
     _source_rank = source_rank
@@ -117,7 +129,7 @@ class AfterWork(TensorsWork):
 
 
 def outlive_python() -> None:
-    """Make DDP keep works of ours, with which `join` finds out how many ranks are left; repeating it changes nothing.
+    """Make DDP keep works of this package, with which `join` finds out how many ranks are left; idempotent.
 
     C++ alone holds them then. Of a work whose Python object has gone it sees torch's base class, which is never done.
     """
@@ -136,12 +148,12 @@ def outlive_python() -> None:
 
 
 def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) -> dist.Work:
-    """`work` and then `do`, with `tensors` as the result."""
+    """Run `do` after `work`, with `tensors` as the result."""
     return work.then(do, tensors) if isinstance(work, BackgroundWork) else AfterWork(work, tensors, do)
 
 
 class PeerWork(TensorsWork):
-    """A send or receive of the backend; `explain` makes of its error one that names the peer."""
+    """A send or receive of the backend; `explain` turns its error into one that names the peer."""
 
     def __init__(
         self, work: dist.Work, tensors: Sequence[Tensor], explain: Callable[[RuntimeError], Exception]
@@ -150,21 +162,26 @@ class PeerWork(TensorsWork):
         self._work, self._explain = work, explain
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the backend; its RuntimeError becomes the error of `explain`."""
         try:
             return self._work.wait(timeout)
         except RuntimeError as error:
             raise self._explain(error) from error
 
     def is_completed(self) -> bool:
+        """Whether the backend has finished."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
+        """Whether the backend has finished without an error."""
         return self._work.is_success()
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """The backend's future; its errors do not name the peer."""
         return self._work.get_future()
 
     def source_rank(self) -> int:
+        """Group rank that the message came from."""
         return self._work._source_rank()
 
     _source_rank = source_rank
@@ -180,7 +197,8 @@ class WorkGroup(TensorsWork):
         self._works, self._queue = list(works), queue
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        # All of them, so that nothing writes into tensors whose owner was told of an error.
+        """Wait for all works, then raise the first of their errors if there is one."""
+        # All of them, so that nothing writes into tensors after the caller got an error.
         errors: list[Exception] = []
         for work in self._works:
             try:
@@ -192,9 +210,11 @@ class WorkGroup(TensorsWork):
         return True
 
     def is_completed(self) -> bool:
+        """Whether all works are done."""
         return all([work.is_completed() for work in self._works])
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """A future of all tensors, which fails if any work does."""
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
 
         def value(done: torch.futures.Future[Any]) -> list[Tensor]:

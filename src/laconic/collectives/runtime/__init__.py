@@ -1,1 +1,1 @@
-"""What collectives run in: a background executor per group, torch's operations under one set of names, who was lost."""
+"""Runtime of collectives: background executors, torch's operations under one set of names, failure diagnosis."""

@@ -1,11 +1,11 @@
 """Background executor of collectives: one thread per group on CPU, one stream per CUDA device.
 
 A coded collective is several messages with arithmetic between them. Ranks must start the collectives of a group in the
-same order, so all of a group's run one after the other, in the order they were asked for:
+same order, so all of a group's run one after the other, in the order of the calls:
 
 - CPU tensors: a thread with a process group of its own, so that its collectives never mix with those that the program
-  issues on the caller's group meanwhile. gloo and the kernels release Python's lock. What callbacks of its
-  futures issue has executors of its own (callbacks.py).
+  issues on the caller's group meanwhile. gloo and the kernels release Python's lock. Collectives issued by callbacks of
+  its futures have executors of their own (callbacks.py).
 - CUDA tensors: a stream. Everything is started from the caller's thread, in program order, and nothing blocks.
 """
 
@@ -52,10 +52,10 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 Groups = tuple[dist.ProcessGroup, ...]
-"""The process groups that a reduction talks to."""
+"""The process groups that a reduction runs on."""
 
 Job = Callable[[Groups], T]
-"""A reduction, given the groups to use."""
+"""A reduction as a function of the groups to use."""
 
 
 class Work(ABC, Generic[T]):
@@ -63,7 +63,7 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def wait(self) -> T:
-        """Wait for the result, or raise what the reduction raised. On CUDA only the current stream waits."""
+        """Wait for the result, or raise the reduction's error. On CUDA only the current stream waits."""
 
     @abstractmethod
     def is_completed(self) -> bool:
@@ -71,11 +71,11 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def get_future(self) -> torch.futures.Future[T]:
-        """The result as torch's future, which DDP's hooks return. Callbacks of it may wait for other works."""
+        """The result as torch's future, which DDP's hooks return. Its callbacks may wait for other works."""
 
     @abstractmethod
     def map(self, change: Callable[[T], S]) -> Work[S]:
-        """This work with `change` of its result, which is computed in the background."""
+        """This work with `change` applied to its result in the background."""
 
 
 def run_here(job: Job[T], groups: Groups) -> T:
@@ -85,7 +85,7 @@ def run_here(job: Job[T], groups: Groups) -> T:
 
 
 def done(result: T) -> Work[T]:
-    """A reduction that is over."""
+    """A reduction that is over, with its result."""
     work: _ThreadWork[T] = _ThreadWork()
     work.result.set_result(result)
     return work
@@ -113,14 +113,16 @@ class TensorsWork(dist.Work):
         self._tensors = list(tensors)
 
     def result(self) -> list[Tensor]:
+        """The tensors, whether they are ready or not."""
         return self._tensors
 
     def synchronize(self) -> None:
+        """Wait until the tensors are ready."""
         self.wait()
 
 
 class BackgroundWork(TensorsWork):
-    """A collective in the background, as torch's C++ and Python want to see it."""
+    """A collective in the background, with the interface that torch's C++ and Python expect."""
 
     def __init__(self, work: Work[Any], tensors: Sequence[Tensor]) -> None:
         super().__init__(tensors)
@@ -128,10 +130,15 @@ class BackgroundWork(TensorsWork):
         self._work: Work[list[Tensor]] = work.map(lambda _: result)
 
     def then(self, do: Callable[[], object], tensors: Sequence[Tensor]) -> BackgroundWork:
-        """This work and, in the background, `do` once it is done."""
+        """A work that runs `do` in the background once this one is done, with `tensors` as the result."""
         return BackgroundWork(self._work.map(lambda _: do()), tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the collective, or raise its error.
+
+        Raises:
+            TimeoutError: it was not done within `timeout`, if that is positive; it goes on.
+        """
         if timeout > _NO_TIMEOUT:
             deadline = time.monotonic() + timeout.total_seconds()
             while not self._work.is_completed():
@@ -142,9 +149,11 @@ class BackgroundWork(TensorsWork):
         return True
 
     def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
         return self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """The tensors as torch's future; its callbacks may wait for other works."""
         return self._work.get_future()
 
 
@@ -152,7 +161,7 @@ class BackgroundWork(TensorsWork):
 
 
 class _ThreadWork(Work[T]):
-    """What an executor's thread, or nobody, is at; `callbacks` is its queue of them."""
+    """A job of an executor's thread, or one that is done already; `callbacks` is its queue of callbacks."""
 
     def __init__(self, callbacks: CallbackQueue | None = None) -> None:
         self.result: Future[T] = Future()
@@ -182,7 +191,7 @@ def _pass_on(change: Callable[[T], S], mapped: Future[S], done: Future[T]) -> No
 
 
 def future_of(result: Future[T]) -> torch.futures.Future[T]:
-    """Python's future as torch's."""
+    """Convert Python's future to torch's."""
     done: torch.futures.Future[Future[T]] = torch.futures.Future()
     # A callback that raises is the one way to give torch's future an error that its C++ callers see too.
     future = done.then(lambda finished: finished.value().result())
@@ -199,7 +208,7 @@ class _ThreadExecutor:
     def __init__(self, groups: Groups, depth: int) -> None:
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         self._callbacks = queue_of(groups[0])
-        # The thread knows the queue and its own copies only, so it ends when nobody knows the executor any more.
+        # The thread refers to the queue and its own copies only, so it ends when the executor is garbage-collected.
         arguments = (self._items, [_copier_of(group, depth) for group in groups])
         thread = threading.Thread(target=_serve, args=arguments, name="laconic-background", daemon=True)
         thread.start()
@@ -250,7 +259,7 @@ _CPU = torch.device("cpu")
 _lock = threading.RLock()  # two threads may be the first to use a group; what is collected meanwhile may come here, too
 _num_copies: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
 _executors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Groups, int], _ThreadExecutor]] = WeakKeyDictionary()
-"""By the first group; then by the others, and how deep in callbacks an executor's jobs come from."""
+"""By the first group; then by the others and the callback depth of the executor's jobs."""
 
 
 def _executor_of(groups: Groups) -> _ThreadExecutor:
@@ -263,20 +272,20 @@ def _executor_of(groups: Groups) -> _ThreadExecutor:
 
 
 def has_executor(group: dist.ProcessGroup) -> bool:
-    """Whether something was run in the background on `group` alone, from as deep in callbacks as the caller is."""
+    """Whether a job was run in the background on `group` alone, at the caller's callback depth."""
     with _lock:
         return ((), depth()) in _executors.get(group, {})
 
 
 def executors_of(*groups: dist.ProcessGroup) -> Iterator[Callable[[Job[T]], Work[T]]]:
-    """How to run something after all that was given to each executor that begins with one of `groups`."""
+    """Submit functions that run a job after all jobs of each executor whose first group is one of `groups`."""
     with _lock:
         found = [executor for group in groups for executor in _executors.get(group, {}).values()]
     return (executor.submit for executor in found)
 
 
 def close(*groups: dist.ProcessGroup) -> None:
-    """End the executors of `groups`, after all they have been given; as gloo does when a group is destroyed.
+    """End the executors of `groups` after all their jobs, as gloo does when a group is destroyed.
 
     A work whose rank is lost takes as long as it does in any case, the group's timeout at most.
     """
@@ -296,9 +305,9 @@ def close(*groups: dist.ProcessGroup) -> None:
 
 
 def _copier_of(group: dist.ProcessGroup, depth: int) -> Callable[[], dist.ProcessGroup]:
-    """Makes a gloo group of the same processes with the same timeout. Every process of `group` must come here.
+    """A function that makes a gloo group of the same processes and timeout. Every process of `group` must call it.
 
-    `dist.new_group` cannot make it: it waits for all processes of the program, or, told to wait for the group's only,
+    `dist.new_group` cannot make it: it waits for all processes of the program, or, set to wait for the group's only,
     names the group by how many groups each of them has, which need not be the same number.
     """
     numbers = _num_copies.setdefault(group, {})
@@ -324,10 +333,13 @@ _FIRST_TAG, _NUM_TAGS = (1 << 24) + (1 << 20), 1 << 20
 
 
 def _meet(group: dist.ProcessGroup, ranks: Sequence[int], number: int) -> None:
-    """Return once every rank of a group has come here. Raises CollectiveError naming the rank that does not.
+    """Return once every rank of a group has called it.
 
-    Connections are made through the store, where nobody hears that a rank has ended: those who came would wait for the
-    group's timeout. A connection that is there breaks at once. `number` tells meetings from each other.
+    Connections are made through the store, which does not report that a rank has ended: the other ranks would wait for
+    the group's timeout. An open connection breaks at once. `number` distinguishes meetings.
+
+    Raises:
+        CollectiveError: a rank did not call; the error names it.
     """
     others = [peer for peer in range(group.size()) if peer != group.rank()]
     tag, mark = _FIRST_TAG + number % _NUM_TAGS, torch.zeros(1, dtype=torch.uint8)
@@ -350,7 +362,7 @@ _originals: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakK
 
 
 def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The caller's group that an executor's is a copy of; `group` itself if it is none."""
+    """The caller's group that an executor's group is a copy of; `group` itself if it is no copy."""
     found = _originals.get(group)
     return (found() if found is not None else None) or group
 

@@ -34,11 +34,11 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _IDLE_SECONDS = 10.0
-"""After which a thread of the pool ends that nobody needs."""
+"""Idle time after which a thread of the pool ends."""
 
 
 class _Threads:
-    """A pool that never lets a task wait for another one."""
+    """A thread pool in which no task ever waits for another one."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -78,7 +78,7 @@ _threads = _Threads()
 
 
 def _forget_threads() -> None:
-    """A forked child has none of its parent's threads."""
+    """Reset the pool in a forked child, which has none of its parent's threads."""
     global _threads
     _threads = _Threads()
 
@@ -91,18 +91,18 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""Of the current thread: how many callbacks deep it is."""
+"""Callback depth of the current thread."""
 
 
 def depth() -> int:
-    """How many callbacks deep the current thread is: 0 outside of them."""
+    """Callback depth of the current thread: 0 outside of callbacks."""
     return here.depth
 
 
 class CallbackQueue:
     """Callbacks that run one after the other.
 
-    Arguments:
+    Args:
         depth: of the calls whose futures they belong to; the callbacks run one deeper.
     """
 
@@ -141,16 +141,19 @@ _queues: WeakKeyDictionary[dist.ProcessGroup, dict[int, CallbackQueue]] = WeakKe
 
 
 def queue_of(group: dist.ProcessGroup) -> CallbackQueue:
-    """That of calls on `group` which the current thread makes."""
+    """Callback queue of calls on `group` from the current thread."""
     with _lock:
         return _queues.setdefault(group, {}).setdefault(depth(), CallbackQueue(depth()))
 
 
 class CallbackFuture(torch.futures.Future[T]):
-    """torch's future of `result`; what `then` gets runs in `queue`.
+    """torch's future of `result`; callbacks given to `then` run in `queue`.
 
-    here: be completed in the thread that sets `result`, which must bear that callbacks of C++ and of torch's own
-    futures, such as that of `collect_all`, block it.
+    Args:
+        result: Python's future of the value.
+        queue: runs the callbacks.
+        here: complete in the thread that sets `result`, which must tolerate that callbacks of C++ and of torch's own
+            futures, such as that of `collect_all`, block it.
     """
 
     def __init__(self, result: Future[T], queue: CallbackQueue, here: bool = False) -> None:
@@ -162,13 +165,13 @@ class CallbackFuture(torch.futures.Future[T]):
             result.add_done_callback(lambda done: _threads.run(partial(self._complete, done)))
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """As torch's; `callback` may wait, and sees the caller's grad mode."""
+        """Add a callback as torch does; it may wait, and sees the caller's grad mode."""
         result: Future[S] = Future()
         self._queue.add(partial(_call, callback, self, result, torch.is_grad_enabled()))
         return CallbackFuture(result, self._queue)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """As torch's: what `callback` raises is logged."""
+        """Add a callback as torch does: an exception that it raises is logged."""
 
         def logged(future: torch.futures.Future[T]) -> None:
             try:
@@ -179,7 +182,7 @@ class CallbackFuture(torch.futures.Future[T]):
         self.then(logged)
 
     def set_exception(self, result: Any) -> None:
-        """As torch's, and C++ sees the error, too: DDP reads values past the function that raises it for Python."""
+        """Set an error as torch does, also for C++: DDP reads values past the function that raises it for Python."""
 
         def raise_error(_: object) -> None:
             raise result
@@ -196,7 +199,7 @@ class CallbackFuture(torch.futures.Future[T]):
 
 
 def follow(future: torch.futures.Future[T], queue: CallbackQueue) -> CallbackFuture[T]:
-    """A future of torch's own as one whose callbacks may wait."""
+    """Wrap a future of torch's own in one whose callbacks may wait."""
     result: Future[T] = Future()
 
     def settle(done: torch.futures.Future[T]) -> None:
@@ -225,7 +228,7 @@ def _call(
 
 
 class _Failed(Tensor):
-    """Stands where a tensor would be, and raises the error that there is instead when it is used."""
+    """Stand-in for a tensor that raises an error when it is used."""
 
     error: BaseException
 

@@ -1,10 +1,10 @@
-"""Failure diagnosis: which rank is the reason that a collective broke off.
+"""Failure diagnosis: attributes a broken collective to the rank that ended, stopped or hung.
 
-A rank that ends, stops or hangs holds up all others, and each of them sees only the peer that it waited for itself:
-often one that waits, too. So a rank whose peer did not answer writes into the group's store whom it waited for. Whoever
-has written is alive; following what they wrote from rank to rank ends at the one that has written nothing.
+Such a rank holds up all others, and each of them sees only the peer that it waited for itself: often one that waits,
+too. So a rank whose peer did not answer writes into the group's store which peer that was. A rank that has written is
+alive; following the entries from rank to rank ends at the one that has written nothing.
 
-A rank that broke off also wakes the others of its group, which would else find out when it ends, and with it perhaps
+A rank that broke off also wakes the others of its group, which would else notice only when it ends, and with it perhaps
 the store.
 """
 
@@ -25,7 +25,7 @@ from laconic.errors import CollectiveError
 __all__ = ["GRACE_SECONDS", "absent", "broke_off", "reason_of"]
 
 GRACE_SECONDS = 2.0
-"""How long others are waited for to write. Ranks that waited for each other give up at about the same time."""
+"""Time to wait for entries of other ranks. Ranks that waited for each other give up at about the same time."""
 
 _POLL_SECONDS = 0.05
 
@@ -44,12 +44,14 @@ def broke_off(
 ) -> CollectiveError:
     """The error of a rank that waited for group rank `peer` in vain; it names the rank at which the waiting ends.
 
-    Arguments:
-        what: was going on.
+    Args:
+        what: the operation that was going on.
+        group: the group it ran on.
         ranks: the global ranks of the group.
+        peer: the group rank that did not answer.
         error: the backend's.
         wake: let calls of the other ranks on this group break off, too.
-        or_else: what else the rank may have done.
+        or_else: another possible cause, for the message.
     """
     waits = [f"rank {ranks[other]}" for other in _follow(group, peer, wake)]
     return CollectiveError(
@@ -63,15 +65,15 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
     """Write down that this rank waited for `peer` in vain; return the group ranks of which each waited for the next.
 
     The first is `peer`. The last has written nothing, or is this rank or one of those before it: then all of them are
-    alive. Takes `GRACE_SECONDS` if somebody is silent. Best effort: the store may have gone with the rank that was
-    lost, and then `peer` alone is returned.
+    alive. Takes `GRACE_SECONDS` if a rank is silent. Best effort: the store may have gone with the rank that was lost,
+    and then `peer` alone is returned.
     """
     chain = [peer]
     if group.size() == 2:
         return chain
     if wake:
         _wake(group)
-    # The store's answers come from another process, which may be the one that has stopped: nobody waits for them.
+    # The store's answers come from another process, which may be the one that has stopped: do not wait for them.
     thread = threading.Thread(target=_follow_notes, args=(group, chain), name="laconic-diagnosis", daemon=True)
     thread.start()
     thread.join(GRACE_SECONDS + 1.0)
@@ -79,13 +81,16 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
 
 
 def reason_of(error: Exception) -> str:
-    """What gloo says in one line, without the line of its own source in front and advice of its own behind."""
+    """gloo's error in one line, without the source position in front and gloo's advice behind."""
     return re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0]).partition(". This is typically")[0]
 
 
 def absent(group: dist.ProcessGroup) -> list[int]:
-    """Write down that a collective broke off here; return the group ranks that have written nothing of the kind within
-    `GRACE_SECONDS`: those that keep the others waiting. Best effort; [] where nobody can tell."""
+    """Write down that a collective broke off here, and find the ranks that hold up the others.
+
+    Returns:
+        Group ranks that have written no such entry within `GRACE_SECONDS`. Best effort; [] where they cannot be found.
+    """
     if group.size() == 2:
         return [1 - group.rank()]
     _wake(group)
@@ -111,7 +116,7 @@ def _call_the_roll(group: dist.ProcessGroup, found: list[int]) -> None:
 
 
 def _wake(group: dist.ProcessGroup) -> None:
-    """gloo closes a group's connections when a receive has timed out, and those who wait on them hear of it at once."""
+    """Make gloo close the group's connections by a receive that times out; ranks that wait on them fail at once."""
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):  # the time-out, and afterwards that the connection is closed

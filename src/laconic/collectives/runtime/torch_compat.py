@@ -1,7 +1,7 @@
 """torch's own collectives under one set of names, each started and not waited for.
 
 torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor and warns at every call of the old names; 2.11 has
-only those. Nothing else in the package calls them.
+only those. They are called nowhere else in the package.
 
 On CPU tensors all-to-all and all-gather are sends and receives between every two ranks, all at once: gloo's own
 all-to-all handles one peer after the other and uses a full-duplex link for 55 % (4 hosts, 100 Mbit/s), this for 80 %.
@@ -44,7 +44,7 @@ _reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def method_of(group: dist.ProcessGroup, new: str, old: str) -> Callable[..., dist.Work]:
-    """A method of process groups that torch 2.13 renamed."""
+    """Look up a method of process groups that torch 2.13 renamed."""
     found: Callable[..., dist.Work] = getattr(group, new, None) or getattr(group, old)
     return found
 
@@ -53,11 +53,11 @@ class Started(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
-        """Return when it is done (on CUDA: when the current stream has been told to wait). Raises when it failed."""
+        """Return when it is done (on CUDA: when the current stream waits for it); raise its error."""
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
-    """Row r of `sent` [W, n] goes to rank r; row r of `received` [W, n] comes from it."""
+    """Exchange rows: row r of `sent` [W, n] goes to rank r; row r of `received` [W, n] comes from it."""
     count_sent(sent.nbytes * (group.size() - 1) // group.size())
     if sent.device.type == "cpu":
         return _exchange(received, list(sent), group)
@@ -65,7 +65,7 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Star
 
 
 def all_to_all_uneven(received: list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> Started:
-    """sent[r], contiguous, goes to rank r; received[r] comes from it. Every two ranks know how much that is."""
+    """Exchange tensors: sent[r], contiguous, goes to rank r; received[r] comes from it. Both ranks know their sizes."""
     me = group.rank()
     count_sent(sum(x.nbytes for place, x in enumerate(sent) if place != me))
     if sent[me].device.type == "cpu":
@@ -74,14 +74,17 @@ def all_to_all_uneven(received: list[Tensor], sent: list[Tensor], group: dist.Pr
 
 
 _HEAD_NBYTES = 1 << 15
-"""What a message that says its own length may have in its first part; buffers of so much stand ready for each peer."""
+"""First part of a message that carries its own length; a buffer of this size is ready for each peer."""
 
 
 def all_to_all_told(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """sent[r], contiguous uint8 of any length, goes to rank r; returns what came from each, which said its length.
+    """Exchange byte strings of any length: sent[r], contiguous uint8, goes to rank r.
 
     Waits. One round for short messages on CPU tensors: gloo delivers a message into a longer buffer. Longer ones have a
-    second part, which is offered at once as well. On other devices lengths travel first.
+    second part, which is offered at once as well. On other devices lengths are exchanged first.
+
+    Returns:
+        The tensor that came from each rank, with the length it carried.
     """
     rank, world = group.rank(), group.size()
     if sent[rank].device.type != "cpu":
@@ -123,7 +126,7 @@ def _told_on_device(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Te
 
 
 def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Started:
-    """Row r of `gathered` [W, ...] becomes rank r's `mine` [...]."""
+    """Gather: row r of `gathered` [W, ...] becomes rank r's `mine` [...]."""
     count_sent(mine.nbytes * (group.size() - 1))
     if mine.device.type == "cpu":
         return _exchange(gathered.view(group.size(), -1), [mine.view(-1)] * group.size(), group)
@@ -131,13 +134,13 @@ def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Star
 
 
 def reduce_scatter(mine: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Started:
-    """`mine` [n] becomes the sum over ranks of row number `rank` of `rows` [W, n], in the tensor's own type."""
+    """Sum over ranks row `rank` of `rows` [W, n] into `mine` [n], in the tensor's own type."""
     count_sent(rows.nbytes * (group.size() - 1) // group.size())
     return _started(_reduce_scatter(mine, rows.view(-1), group=group, async_op=True))
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Started:
-    """`tensor` [...] becomes the sum over ranks, in its own type."""
+    """Replace `tensor` [...] by its sum over ranks, in its own type."""
     count_sent(2 * tensor.nbytes * (group.size() - 1) // group.size())
     return _started(dist.all_reduce(tensor, group=group, async_op=True))
 
@@ -148,7 +151,7 @@ _num_exchanges: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Exchange:
-    """Sends and receives with every other rank."""
+    """Sends and receives with every other rank, as one operation."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
@@ -170,7 +173,7 @@ def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.P
 
 
 def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
-    """`sent` goes to the next rank, as much comes from the one before into `received`."""
+    """Send `sent` to the next rank and receive as much from the one before into `received`."""
     count_sent(sent.nbytes)
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     if sent.device.type == "cpu":
@@ -192,7 +195,7 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-# --- bytes that no dispatch mode sees, because they leave from another thread ---
+# --- bytes that no dispatch mode sees, because they are sent from another thread ---
 
 
 class _Thread(threading.local):
@@ -205,7 +208,7 @@ _sent_nbytes = 0
 
 
 def sent_in_background_nbytes() -> int:
-    """Bytes this process has sent from background threads so far, by what bandwidth-optimal algorithms send."""
+    """Bytes this process has sent from background threads so far, counted as bandwidth-optimal algorithms send them."""
     return _sent_nbytes
 
 
