@@ -1,1 +1,1 @@
-"""One call of a collective: settings, chunks, messages, errors, and the background it may run in."""
+"""Engine of one collective call: settings, chunks, messages and errors."""

@@ -88,8 +88,15 @@ class Call:
         async_op: bool,
         on_two: Callable[[Exchange, Exchange], object] | None = None,
     ) -> Work[T]:
-        """Carry the call out: `on_one` on its group, or `on_two` inside the node, where nothing is coded, and between
-        nodes; `alone` is what a rank does that has no others."""
+        """Carry the call out, in the background if `async_op`.
+
+        Args:
+            on_one: runs the call on its one group.
+            alone: runs instead on a rank without others.
+            result: of the returned work.
+            async_op: return before it is done.
+            on_two: runs the call on two levels: inside the node, where nothing is coded, and between nodes.
+        """
         if all(group.size() == 1 for group in self.groups):
             with torch.no_grad():
                 alone()
@@ -110,7 +117,7 @@ class Exchange:
     """A call on one group: what all its ranks have in common."""
 
     group: dist.ProcessGroup
-    """Whom it talks to; perhaps the background executor's copy of the caller's group."""
+    """The group it runs on; perhaps the background executor's copy of the caller's group."""
     ranks: tuple[int, ...]
     """Global ranks of the group."""
     function: str
@@ -167,10 +174,16 @@ class Exchange:
         into: Sequence[int],
         table: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """The same with lengths of their own, `out` and `into`.
+        """Exchange tensors of different lengths, `out` and `into`, as `all_to_all` does equal ones.
 
-        table: elements from each rank to each, [from][to], where all know them; None: they tell each other first.
-        Raises ConfigError, on every rank, if what one sends is not what another expects.
+        Args:
+            received, sent: by group rank.
+            out, into: elements to and from each rank.
+            table: elements from each rank to each, [from][to], where all know them; None: they are exchanged first.
+
+        Raises:
+            ConfigError: a rank sends another number than its peer expects; raised on every rank.
+            CollectiveError: a rank ended or stopped.
         """
         chunk = _all_to_all_of(received, sent)
         nbytes = sum(x.nbytes for peer, x in enumerate(sent) if peer != self.group_rank)
@@ -320,15 +333,21 @@ class Exchange:
         nbytes: int | None = None,
         **settings: int | str,
     ) -> bool:
-        """Carry a call out in chunks, or raw if that is predicted to be faster; whether it was in chunks.
+        """Carry a call out in chunks, or raw if that is predicted to be faster.
 
-        Only what is coded is announced to the other ranks, and what has to be measured first.
+        Only coded calls are announced to the other ranks, and those before which rates have to be measured.
 
-        Arguments:
+        Args:
             chunk: the generator of one slice of `longest` elements, which fall into `num_parts` messages.
+            longest: elements of the longest message.
             raw: starts the backend's own collective.
             asked: elements for which the cost model is asked; None: `longest`.
-            is_end, nbytes: for `sent_by_one`, or what it would say.
+            num_parts: messages per slice.
+            is_end, nbytes: arguments of `sent_by_one`, or its result.
+            settings: compared by the ranks.
+
+        Returns:
+            Whether it was carried out in chunks.
         """
         asked, wire = longest if asked is None else asked, None
         if self._needs_sync(asked):
@@ -380,7 +399,7 @@ def _all_to_all_of(received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] |
 
 @dataclass(frozen=True)
 class Route:
-    """How the values of one call travel."""
+    """Route of one call's values: codec, chunks, direction."""
 
     codec: Codec
     num_chunks: int | None
@@ -389,11 +408,11 @@ class Route:
     saved_seconds: float = 0.0
     """What the cost model expects to be saved against raw."""
     choice: Choice | None = None
-    """What the cost model said, if it was asked."""
+    """The cost model's choice, if it was asked."""
     numel: int = 0
     """Of what it was asked."""
     ring: bool = False
-    """Whether messages go around, from rank to rank."""
+    """Whether messages go around a ring, from rank to rank."""
 
     def step(self, numel: int, dtype: torch.dtype) -> int:
         """Elements per chunk of a message of `numel` elements, at least 1."""
@@ -418,12 +437,15 @@ def find_route(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Route:
-    """The route of a call; the same on all its ranks.
+    """Find the route of a call; the same on all its ranks.
 
-    Arguments:
+    Args:
         codec: a codec, or "auto" for the one that is predicted to be fastest.
         operation: "all_gather", ...
         numel: elements of one rank's input, a number that all ranks share.
+        dtype: of the tensor.
+        group: the group on which the call runs.
+        device: where the tensor is.
     """
     if not isinstance(codec, str):
         return Route(codec, None, "asked for")
@@ -435,7 +457,7 @@ def find_route(
 
 
 def sync(wire: Wire) -> None:
-    """Wait until all ranks are known to do the same, and learn what they have observed."""
+    """Wait until all ranks are known to do the same, and learn their observations."""
     wire.agree()
     notes = wire.take_notes()
     if notes:
@@ -443,7 +465,7 @@ def sync(wire: Wire) -> None:
 
 
 def finish(wire: Wire, operation: str, route: Route) -> None:
-    """Write a call down in the audit, and what became of it for later choices."""
+    """Record a call in the audit, and its outcome for later choices."""
     # Of sends the two ranks would observe at different times, and could then choose differently.
     if route.choice is not None and wire.peers.sends is None:
         sync(wire)

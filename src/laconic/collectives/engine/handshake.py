@@ -68,10 +68,15 @@ def line_of(settings: Settings) -> bytes:
 
 
 class Handshake:
-    """The announcements of one call, to and from each peer, through gloo.
+    """Announcements of one call, to and from each peer, through gloo.
 
-    `note` follows the settings, as long on all ranks whose settings are the same, and need not be equal. `send` starts
-    sending a tensor to a group rank with a tag; `attribute` names that rank in errors raised inside of it.
+    Args:
+        group: the group of the call.
+        peers: the ranks to compare with.
+        line: the settings, as `line_of` formats them.
+        note: follows the settings, as long on all ranks whose settings are the same, and need not be equal.
+        send: starts sending a tensor to a group rank with a tag.
+        attribute: names a group rank in errors raised inside of it.
     """
 
     def __init__(

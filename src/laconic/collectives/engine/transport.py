@@ -1,17 +1,17 @@
-"""The messages of one collective: bytes out, bytes in, and errors that name the rank they are due to.
+"""Transport of one collective: bytes out, bytes in, and errors that name the rank they are due to.
 
-Before values are used, every two ranks have shaken hands: each has announced what it is about to do. Nobody waits for
-that at once: values are encoded and offered meanwhile. That is safe because gloo moves no byte before a receive with
-the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls never meet.
+Before values are used, every two ranks have shaken hands: each has announced the settings of its call. No rank waits
+for that at once: values are encoded and offered meanwhile. That is safe because gloo moves no byte before a receive
+with the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls never meet.
 
-Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header
-says how long it is. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
+Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header has
+the length. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
 
-When a peer's connection breaks, gloo tells those that wait for something that has not begun to arrive, but not those
-that have a part of it: they would wait for the group's timeout. So behind each longer message follows its *end*, one
-byte with a tag of its own, for which the receiver waits first. gloo keeps the order between two ranks.
+When a peer's connection breaks, gloo fails the receives that have not begun to arrive, but not those that have a part:
+they would wait for the group's timeout. So behind each longer message follows its *end*, one byte with a tag of its
+own, for which the receiver waits first. gloo keeps the order between two ranks.
 
-A message that did not fit the capacity of its codec says so in its header, and the same values follow at once in the
+A message that did not fit the capacity of its codec is marked in its header, and the same values follow at once in the
 codec's fallback: the sender knows it from the message that it made, the receiver from the one that it got.
 """
 
@@ -83,8 +83,13 @@ _num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictio
 class Wire:
     """One call on one group, as this rank sees it.
 
-    `settings` are what all ranks must have in common; `dtype` is that of values; `note` is what this rank has to say
-    besides.
+    Args:
+        group: the group of the call.
+        peers: the ranks it exchanges messages with.
+        settings: what all ranks must have in common.
+        dtype: that of values.
+        device: where the values are.
+        note: observations of this rank, announced with the settings.
     """
 
     def __init__(
@@ -123,7 +128,11 @@ class Wire:
     # --- handshake ---
 
     def agree(self) -> None:
-        """Wait until all ranks are known to do the same. Raises ConfigError, on each of them, if they do not."""
+        """Wait until all ranks are known to do the same.
+
+        Raises:
+            ConfigError: they do not; raised on each of them.
+        """
         if self._agreed or self._handshake is None:
             return
         self._agreed = True
@@ -137,7 +146,7 @@ class Wire:
             raise disagreement({self.peers.ranks[rank]: json.loads(lines[rank]) for rank in sorted(lines)})
 
     def take_notes(self) -> list[bytes]:
-        """What all ranks had to say besides, in the group's order; [] if it was taken or nothing. `agree` first."""
+        """The notes of all ranks, in the group's order; [] if they were taken or are empty. Call `agree` before."""
         note, self._note = self._note, b""
         if not note or self._handshake is None:
             return []

@@ -1,7 +1,7 @@
-"""Collectives as the backend has them, for messages that are left raw: one call, no handshake, no chunks, no threads.
+"""Collectives of the backend, for messages that are left raw: one call, no handshake, no chunks, no threads.
 
-What is summed is summed by the backend, in its order and in the tensor's type. Ranks that mean different calls are not
-told so; the backend hangs or fails as it always does.
+Sums are the backend's, in its order and in the tensor's type. Ranks that mean different calls get no error of this
+package; the backend hangs or fails as it always does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _KNOWN = frozenset(
 
 
 class BackendWork(Work[T]):
-    """A call that the backend carries out, with its result and what to call it in an error."""
+    """A call that the backend carries out, with its result and its name for errors."""
 
     __slots__ = ("_done", "_group", "_name", "_peer", "_result", "_work")
 
@@ -70,6 +70,11 @@ class BackendWork(Work[T]):
         self._done = False
 
     def wait(self) -> T:
+        """Wait for the result.
+
+        Raises:
+            CollectiveError: the backend gave up.
+        """
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -78,12 +83,15 @@ class BackendWork(Work[T]):
         return self._result
 
     def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
         return self._done or self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[T]:
+        """The result as torch's future."""
         return self._followed(lambda result: result)
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
+        """This work with `change` of its result."""
         return _ChangedWork(self, change)
 
     def _followed(self, change: Callable[[T], S]) -> torch.futures.Future[S]:
@@ -220,6 +228,8 @@ def recv(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
 
 
 def _tag(x: Tensor) -> int:
-    """gloo would deliver a shorter message into a longer tensor without a word; messages of other lengths or types
-    do not meet."""
+    """Tag that keeps messages of other lengths or types from meeting.
+
+    gloo would silently deliver a shorter message into a longer tensor.
+    """
     return _TAG | (x.numel() * 31 + _DTYPES.get(x.dtype, 30)) % _TAG

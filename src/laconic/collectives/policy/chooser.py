@@ -135,7 +135,8 @@ class Chooser:
     def learn(self, notes: Sequence[bytes]) -> None:
         """Take the notes of all ranks, this one's included, in the order of ranks.
 
-        Raises FormatError for one that was damaged.
+        Raises:
+            FormatError: one was damaged.
         """
         if not self._learns:
             return
@@ -257,8 +258,12 @@ class Pace:
     raw_kept: list[float] = field(default_factory=list)
 
     def next(self) -> str:
-        """How the next call should go for which coding is predicted to pay: CODED, or RAW to see what that takes, or
-        raw since coding has been SLOWER, or coded as a TRY whether it still is."""
+        """Decide the next call for which coding is predicted to pay.
+
+        Returns:
+            CODED, or RAW to see what that takes, or SLOWER (raw, since coding has been slower), or TRY (coded, to see
+            whether it still is).
+        """
         if self.num_probes:
             self.num_probes -= 1
             return TRY
@@ -277,8 +282,10 @@ class Pace:
         return RAW
 
     def update_coded(self, nanoseconds: float, tried: bool = False) -> None:
-        """Take what a coded call took per element on the rank that was fastest; `tried` after a while without one. The
-        very first does not count: buffers and connections are new."""
+        """Take the time per element of a coded call on the rank that was fastest; `tried` after a while without one.
+
+        The very first does not count: buffers and connections are new.
+        """
         self.num_told += 1
         if self.num_told > 1:
             known = nanoseconds if self.coded is None or tried else self.coded

@@ -74,11 +74,13 @@ class Ranks:
         return [seconds for (seconds,) in self.in_turn([case], repeats)]
 
     def seconds_alone(self, case: Callable[[], object]) -> float:
-        """Seconds of something that talks to nobody, while all ranks do it: the slowest rank's median. The same number
-        on every rank.
+        """Time a function without communication while all ranks run it.
 
         Runs are timed one by one without asking the others between them: coding 16 KB takes a few microseconds, and
-        being woken for it takes longer.
+        waking up for an answer takes longer.
+
+        Returns:
+            The slowest rank's median in seconds. The same number on every rank.
         """
         case()
         self.exchange([0])
@@ -118,8 +120,11 @@ def host_name() -> str:
 
 
 def world_of(hosts: Sequence[str]) -> World:
-    """The group as machines, from the host of each rank. Where nodes differ in their number of ranks, or ranks of a
-    node do not follow each other, it counts as one rank per node: two levels are not possible there."""
+    """The group as machines, from the host of each rank.
+
+    Where nodes differ in their number of ranks, or ranks of a node do not follow each other, it counts as one rank per
+    node: two levels are not possible there.
+    """
     nodes = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(nodes)
     regular = list(hosts) == [node for node in nodes for _ in range(per_node)]
@@ -161,8 +166,10 @@ def gaussian(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def brief_codecs(ranks: Ranks, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, CodecRates]]:
-    """`codec_rates` of several dtypes in a few hundredths of a second: two sizes, three runs of each, and ranks, which
-    all code at about the same time, tell each other once."""
+    """Measure `codec_rates` of several dtypes in a few hundredths of a second.
+
+    Two sizes, three runs of each; ranks, which all code at about the same time, exchange results once.
+    """
     found: list[int] = []
     sizes = [nbytes for nbytes in _BRIEF_CODEC_NBYTES for dtype in dtypes for code in CODES]
     for nbytes in _BRIEF_CODEC_NBYTES:

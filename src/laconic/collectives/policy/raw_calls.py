@@ -86,7 +86,7 @@ _ways: dict[int, dict[tuple[Hashable, int, torch.dtype], Way]] = {}
 def known_way(group: Any, call: Hashable, x: Tensor) -> Way | None:
     """The way of a call that has been left raw before, and would be again; its arguments were found to be right then.
 
-    Arguments:
+    Args:
         group: as the caller gave it; None is the default group.
         call: the function and those of its arguments that are no tensors.
         x: the tensor whose size decides.

@@ -81,7 +81,7 @@ def choose(
 ) -> Choice:
     """Choose for one message; every rank of `group` must ask the same at the same place of its calls.
 
-    Arguments:
+    Args:
         operation: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter" or
             "send" (for the receiver too; give each direction between two ranks a tag of its own).
         numel: elements of one rank's input; a number that all ranks share.
@@ -90,7 +90,8 @@ def choose(
         tag: keeps apart the running estimates of data of different kinds, for instance weights and gradients.
         device: where the tensor is.
 
-    Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
+    Raises:
+        ConfigError: some rank's file of rates cannot be used; raised on every rank.
     """
     reason = _obvious(numel, dtype, group)
     if reason is not None:
@@ -103,8 +104,11 @@ def choose(
 def foresee(
     operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, device: torch.device = _CPU
 ) -> Choice:
-    """The choice by the rates of a prepared group alone: the same on all its ranks, in whatever order and thread they
-    ask, because nothing is learnt from earlier messages. Never communicates; arguments as in `choose`."""
+    """Choose by the rates of a prepared group alone; never communicates.
+
+    The choice is the same on all its ranks, in whatever order and thread they ask, because nothing is learnt from
+    earlier messages. Arguments as in `choose`.
+    """
     reason = _obvious(numel, dtype, group)
     if reason is not None:
         return left_raw(reason)
@@ -124,13 +128,15 @@ def needs_sync(
 
 
 def leaves_raw(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessGroup, is_end: bool = False) -> bool:
-    """Whether `choose` would leave a message raw whatever ranks have learnt from earlier ones, as far as that is known
-    without asking anybody; counts the call in the audit if so. The same on all ranks, in whatever thread they ask.
+    """Whether `choose` would leave a message raw, as far as that is known without communication; then counts the call.
 
-    Arguments:
+    The answer does not depend on earlier messages: it is the same on all ranks, in whatever thread they ask. The call
+    is counted in the audit.
+
+    Args:
         operation, numel, group: as in `choose`.
         x: a tensor of this rank, contiguous, from whose number of elements and dtype `numel` follows.
-        is_end: whether this rank is the one that gathers or scatters, or receives what is sent.
+        is_end: whether this rank is the one that gathers or scatters, or receives a send.
     """
     known, call = _raw.get(group), (operation, is_end)
     if known is not None and x.is_cpu and known.has(call, x):
@@ -148,12 +154,13 @@ def leaves_raw(operation: str, numel: int, x: torch.Tensor, group: dist.ProcessG
 def remember_raw(
     given: Any, call: Hashable, operation: str, x: torch.Tensor, group: dist.ProcessGroup, group_rank: int, is_end: bool
 ) -> None:
-    """Let `known_way` know of a call that `leaves_raw` has left raw.
+    """Register with `known_way` a call that `leaves_raw` has left raw.
 
-    Arguments:
-        given: the group as the caller gave it; `group` carries the call.
+    Args:
+        given: the group as the caller gave it.
         call: the function and its arguments that are no tensors.
         operation, x, is_end: as `leaves_raw` was given.
+        group: carries the call.
         group_rank: of the root or peer.
     """
     known = _raw.get(group)
@@ -184,10 +191,11 @@ def _known_reason(operation: str, numel: int, x: torch.Tensor, group: dist.Proce
 def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     """Agree on rates with all ranks of `group` now, instead of at its first large message, and for sends too.
 
-    Every rank of the group must call it, before the group's first message. What was measured for another group of the
-    same kind on the same machines is not measured again.
+    Every rank of the group must call it, before the group's first message. Rates of another group of the same kind on
+    the same machines are not measured again.
 
-    Raises ConfigError, on every rank, if some rank's file of rates cannot be used.
+    Raises:
+        ConfigError: some rank's file of rates cannot be used; raised on every rank.
     """
     if group.size() == 1:
         return
@@ -211,8 +219,11 @@ def observe(
     tag: str = "",
     device: torch.device = _CPU,
 ) -> None:
-    """Tell what became of the message that was chosen for last: on this rank `raw_nbytes` of it took `message_nbytes`
-    and the call `seconds`. The first arguments are those of `choose`. The other ranks hear of it by `note`."""
+    """Record the outcome of the message that was chosen for last.
+
+    On this rank `raw_nbytes` of it took `message_nbytes` and the call `seconds`. The first arguments are those of
+    `choose`. The other ranks learn of it by `note`.
+    """
     chooser = _made(group, device)
     if chooser is not None and (raw_nbytes or choice.codec == RAW):
         call = Call(operation, numel, _name(dtype), tag)
@@ -320,8 +331,11 @@ def _obvious(numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> str | 
 
 
 def _agreed_rates(ranks: Ranks) -> tuple[World, WireRates]:
-    """The group's machines and rates, found by all ranks together: rank 0's file where it has one, what it measured
-    for another group of this kind on these machines, or else what all measure now."""
+    """Find the group's machines and rates, by all ranks together.
+
+    Rank 0's file where it has one, else rates measured for another group of this kind on these machines, or else rates
+    that all ranks measure now.
+    """
     found = [json.loads(text) for text in ranks.texts(json.dumps(_introduction(ranks)))]
     for rank, one in enumerate(found):
         if one["error"]:
@@ -375,8 +389,10 @@ def _introduction(ranks: Ranks) -> dict[str, object]:
 
 
 def _own_rates() -> tuple[WireRates | None, bool]:
-    """This process's rates, and whether they count only on the machines they were measured on: those that were asked
-    for count anywhere."""
+    """This process's rates, and whether they count only on the machines they were measured on.
+
+    Rates set by `use_rates` count anywhere.
+    """
     if _explicit is not None:
         return _explicit, False
     path = default_path()
