@@ -56,7 +56,7 @@ _MIN_ENDED_NBYTES = 1 << 17
 
 
 class Outgoing(NamedTuple):
-    """Values for some ranks."""
+    """Values for some ranks, with their message if it exists."""
 
     peers: Sequence[int]
     """Group ranks that they go to."""
@@ -335,7 +335,7 @@ class InFlightMessages:
 
 
 def _wait_all(works: Sequence[dist.Work]) -> None:
-    """The last first: it is the one that is told of a broken connection."""
+    """Wait for all works, the last one first: a broken connection fails it first."""
     for work in reversed(works):
         work.wait()
 

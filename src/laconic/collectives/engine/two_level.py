@@ -1,6 +1,6 @@
-"""Machines that are fast inside and slow between: two process groups instead of one.
+"""Two-level collectives for machines with a fast inside and a slow network between them: two process groups.
 
-Rank r of N nodes with L ranks each has local rank r % L on node r // L. Inside of a node values travel raw, between
+Rank r of N nodes with L ranks each has local rank r % L on node r // L. Inside of a node values are sent raw, between
 nodes each rank exchanges with those of its local rank, over the codec, so that each value crosses the slow links once.
 """
 

@@ -1,1 +1,1 @@
-"""Which way a message takes, the same on all ranks: measuring, predicting, learning."""
+"""Choice of a message's codec, the same on all ranks: measured rates, a cost model, running estimates."""

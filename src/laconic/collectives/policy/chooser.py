@@ -1,7 +1,7 @@
-"""What the ranks of one group know together, and how they choose by it: how far data shrinks, what calls really take.
+"""Choices of one group's ranks from shared estimates: how far data shrinks, and the time of raw and coded calls.
 
-What a rank observes of a call travels with the handshake of the group's next coded call, and all learn it there. So
-nobody asks anybody for it, and all know the same at the same call.
+A rank's observations of a call are sent with the handshake of the group's next coded call, and all ranks learn them
+there. So no extra communication is needed, and all ranks have the same estimates at the same call.
 """
 
 from __future__ import annotations
@@ -59,9 +59,13 @@ class Call:
 class Chooser:
     """Chooses for the calls of a group, in their order.
 
-    `codecs_of` adds the codecs of a dtype to rates that do not have them. `learns`: whether ranks tell each other what
-    they observe. `repeats`: whether sums over more than two ranks must not depend on how long anything takes, because
-    raw and coded ones add in different orders.
+    Args:
+        world: the group as machines.
+        rates: of links and codecs, agreed on by all ranks.
+        codecs_of: adds the codecs of a dtype to rates that do not have them.
+        learns: whether ranks exchange their observations.
+        repeats: whether sums over more than two ranks must not depend on measured times, because raw and coded ones add
+            in different orders.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Chooser:
         return dtype not in self.rates.codecs and self._codecs_of is not None
 
     def observe(self, call: Call, choice: Choice, raw_nbytes: int, message_nbytes: int, nanoseconds: int) -> None:
-        """What became of the newest call on this rank: `raw_nbytes` took `message_nbytes`, and it all `nanoseconds`."""
+        """Record the newest call on this rank: `raw_nbytes` became `message_nbytes`, the call took `nanoseconds`."""
         if choice.codec != RAW:
             expected_nbytes = round(raw_nbytes / self.rates.codecs[call.dtype][choice.codec].ratio)
             self._coded = call, choice.reason == PROBE_CODED, message_nbytes, expected_nbytes, nanoseconds
@@ -204,7 +208,7 @@ class Shrinkage:
         return None if self.factor is None else max(1, round(self.factor * FINENESS))
 
     def update(self, message_nbytes: int, expected_nbytes: int) -> None:
-        """Take what the messages of all ranks came to."""
+        """Update with the messages of all ranks."""
         if expected_nbytes == 0:
             return
         found = message_nbytes / expected_nbytes

@@ -1,7 +1,7 @@
 """Timing of links and codecs on all ranks of a group at once.
 
-Every number is agreed on: ranks time the same thing at the same moment, tell each other, and all keep the slowest
-rank's. So all of them end with the same numbers, which is what lets them choose alike without asking again.
+Every number is agreed on: ranks time the same thing at the same moment, exchange the times, and all keep the slowest
+rank's. So all of them end with the same numbers and choose alike without communication.
 """
 
 from __future__ import annotations

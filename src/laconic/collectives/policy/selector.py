@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 _UNTAUGHT = "untaught"
-"""Tag of estimates that nobody updates."""
+"""Tag of estimates that are never updated."""
 
 _CPU = torch.device("cpu")
 
@@ -373,7 +373,7 @@ def _remember(rates: WireRates) -> None:
 
 
 def _introduction(ranks: Ranks) -> dict[str, object]:
-    """What a rank tells the others when a group is first used."""
+    """Facts that a rank sends to the others when a group is first used."""
     about: dict[str, object] = {"host": host_name(), "rates": None, "checked": False, "measured": {}, "error": ""}
     if ranks.group.rank() != 0:
         return about
