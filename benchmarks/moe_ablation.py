@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.moe_autotune import (
     _GRIDS,
@@ -28,6 +27,7 @@ from benchmarks.moe_autotune import (
     _SMOKE,
     _Case,
     _SkewedGate,
+    timed_plans,
 )
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import join, leave, run_ranks
@@ -39,7 +39,7 @@ from laconic.formats import BlockFormat
 from laconic.moe import GatedExperts, Grid, MoELayer, autotune, expert_shard, make_dispatcher
 from laconic.moe.placement.consensus import first_answer
 from laconic.moe.tuning.measure_cluster import measure_moe
-from laconic.moe.tuning.measure_layer import Timed, medians, race, samples_in_turn
+from laconic.moe.tuning.measure_layer import medians, race, samples_in_turn
 from laconic.testing.netlab import Lab, why_not
 
 _RATES = (1e8, 1e9)
@@ -218,17 +218,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     chosen[_ALL] = best_plan({plan: sum(both) for plan, both in zip(cut, taken, strict=True)})
     took[_ALL] = time.perf_counter() - started
     plans = [*dict.fromkeys([*uncut, *chosen.values(), *(replace(best, degree=d) for d in (2, 4))])]
-    grad = torch.randn_like(x)
-    wanted = [x, *layer.parameters()]
-
-    def there(plan: LayerPlan) -> Tensor:
-        tuned.install("layer", plan)
-        return layer(x)
-
-    def back(out: Tensor) -> None:
-        torch.autograd.grad(out, wanted, grad)
-
-    timed = [Timed(partial(there, plan), back) for plan in plans]
+    timed = timed_plans(tuned, layer, x, plans)
     seconds = [sum(medians(samples)) for samples in samples_in_turn(ranks, timed, (rounds + 1) // 2)]
     limit = (1 + _NEAR) * min(seconds)
     near = [i for i, one in enumerate(seconds) if one <= limit]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
@@ -31,7 +31,7 @@ from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.moe import LayerShape, MoERates
 from laconic.cost.moe.search import Candidate, LayerPlan, best_candidate
 from laconic.formats import BlockFormat
-from laconic.moe import GatedExperts, Grid, MoELayer, Routing, autotune, expert_shard, make_dispatcher
+from laconic.moe import Autotuned, GatedExperts, Grid, MoELayer, Routing, autotune, expert_shard, make_dispatcher
 from laconic.moe.gates import Gate
 from laconic.moe.tuning.measure_cluster import measure_moe
 from laconic.moe.tuning.measure_layer import Timed, medians, samples_in_turn
@@ -231,6 +231,21 @@ class _SkewedGate(Gate):
         return Routing.of_choices(experts, scores.gather(1, experts), _NUM_EXPERTS)
 
 
+def timed_plans(tuned: Autotuned, layer: MoELayer, x: Tensor, plans: Iterable[LayerPlan]) -> list[Timed[Tensor]]:
+    """Forward and backward of the layer x [n, M] by each plan, to be timed."""
+    grad = torch.randn_like(x)
+    wanted = [x, *layer.parameters()]
+
+    def forward(plan: LayerPlan) -> Tensor:
+        tuned.install("layer", plan)
+        return layer(x)
+
+    def backward(out: Tensor) -> None:
+        torch.autograd.grad(out, wanted, grad)
+
+    return [Timed(partial(forward, plan), backward) for plan in plans]
+
+
 def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     alone = grid.layout.mp == 1
@@ -247,17 +262,7 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     plans = dict.fromkeys(anchored)
     plans |= dict.fromkeys(replace(plan, degree=_CHUNKS) for plan in anchored if plan.rows == "raw")
     candidates = [choice.pricing.candidate(plan) for plan in plans]
-    grad = torch.randn_like(x)
-    wanted = [x, *layer.parameters()]
-
-    def there(plan: LayerPlan) -> Tensor:
-        tuned.install("layer", plan)
-        return layer(x)
-
-    def back(out: Tensor) -> None:
-        torch.autograd.grad(out, wanted, grad)
-
-    timed = [Timed(partial(there, one.plan), back) for one in candidates]
+    timed = timed_plans(tuned, layer, x, [one.plan for one in candidates])
     alone_chosen = candidates.index(best_candidate(one for one in candidates if one.plan.degree == 1))
     chosen = [one.plan for one in candidates].index(choice.plan)
     taken = [medians(samples) for samples in samples_in_turn(ranks, timed, (rounds + 1) // 2)]

@@ -6,13 +6,10 @@ for published models over many ranks.
 
 from __future__ import annotations
 
-import gc
-
 import torch
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import laconic
+from benchmarks.kit.allocated import peak_of_step
 from benchmarks.kit.models import causal_model
 from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
@@ -45,7 +42,8 @@ def _peaks(small: bool) -> Table:
             job = Job(shape, Batch(2, length), Layout(micro_batches=2), settings)
             rank = predict(job, choices_of(job, bits, attention=attention)).ranks[0]
             predicted = rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes
-            measured = _peak_nbytes(model, job, precision == "bf16")
+            ids = torch.randint(0, 2048, (job.batch.sequences, job.batch.sequence_length))
+            measured = peak_of_step(model, ids, precision == "bf16", job.layout.micro_batches)
             kept = f"{bits} bits, attention {attention}, loss {loss}"
             numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
             rows.append([f"{precision}: {kept}", *numbers, rank.moment])
@@ -54,31 +52,6 @@ def _peaks(small: bool) -> Table:
         ["", "predicted MB", "allocator MB", "error", "fullest in"],
         rows,
     )
-
-
-def _peak_nbytes(model: nn.Module, job: Job, bf16: bool) -> int:
-    """Most bytes allocated at one time in a step of two micro-batches, above those before it."""
-    ids = torch.randint(0, 2048, (job.batch.sequences, job.batch.sequence_length))
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        for _ in range(job.layout.micro_batches):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    gc.collect()  # the profiler miscounts what was made before it and goes while it watches
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        step()
-    now = peak = 0
-    assert watched.profiler is not None
-    for event in watched.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 _MODELS = {  # hidden, feed-forward, layers, heads, key/value heads; stages, chunks, data parallel

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import laconic
+from benchmarks.kit.allocated import peak_of_step
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
 from laconic.train.memory.check import choices_of
 from tests.activations.models import make_model
@@ -18,30 +15,6 @@ SHAPES = {
     "deep": {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 8, "num_key_value_heads": 2},
     "wide": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "vocab_size": 700},
 }
-
-
-def peak_of_step(model: nn.Module, ids: Tensor, bf16: bool, micro_batches: int) -> int:
-    """Most bytes allocated at one time, above those before the step, in a step after a warm-up."""
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        for _ in range(micro_batches):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    gc.collect()  # the profiler miscounts what was made before it and goes while it watches
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        step()
-    now = peak = 0
-    assert watched.profiler is not None
-    for event in watched.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class _LevelPlan:
     def enter(self, number: int, buffers: Buffers) -> ExpertRows:
         if not self._local:  # the first slice has come, so all stages are agreed
             self._local = self._local_routings()
-            whole = (stage.exchange(0, self.num_slices) for stage in self._stages)
+            whole = (self.exchange(stage, 0, self.num_slices) for stage in range(self.num_stages))
             self._dispatcher.traffic = tuple(traffic_of(exchange, *buffers) for exchange in whole)
         return ExpertRows(*self._order.permute(buffers[0], self._local[number]))
 
