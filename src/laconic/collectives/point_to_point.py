@@ -21,7 +21,6 @@ from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import find_route, finish, slices
 from laconic.collectives.engine.handshake import Peers, Settings
 from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFlightMessages, Outgoing, Wire
-from laconic.collectives.engine.uncoded import BackendWork
 from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Work, done, future_of, run_in_background
@@ -72,8 +71,7 @@ def _start(
     way = known_way(group, (function, other), tensor) if codec == "auto" else None
     if way is not None:
         next(way.count)
-        work = (uncoded.send if sends else uncoded.recv)(tensor, way.group, way.group_rank)
-        return _raw(work, tensor, way.group, way.group_rank, async_op)
+        return (uncoded.send if sends else uncoded.recv)(tensor, way.group, way.group_rank, async_op)
     check_tensors(tensor=tensor)
     name = "dst" if sends else "src"
     _, groups = find_groups(flat_group(function, group))
@@ -83,8 +81,7 @@ def _start(
 
     if codec == "auto" and tensor.numel() and leaves_raw("send", tensor.numel(), tensor, groups[0], not sends):
         remember_raw(group, (function, other), "send", tensor, groups[0], peer, not sends)
-        work = (uncoded.send if sends else uncoded.recv)(tensor, groups[0], peer)
-        return _raw(work, tensor, groups[0], peer, async_op)
+        return (uncoded.send if sends else uncoded.recv)(tensor, groups[0], peer, async_op)
 
     def begin(group: dist.ProcessGroup) -> Callable[[], Tensor]:
         message = _ChunkedMessage(tensor, group, peer, sends, codec)
@@ -97,14 +94,6 @@ def _start(
         return run_in_background(lambda groups: begin(groups[0])(), groups, tensor.device)
     with torch.no_grad():
         return done(begin(groups[0])())
-
-
-def _raw(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool) -> Work[Tensor]:
-    """Wrap a message that the backend carries."""
-    found = BackendWork(work, tensor, group, f"send of {tensor.numel()} {tensor.dtype}", peer)
-    if not async_op:
-        found.wait()
-    return found
 
 
 class _ChunkedMessage:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.codec import Codec, Lossless, Raw, bytes_of, setting_of
+from laconic.collectives.codec import Codec, Lossless, Raw, bytes_of, check_codec, setting_of
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.chunks import (
     all_gather_chunk,
@@ -34,7 +34,7 @@ from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
-from laconic.cost.comm.seconds import RAW, Choice
+from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError, ConfigError
 
 __all__ = ["REDUCIBLE", "Call", "Exchange", "Route", "find_route", "finish", "slices"]
@@ -73,8 +73,7 @@ class Call:
     def __post_init__(self) -> None:
         ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
         object.__setattr__(self, "ranks", ranks)
-        if isinstance(self.codec, str) and self.codec != "auto":
-            raise ConfigError(f"codec is {self.codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
+        check_codec(self.codec)
 
     def on(self, group: dist.ProcessGroup, level: int = 0, codec: Codec | str | None = None) -> Exchange:
         """The exchange on `group`, which is the caller's group number `level` or its copy."""
@@ -374,11 +373,15 @@ class Exchange:
         overlap(chunk(wire, route, part) for part in slices(longest, step))
         finish(wire, self.function, route)
 
-    def _run_raw(self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: Choice) -> None:
+    def _run_raw(
+        self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: AlgorithmChoice
+    ) -> None:
         began = time.perf_counter()
         started = raw()
         try:
             started.wait()
+        except CollectiveError:  # of uncoded.py, which knows the call's name
+            raise
         except RuntimeError as error:
             raise uncoded.broken_off(f"{self.function} of {self.dtype}", self.group, error) from error
         seconds = time.perf_counter() - began
@@ -407,7 +410,7 @@ class Route:
     reason: str
     saved_seconds: float = 0.0
     """What the cost model expects to be saved against raw."""
-    choice: Choice | None = None
+    choice: AlgorithmChoice | None = None
     """The cost model's choice, if it was asked."""
     numel: int = 0
     """Of what it was asked."""

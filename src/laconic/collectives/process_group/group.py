@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 from laconic.autoload import register
 from laconic.collectives import api, audit
 from laconic.collectives.arguments import check_group_rank
-from laconic.collectives.codec import Codec, setting_of
+from laconic.collectives.codec import Codec, check_codec, setting_of
 from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
 from laconic.collectives.process_group.backends import compare, connect, forget
@@ -80,8 +80,7 @@ class ProcessGroupOptions:
     """DeviceMesh looks for it in the options of every backend."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.codec, str) and self.codec != "auto":
-            raise ConfigError(f"codec is {self.codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
+        check_codec(self.codec)
         if not isinstance(self.codec, str) and not self.codec.lossless:
             raise ConfigError(
                 f"codec is {self.codec.name}, but a process group also carries checkpoints and parameters, which must"
