@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Two workers; a file stays in one of them, and files come in their order, so that long ones start early.
 PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
+# The tests start hundreds of processes that import the same files: each of them would compile all of these again.
+unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
 .PHONY: demo test slow check format clean

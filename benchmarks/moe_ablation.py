@@ -1,8 +1,8 @@
 """What each part of a choice is worth: all choices are judged by one measurement of every candidate.
 
-Two hosts (network namespaces, laconic.testing.netlab) of two processes each. A choice is made with the whole cost
-model, with one part of it left out or replaced by a constant, by running candidates (with the model and without it),
-and by always taking the same configuration. Its regret is how much longer it takes than the fastest candidate.
+Two hosts (network namespaces, netlab) of two processes each. A choice is made with the whole cost model, with one part
+of it left out or replaced by a constant, by running candidates (with the model and without it), and by always taking
+the same configuration. Its regret is how much longer it takes than the fastest candidate.
 """
 
 from __future__ import annotations
@@ -14,51 +14,40 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.moe_autotune import (
-    _GRIDS,
-    _NODES,
-    _NUM_EXPERTS,
-    _RANKS_PER_NODE,
-    _REFERENCE,
-    _SCALES,
-    _SMOKE,
-    _Case,
-    _SkewedGate,
+from benchmarks.kit.moe_layers import (
+    INT8,
+    SCALES,
+    Case,
+    layer_of,
+    plan_name,
+    run_as_rank,
+    run_cases,
     timed_plans,
+    timed_twice,
 )
 from benchmarks.registry import Options, Table, benchmark
-from benchmarks.slow_links import join, leave, run_ranks
-from laconic.collectives import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.policy.microbench import Ranks
-from laconic.cost.moe import LayerShape, MoERates
-from laconic.cost.moe.search import LayerPlan, Pricing, best_candidate, best_plan
-from laconic.formats import BlockFormat
-from laconic.moe import GatedExperts, Grid, MoELayer, autotune, expert_shard, make_dispatcher
+from laconic.cost.moe import MoERates
+from laconic.cost.moe.search import CostModel, LayerPlan, best_candidate, best_plan
+from laconic.moe import Grid, autotune
 from laconic.moe.placement.consensus import first_answer
-from laconic.moe.tuning.measure_cluster import measure_moe
-from laconic.moe.tuning.measure_layer import medians, race, samples_in_turn
-from laconic.testing.netlab import Lab, why_not
+from laconic.moe.tuning.measure_layer import benchmark_candidates
+from netlab import why_not
 
-_RATES = (1e8, 1e9)
-_NEAR = 0.2
 _DEGREES = (1, 2, 4, 8)
-_INT8 = Blockwise(BlockFormat("int8", 128))
 _MODEL, _RACED, _ALL = "the whole model", "the model, and a race of its first five", "a race of all, no model"
 _KEPT = "kept from balanced routing", "kept from skewed routing", "kept from other numbers of tokens"
 
 
-def _cases(rate: float, smoke: bool) -> dict[str, list[_Case]]:
+def _cases(rate: float, smoke: bool) -> dict[str, list[Case]]:
     if smoke:
-        return {"ep": [_Case(16, 64, 32, 2, 0.0), _Case(16, 64, 32, 2, 0.8)], "mp": [_Case(16, 64, 32, 2, 0.0)]}
-    scale = _SCALES.get(rate, 1)
+        return {"ep": [Case(16, 64, 32, 2, 0.0), Case(16, 64, 32, 2, 0.8)], "mp": [Case(16, 64, 32, 2, 0.0)]}
+    scale = SCALES.get(rate, 1)
     sizes = ((64, 128, 512, 2), (48, 320, 160, 8))
-    ep = [_Case(scale * tokens, *others, skew) for tokens, *others in sizes for skew in (0.0, 0.8)]
-    ep += [_Case(scale * tokens, 320, 160, 2, 0.0) for tokens in (64, 128)]
-    ep += [_Case(256, 256, 1792, 2, 0.0)]  # computing takes as long as sending
-    mp = [_Case(scale * 64, 128, 512, 2, 0.0), _Case(scale * 96, 256, 512, 3, 0.0)]
+    ep = [Case(scale * tokens, *others, skew) for tokens, *others in sizes for skew in (0.0, 0.8)]
+    ep += [Case(scale * tokens, 320, 160, 2, 0.0) for tokens in (64, 128)]
+    ep += [Case(256, 256, 1792, 2, 0.0)]  # computing takes as long as sending
+    mp = [Case(scale * 64, 128, 512, 2, 0.0), Case(scale * 96, 256, 512, 3, 0.0)]
     return {"ep": ep, "mp": mp}
 
 
@@ -68,17 +57,7 @@ def moe_ablation(options: Options) -> list[Table]:
     reason = why_not()
     if reason is not None:
         return [Table("Ablation", ["not measured"], [[reason]])]
-    smoke = options.elements <= _SMOKE
-    found: list[dict[str, Any]] = []
-    profiled = []
-    for rate in options.rates or ((1e9,) if smoke else _RATES):
-        with Lab(_NODES, rate) as lab:
-            for grid, cases in _cases(rate, smoke).items():
-                task = {"grid": grid, "cases": [asdict(case) for case in cases], "rounds": options.rounds}
-                task |= {"smoke": smoke, "rate": rate}
-                result = run_ranks(lab, "benchmarks.moe_ablation", task, ranks_per_host=_RANKS_PER_NODE)
-                profiled.append(result["profile_seconds"])
-                found += [{"rate": rate, "grid": grid, **one} for one in result["cases"]]
+    found, profiled = run_cases("benchmarks.moe_ablation", options, _cases)
     _keep_choices(found)
     return [_summary(found, profiled), _layers(found)]
 
@@ -159,8 +138,8 @@ def _layers(found: Sequence[dict[str, Any]]) -> Table:
 # --- what each rank does ---
 
 
-def _ablations(pricing: Pricing) -> dict[str, Pricing]:
-    rates = pricing.rates
+def _ablations(cost_model: CostModel) -> dict[str, CostModel]:
+    rates = cost_model.rates
     raw = {name: both for name, both in rates.overheads.items() if name.endswith(" raw")}
     groups = {name: link for name, link in rates.groups.items() if not name.startswith("int")}
     changes: dict[str, dict[str, Any]] = {
@@ -170,11 +149,11 @@ def _ablations(pricing: Pricing) -> dict[str, Pricing]:
         "no links of levels (those of their kind)": {"groups": groups},
         "links and copies alone": {"overheads": {}, "groups": groups},
     }
-    return {name: replace(pricing, rates=replace(rates, **change)) for name, change in changes.items()}
+    return {name: replace(cost_model, rates=replace(rates, **change)) for name, change in changes.items()}
 
 
 def _fixed(alone: bool) -> dict[str, LayerPlan]:
-    int8 = _INT8.name
+    int8 = INT8.name
     if not alone:
         return {f"always {path}": LayerPlan(path) for path in ("baseline", "s1", "s2", "sharded")}
     return {
@@ -186,17 +165,10 @@ def _fixed(alone: bool) -> dict[str, LayerPlan]:
     }
 
 
-def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    alone = grid.layout.mp == 1
-    gate = _SkewedGate(case, 1 + (grid.ep.rank() if alone else grid.dp.rank()))
-    experts = expert_shard(GatedExperts(_NUM_EXPERTS, case.model_dim, case.hidden_dim), grid)
-    layer = MoELayer(gate, experts, dispatcher=make_dispatcher(grid, "joint" if alone else "s1", codec=Raw()))
-    x = torch.randn(case.tokens, case.model_dim, generator=torch.Generator().manual_seed(grid.dp.rank()))
-    x.requires_grad_()
-    codecs: list[Codec] = [Raw(), Lossless("tiered")] + ([_INT8] if alone else [])
+def _run(case: Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) -> dict[str, Any]:
+    layer, x, codecs = layer_of(case, grid)
     started = time.perf_counter()
-    autotune(layer, grid, x, rates=rates, codecs=codecs, num_raced=0, report=None)
+    autotune(layer, grid, x, rates=rates, codecs=codecs, num_benchmarked=0, report=None)
     took = {_MODEL: time.perf_counter() - started}
     started = time.perf_counter()
     tuned = autotune(layer, grid, x, rates=rates, codecs=codecs, degrees=_DEGREES, report=None)
@@ -204,60 +176,32 @@ def _run(case: _Case, grid: Grid, rates: MoERates, ranks: Ranks, rounds: int) ->
     (choice,) = tuned.choices.values()
     codes = [codec.name for codec in codecs]
     chosen = {_RACED: choice.plan}
-    for name, pricing in _ablations(choice.pricing).items():
-        chosen[name] = best_candidate(pricing.candidates(codes)).plan
-    chosen |= _fixed(alone)
+    for name, cost_model in _ablations(choice.cost_model).items():
+        chosen[name] = best_candidate(cost_model.candidates(codes)).plan
+    chosen |= _fixed(grid.layout.mp == 1)
     chosen = first_answer(chosen, ranks.group)
     started = time.perf_counter()
-    uncut = [one.plan for one in choice.pricing.candidates(codes)]
+    uncut = [one.plan for one in choice.cost_model.candidates(codes)]
     uncut = first_answer(uncut, ranks.group)
-    taken = race(layer, x, [partial(tuned.install, "layer", plan) for plan in uncut], ranks)
+    taken = benchmark_candidates(layer, x, [partial(tuned.install, "layer", plan) for plan in uncut], ranks)
     best = best_plan({plan: sum(both) for plan, both in zip(uncut, taken, strict=True)})
     cut = [replace(best, degree=degree) for degree in _DEGREES]
-    taken = race(layer, x, [partial(tuned.install, "layer", plan) for plan in cut], ranks)
+    taken = benchmark_candidates(layer, x, [partial(tuned.install, "layer", plan) for plan in cut], ranks)
     chosen[_ALL] = best_plan({plan: sum(both) for plan, both in zip(cut, taken, strict=True)})
     took[_ALL] = time.perf_counter() - started
     plans = [*dict.fromkeys([*uncut, *chosen.values(), *(replace(best, degree=d) for d in (2, 4))])]
     timed = timed_plans(tuned, layer, x, plans)
-    seconds = [sum(medians(samples)) for samples in samples_in_turn(ranks, timed, (rounds + 1) // 2)]
-    limit = (1 + _NEAR) * min(seconds)
-    near = [i for i, one in enumerate(seconds) if one <= limit]
-    again = samples_in_turn(ranks, [timed[i] for i in near], 2 * rounds, warm_ups=0)
-    for i, samples in zip(near, again, strict=True):
-        seconds[i] = sum(medians(samples))
-    by_name = {_name(plan): one for plan, one in zip(plans, seconds, strict=True)}
+    seconds = [sum(both) for both in timed_twice(ranks, timed, rounds, 2 * rounds).taken]
+    by_name = {plan_name(plan): one for plan, one in zip(plans, seconds, strict=True)}
     return {
-        "name": f"{case.tokens} tokens, {case.model_dim} x {case.hidden_dim}, top-{case.top_k}"
-        f"{', Zipf' if case.skew else ''}{'' if alone else ', mp 2'}",
+        "name": case.title(grid),
         "case": asdict(case),
-        "chosen": {name: _name(plan) for name, plan in chosen.items()},
+        "chosen": {name: plan_name(plan) for name, plan in chosen.items()},
         "took": took,
         "best": min(by_name, key=lambda name: by_name[name]),
         "seconds": by_name,
     }
 
 
-def _name(plan: LayerPlan) -> str:
-    code = "" if plan.rows == "raw" else f", {plan.rows}"
-    return f"{plan}{code}" + (f", {plan.degree} chunks" if plan.degree > 1 else "")
-
-
-def main() -> None:
-    """As a rank of a lab: measure rates, then choose in all ways and run all candidates."""
-    task = join()
-    sizes = _GRIDS[task["grid"]]
-    alone = "mp" not in sizes
-    grid = Grid(**sizes, levels=(_NODES,) if alone else (), device_type="cpu")
-    assert dist.group.WORLD is not None
-    ranks = Ranks(dist.group.WORLD, torch.device("cpu"))
-    started = time.perf_counter()
-    usual = replace(_REFERENCE, num_tokens=_SCALES.get(task["rate"], 1) * _REFERENCE.num_tokens)
-    shape = LayerShape(32, 64, 64, 16, 4, item_nbytes=4) if task["smoke"] else usual
-    rates = measure_moe(grid, shape, dtype=torch.float32, codecs=[_INT8] if alone else [], quick=task["smoke"])
-    profiled = time.perf_counter() - started
-    cases = [_run(_Case(**case), grid, rates, ranks, task["rounds"]) for case in task["cases"]]
-    leave({"cases": cases, "profile_seconds": profiled})
-
-
 if __name__ == "__main__":
-    main()
+    run_as_rank(_run)

@@ -16,7 +16,7 @@ from benchmarks.registry import Options, Table, benchmark
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
-from laconic.cost.moe.shape import group_world
+from laconic.cost.moe.shape import group_shape
 
 # FSMoE's fit for testbed B, milliseconds: alpha, and beta per byte of the largest buffer of a rank. The all-to-all is
 # between nodes, gather and scatter inside one; an all-reduce inside a node is taken as the two after each other.
@@ -51,20 +51,20 @@ def _rates(grid: GridLayout) -> MoERates:
     """The constants in bytes that a process sends: a gather's buffer is its output, the others' their input."""
 
     def link(group: str) -> LinkRates:
-        world = group_world(grid, group)
-        inside = world.num_nodes == 1
+        members = group_shape(grid, group)
+        inside = members.num_nodes == 1
 
         def line(operation: str, alpha: float, beta: float) -> Line:
-            buffer = 1.0 / world.num_ranks if operation == "all_gather" else 1.0
-            return Line(1e-3 * alpha, 1e-3 * beta / sent_nbytes(operation, buffer, world.num_ranks))
+            buffer = 1.0 / members.num_ranks if operation == "all_gather" else 1.0
+            return Line(1e-3 * alpha, 1e-3 * beta / sent_nbytes(operation, buffer, members.num_ranks))
 
         lines = {name: line(name, *fit) for name, fit in _INSIDE.items()}
         both = [sum(values) for values in zip(*_INSIDE.values(), strict=True)]
         lines["all_reduce"] = line("all_reduce", both[0], both[1])
         lines["all_to_all"] = line("all_to_all", *(_INSIDE["all_gather"] if inside else _BETWEEN))
-        return LinkRates(world.num_ranks, lines, 0.0, 0.0)
+        return LinkRates(members.num_ranks, lines, 0.0, 0.0)
 
-    groups = {name: link(name) for name in ("mp", "esp", "ep", "joint") if grid.size(name) > 1}
+    groups = {name: link(name) for name in ("mp", "esp", "ep", "joint") if group_shape(grid, name).num_ranks > 1}
     wire = WireRates({"all": next(iter(groups.values()))}, {})
     return MoERates(wire, Line(1e-3 * _GEMM[0], 1e-3 * _GEMM[1]), groups=groups)
 

@@ -20,7 +20,7 @@ from laconic.schedule.moe import (
     LayerTimes,
     best_degree,
     closed_form,
-    fill_windows,
+    fill_slots,
     pipeline_seconds,
 )
 
@@ -144,14 +144,14 @@ def _speedups(layer: _Layer, reduce: _Line, papers_rule: bool) -> tuple[float, f
     """Seconds of Tutel with PipeMoE over those of the paper's three schedules, in one layer of a deep stack.
 
     Tutel: one wire, one degree for both directions, all-reduce of the layer's dense gradients at the end. Improved: the
-    all-reduce beside the dense part. FSMoE: a degree per direction, gradients in the windows of the layer that comes
+    all-reduce beside the dense part. FSMoE: a degree per direction, gradients in the idle slots of the layer that comes
     next in backward; without and with the two wires at once.
     """
     degrees = (1,) if papers_rule and layer.short else _DEGREES
     reduction = reduce.seconds(layer.gradient_volume)
     forward, backward = layer.dense_seconds
     shared = {
-        degree: tuple(pipeline_seconds(times, degree, one_wire=True) for times in (layer.forward, layer.backward))
+        degree: tuple(pipeline_seconds(times, degree, shared_link=True) for times in (layer.forward, layer.backward))
         for degree in _DEGREES
     }
     tutel = min(map(sum, shared.values())) + forward
@@ -160,12 +160,12 @@ def _speedups(layer: _Layer, reduce: _Line, papers_rule: bool) -> tuple[float, f
         BackwardPart("mixture", times=layer.backward),
         BackwardPart("dense", dense_seconds=backward),
     ]
-    one_wire = forward + best_degree(layer.forward, degrees=degrees, one_wire=True).seconds
-    one_wire += fill_windows(parts, reduce, degrees, one_wire=True).seconds
+    one_link = forward + best_degree(layer.forward, degrees=degrees, shared_link=True).seconds
+    one_link += fill_slots(parts, reduce, degrees, shared_link=True).seconds
     two_wires = forward + best_degree(layer.forward, degrees=degrees).seconds
-    two_wires += fill_windows(parts, reduce, degrees).seconds
+    two_wires += fill_slots(parts, reduce, degrees).seconds
     whole = tutel + backward + reduction
-    return whole / (tutel + max(backward, reduction)), whole / one_wire, whole / two_wires
+    return whole / (tutel + max(backward, reduction)), whole / one_link, whole / two_wires
 
 
 @benchmark("moe-pipeline")
@@ -249,8 +249,8 @@ def _planning(rounds: int, step: int) -> Table:
     seconds = seconds_of(
         {
             "degree of one layer, 16 tried by simulation": lambda: best_degree(one.forward),
-            f"windows of {len(layers)} equal layers": lambda: fill_windows(alike, _B.reduce),
-            f"windows of {len(layers)} different layers": lambda: fill_windows(parts, _B.reduce),
+            f"reduction slots of {len(layers)} equal layers": lambda: fill_slots(alike, _B.reduce),
+            f"reduction slots of {len(layers)} different layers": lambda: fill_slots(parts, _B.reduce),
         },
         rounds,
     )

@@ -1,4 +1,4 @@
-"""Layers in pieces over slow links: what degrees gain, what the simulator says, and gradients in the windows.
+"""Layers in pieces over slow links: what degrees gain, what the simulator says, and gradients in idle slots.
 
 Two hosts of two ranks: fast inside, slow between. The experts' hidden dimension is chosen so that they compute about as
 long as their rows travel, which is where pieces matter.
@@ -28,6 +28,7 @@ from benchmarks.slow_links import as_rank, in_lab, networks, slowest_rank
 from laconic.collectives import Raw
 from laconic.cost.comm.rates import Line
 from laconic.moe import (
+    ChunkedSchedule,
     DenseGradients,
     Dispatcher,
     FlatDispatcher,
@@ -35,7 +36,6 @@ from laconic.moe import (
     Grid,
     HierarchicalDispatcher,
     MoELayer,
-    PipelineSchedule,
     SoftmaxGate,
     mean_over,
 )
@@ -47,7 +47,7 @@ from laconic.schedule.moe import (
     BackwardPart,
     ChunkTime,
     LayerTimes,
-    fill_windows,
+    fill_slots,
     pipeline_seconds,
 )
 
@@ -57,13 +57,13 @@ _DEGREES = (1, 2, 3, 4, 6)
 _FEW, _MANY = 1, 4
 _NUM_BLOCKS = 3
 _AT_END, _DDP = "at the end", "by DDP, beside all else"
-_WAITING, _PLANNED = "in windows, all that waits", "in windows, as planned"
+_WAITING, _PLANNED = "in slots, all that waits", "in slots, as planned"
 
 
 @benchmark("moe-pipeline-lab")
 @in_lab("Layers in pieces over slow links")
 def moe_pipeline_lab(options: Options) -> list[Table]:
-    """For each rate: layers by degree, then a stack of layers with gradients at the end and in the windows."""
+    """For each rate: layers by degree, then a stack of layers with gradients at the end and in idle slots."""
     tables = []
     for network in networks(options, _NUM_HOSTS, (100e6, 1e9), ranks_per_host=_RANKS_PER_HOST):
         num_tokens = 8 if options.smoke else 256 if network.rate < 5e8 else 1024
@@ -71,7 +71,7 @@ def moe_pipeline_lab(options: Options) -> list[Table]:
         found = network.run(__name__, {"num_tokens": num_tokens, "rounds": rounds})
         where = f"2 nodes of 2 ranks, {network.rate_text}"
         tables += [_layer_table(where, one) for one in found["layers"]]
-        tables.append(_window_table(where, found["windows"]))
+        tables.append(_slot_table(where, found["slots"]))
     return tables
 
 
@@ -100,7 +100,7 @@ def _layer_table(where: str, found: dict[str, Any]) -> Table:
     )
 
 
-def _window_table(where: str, found: dict[str, Any]) -> Table:
+def _slot_table(where: str, found: dict[str, Any]) -> Table:
     seconds, shares = found["seconds"], found["shares"]
     return Table.of(
         f"Dense gradients of {_NUM_BLOCKS} blocks, {where}",
@@ -138,8 +138,8 @@ class _Rank:
         hidden = 64 if self.smoke else self.balanced_hidden(dispatcher)
         layer = self.made(dispatcher, hidden)
         alone = {str(degree): self.parts(layer, degree) for degree in (_FEW, _MANY)}
-        cases: dict[str, PipelineSchedule | None] = {"plain": None}
-        cases |= {str(degree): PipelineSchedule(degree) for degree in _DEGREES}
+        cases: dict[str, ChunkedSchedule | None] = {"plain": None}
+        cases |= {str(degree): ChunkedSchedule(degree) for degree in _DEGREES}
         measured = self.timed(layer, cases)
         times = {direction: self.fitted(alone, direction) for direction in ("forward", "backward")}
         predicted = {}
@@ -179,7 +179,7 @@ class _Rank:
         shortest time counts: that of the rank that all had waited for, so that waiting is not counted twice.
         """
         inline = InlineStream()
-        schedule = PipelineSchedule(degree, streams=dict.fromkeys((INTER, INTRA, COMPUTE), inline))
+        schedule = ChunkedSchedule(degree, streams=dict.fromkeys((INTER, INTRA, COMPUTE), inline))
         layer.schedule = schedule
 
         def run() -> dict[str, dict[str, float]]:
@@ -216,7 +216,7 @@ class _Rank:
             found[step] = ChunkTime(alpha, max(0.0, few - _FEW * alpha))
         return LayerTimes(**found)
 
-    def timed(self, layer: MoELayer, schedules: dict[str, PipelineSchedule | None]) -> dict[str, dict[str, Timing]]:
+    def timed(self, layer: MoELayer, schedules: dict[str, ChunkedSchedule | None]) -> dict[str, dict[str, Timing]]:
         """The slowest rank's seconds by direction and schedule."""
         made: dict[str, Tensor] = {}
 
@@ -241,10 +241,10 @@ class _Rank:
         seconds = seconds_of(cases, self.rounds, before=before, clock=slowest_rank)
         return {way: {name: seconds[f"{way} {name}"] for name in schedules} for way in ("forward", "backward")}
 
-    # --- windows ---
+    # --- slots ---
 
-    def windows(self, layer_times: LayerTimes, degree: int, hidden: int) -> dict[str, Any]:
-        """A stack of blocks: gradients reduced after backward, by DDP, in windows without a plan, and with one."""
+    def slots(self, layer_times: LayerTimes, degree: int, hidden: int) -> dict[str, Any]:
+        """A stack of blocks: gradients reduced after backward, by DDP, in slots without a plan, and with one."""
         # As many dense bytes for each block as one dispatch carries.
         width = max(8, self.num_tokens * _TOP_K // 2)
         model, other = self.stack(width, hidden), self.stack(width, hidden)
@@ -262,7 +262,7 @@ class _Rank:
             parts.append(BackwardPart(f"moe {number}", times=layer_times))
             of_block = float(sum(p.nbytes for p in model[number].dense.parameters()))
             parts.append(BackwardPart(f"dense {number}", of_block, None, dense_seconds))
-        plan = fill_windows(parts, line, [degree])
+        plan = fill_slots(parts, line, [degree])
         end = _NUM_BLOCKS * (pipeline_seconds(layer_times, degree) + dense_seconds) + line.alpha_seconds
         shares: dict[str, float] = {}
 
@@ -271,7 +271,7 @@ class _Rank:
             inside = gradients if name in (_WAITING, _PLANNED) else None
             stack = other if name == _DDP else model
             for number, block in enumerate(stack):
-                block.moe.schedule = PipelineSchedule(degree, gradients=inside, part=f"moe {number}")
+                block.moe.schedule = ChunkedSchedule(degree, gradients=inside, part=f"moe {number}")
             stack.zero_grad()
             loss = (wrapped if name == _DDP else model)(self.batch()).sum()
 
@@ -283,7 +283,7 @@ class _Rank:
             seconds = slowest_rank(step)()
             if gradients:
                 gradients.remove()
-                shares[name] = 1 - sum(one.nbytes for one in gradients.sent if one.window is None) / nbytes
+                shares[name] = 1 - sum(one.nbytes for one in gradients.sent if one.slot is None) / nbytes
             return seconds
 
         cases = {name: partial(run, name) for name in (_AT_END, _DDP, _WAITING, _PLANNED)}
@@ -347,7 +347,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     degree = int(min(flat["measured"]["backward"], key=flat["measured"]["backward"].__getitem__))
     layer = rank.made(FlatDispatcher(grid.ep, codec=Raw()), flat["hidden"])
     alone = {str(one): rank.parts(layer, one) for one in (_FEW, _MANY)}
-    return {"layers": layers, "windows": rank.windows(rank.fitted(alone, "backward"), degree, flat["hidden"])}
+    return {"layers": layers, "slots": rank.slots(rank.fitted(alone, "backward"), degree, flat["hidden"])}
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ from benchmarks.slow_links import as_rank, in_lab, networks, sent
 from laconic.cost.moe.shape import LayerShape
 from laconic.moe import Grid
 from laconic.moe.tuning.measure_cluster import measure_moe
-from laconic.testing.netlab import bits_per_second_of, why_not
 from laconic.train.config.toml import load_config
 from laconic.train.distributed.world import World
 from laconic.train.model import build_model
 from laconic.train.report.metrics import read_metrics
 from laconic.train.signals import StopRequest
 from laconic.train.trainer import StepResult, Trainer
+from netlab import bits_per_second_of, why_not
 
 _NUM_NODES, _RANKS_PER_NODE = 2, 2
 _SLOW_RATE = 300e6

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.kit import timing
 from benchmarks.registry import BENCHMARKS, SMOKE_ELEMENTS, Options, report_head
-from laconic.testing.netlab import bits_per_second_of
+from netlab import bits_per_second_of
 
 
 def modules() -> dict[str, str]:

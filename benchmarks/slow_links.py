@@ -1,8 +1,8 @@
 """What benchmarks over slow links share: networks, the ranks in them, and timing what all ranks do together.
 
-Hosts are network namespaces on this machine (laconic.testing.netlab), a process and a thread each unless a benchmark
-says otherwise, and gloo between them. The link is calibrated by one TCP transfer before anything is timed. Seconds are
-the slowest rank's, from a barrier to the result.
+Hosts are network namespaces on this machine (netlab), a process and a thread each unless a benchmark says otherwise,
+and gloo between them. The link is calibrated by one TCP transfer before anything is timed. Seconds are the slowest
+rank's, from a barrier to the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.kit import timing
 from benchmarks.kit.timing import Case, Timing
 from benchmarks.registry import Benchmark, Options, Table
-from laconic.testing.netlab import Lab, finish, why_not
+from netlab import Lab, finish, why_not
 
 __all__ = [
     "Network", "Timed", "as_rank", "format_size", "in_lab", "join", "leave", "networks", "run_ranks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -20,7 +20,7 @@ from tests.distributed.processes import ROOT
 TEXTS = {page.name: page.read_text() for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_LAUNCHER = re.compile(r"^(torchrun .*?-m (?=laconic)|python -m (?=laconic )|python -m laconic\.testing\.netlab .*-- )")
+_LAUNCHER = re.compile(r"^(torchrun .*?-m (?=laconic)|python -m (?=laconic )|python -m netlab .*-- )")
 
 
 def command_lines(text: str) -> Iterator[str]:
@@ -42,10 +42,10 @@ def help_of(command: str) -> str:
 
 
 def imported(tree: ast.AST) -> dict[str, Any]:
-    """The names that a program imports from laconic. Raises ImportError and AttributeError."""
+    """The names that a program imports from laconic and netlab. Raises ImportError and AttributeError."""
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "laconic":
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in ("laconic", "netlab"):
             module = importlib.import_module(str(node.module))
             found |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
     return found
@@ -102,3 +102,12 @@ def test_links_of_a_page_lead_to_files(page: str) -> None:
         assert target.startswith("http") or (folder / target).exists(), target
     for named in re.findall(r"\b(?:docs|src|tests|benchmarks)/[\w/]+\.(?:py|md)\b", TEXTS[page]):
         assert (ROOT / named).exists(), named
+
+
+def test_the_reference_says_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_api)
+    assert TEXTS["api.md"] == make_api.page(), "run: python docs/make_api.py"

@@ -1,5 +1,5 @@
 // Block-wise quantization on raw pointers: what one call is told, and the two functions each
-// instruction set provides. docs/formats.md defines every byte; src/laconic/ops/reference.py is the
+// instruction set provides. docs/formats.md defines every byte; src/laconic/ops/reference is the
 // specification.
 #pragma once
 

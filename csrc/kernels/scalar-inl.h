@@ -102,7 +102,7 @@ inline float store_scale(void* scales, FloatType type, int64_t i, float value) {
   }
 }
 
-// --- random numbers: k * 2**-24 from (seed, index), the hash of reference.py's `uniform` ---
+// --- random numbers: k * 2**-24 from (seed, index), as `uniform` of reference/blockwise.py ---
 
 inline uint64_t mix64(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -17,7 +17,16 @@ from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards import SiteForward
 from laconic.errors import ModelError
-from tests.activations.models import both_gradients, gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.activations.models import (
+    FAMILIES,
+    both_gradients,
+    gradients_of,
+    loss_of,
+    make_ids,
+    make_model,
+    relative_error,
+)
+from tests.grid import grid
 
 
 def compressed(model: nn.Module, **options: object) -> nn.Module:
@@ -57,18 +66,18 @@ def test_bits_16_is_the_identity(family: str) -> None:
 
 # Relative error of one gradient on random data is that of one packed factor (nf4 .092, e2m1 b64 .10, int4 b64 .11, int8
 # .006, int6 .024, int5 .048 on Gaussian numbers), a little more after two layers. Bounds are 1.6 times that.
-@pytest.mark.parametrize(
-    ("options", "bound"),
-    [
-        ({"bits": 4}, 0.16),
-        ({"bits": 4, "format": "e2m1"}, 0.17),
-        ({"bits": 4, "format": "int4"}, 0.19),
-        ({"bits": 5}, 0.08),
-        ({"bits": 6}, 0.04),
-        ({"bits": 8}, 0.012),
-        ({"bits": 8, "block_size": 16, "scale_dtype": torch.float32}, 0.01),
-    ],
-)
+FORMATS = [
+    pytest.param({"bits": 4}, 0.16),
+    pytest.param({"bits": 4, "format": "e2m1"}, 0.17),
+    pytest.param({"bits": 4, "format": "int4"}, 0.19),
+    pytest.param({"bits": 5}, 0.08),
+    pytest.param({"bits": 6}, 0.04),
+    pytest.param({"bits": 8}, 0.012),
+    pytest.param({"bits": 8, "block_size": 16, "scale_dtype": torch.float32}, 0.01),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "bound"), grid(sorted(FAMILIES), FORMATS, strength=1))
 def test_gradients_are_as_close_as_the_format_allows(family: str, options: dict[str, object], bound: float) -> None:
     model = make_model(family)
     twin, ids = compressed(model, **options), make_ids(batch=4)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from tests.activations.models import VOCABULARY, relative_error
+from tests.grid import grid
 
 _BART = {
     "d_model": 32,
@@ -69,9 +70,9 @@ def step(model: nn.Module) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     return out.loss.detach(), out.logits.detach(), state, grads
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("attention", ["int8", "exact"])
-@pytest.mark.parametrize("family", sorted(ENCODER_DECODERS))
+@pytest.mark.parametrize(
+    ("family", "attention", "implementation"), grid(sorted(ENCODER_DECODERS), ["int8", "exact"], ["sdpa", "eager"])
+)
 def test_an_encoder_decoder_computes_and_draws_what_it_did(family: str, attention: str, implementation: str) -> None:
     model = make(family, implementation)
     twin = copy.deepcopy(model)

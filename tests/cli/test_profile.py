@@ -8,7 +8,7 @@ import pytest
 
 from laconic.cli.main import main
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, WireRates
-from laconic.cost.comm.seconds import World, decide
+from laconic.cost.comm.seconds import GroupShape, decide
 from laconic.cost.moe.rates import MoERates
 from tests.distributed.processes import Ending, environment, finish, free_port, rank_environment, start
 
@@ -31,7 +31,7 @@ def test_everything_is_measured_and_written(measured: tuple[Ending, Path]) -> No
     for codes in rates.codecs.values():
         assert set(codes) == set(CODES)
     assert rates.codecs["bfloat16"]["tiered"].ratio > rates.codecs["bfloat16"]["window"].ratio > 1.4
-    assert decide("all_gather", 1 << 20, "bfloat16", World(2, 2), rates).predicted_seconds > 0
+    assert decide("all_gather", 1 << 20, "bfloat16", GroupShape(2, 2), rates).predicted_seconds > 0
 
 
 def test_the_tables_are_printed_once(measured: tuple[Ending, Path]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laconic.collectives import audit
 from laconic.collectives.policy.chooser import Call, Chooser
-from laconic.collectives.policy.microbench import world_of
+from laconic.collectives.policy.microbench import group_shape_of
 from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import (
     LOW_RATIO,
@@ -26,8 +26,8 @@ from laconic.cost.comm.seconds import (
     PROBE_CODED,
     PROBE_RAW,
     RAW,
-    Choice,
-    World,
+    AlgorithmChoice,
+    GroupShape,
     decide,
 )
 from laconic.errors import FormatError
@@ -39,10 +39,10 @@ CALL = Call("all_gather", LARGE, "bfloat16")
 
 
 def chooser(num_ranks: int = 4, **more: Any) -> Chooser:
-    return Chooser(World(num_ranks), made_up_rates(**more))
+    return Chooser(GroupShape(num_ranks), made_up_rates(**more))
 
 
-def tell(own: Chooser, call: Call, choice: Choice, raw: int, sent: int, nanoseconds: int = 1000) -> None:
+def tell(own: Chooser, call: Call, choice: AlgorithmChoice, raw: int, sent: int, nanoseconds: int = 1000) -> None:
     """Observe, and learn it as if all ranks had observed the same."""
     own.observe(call, choice, raw, sent, nanoseconds)
     own.learn([own.note()])
@@ -50,7 +50,7 @@ def tell(own: Chooser, call: Call, choice: Choice, raw: int, sent: int, nanoseco
 
 def test_without_observations_the_choice_is_the_model_s() -> None:
     found = chooser().choose(CALL)
-    assert found == decide("all_gather", LARGE, "bfloat16", World(4), made_up_rates())
+    assert found == decide("all_gather", LARGE, "bfloat16", GroupShape(4), made_up_rates())
     assert found.reason == PAYS
 
 
@@ -122,7 +122,9 @@ def test_a_note_that_was_damaged_is_refused() -> None:
 # --- what calls take ---
 
 
-def simulated(own: Chooser, seconds: Callable[[int, bool], float], num_calls: int, call: Call = CALL) -> list[Choice]:
+def simulated(
+    own: Chooser, seconds: Callable[[int, bool], float], num_calls: int, call: Call = CALL
+) -> list[AlgorithmChoice]:
     """Calls that take `seconds(number, is_coded)`."""
     choices = []
     for number in range(num_calls):
@@ -175,7 +177,7 @@ def test_a_machine_that_is_busy_for_a_while_is_left_raw_for_that_while() -> None
 
 def test_sums_of_many_ranks_do_not_depend_on_time_where_runs_must_repeat() -> None:
     for operation, num_ranks, depends in (("all_reduce", 4, False), ("all_reduce", 2, True), ("all_gather", 4, True)):
-        own = Chooser(World(num_ranks), made_up_rates(), repeats=True)
+        own = Chooser(GroupShape(num_ranks), made_up_rates(), repeats=True)
         call = replace(CALL, operation=operation)
         found = simulated(own, lambda number, is_coded: 0.02 if is_coded else 0.01, 100, call)
         assert (MEASURED_SLOWER in {choice.reason for choice in found}) == depends, operation
@@ -186,7 +188,7 @@ def test_sums_of_many_ranks_do_not_depend_on_time_where_runs_must_repeat() -> No
 def test_ranks_always_agree_whatever_they_observe(num_ranks: int, seed: int, repeats: bool) -> None:
     """The same calls in the same order; other data and other, even absurd, times on each rank."""
     calls, data = random.Random(seed), [random.Random(seed * 31 + rank) for rank in range(num_ranks)]
-    ranks = [Chooser(World(num_ranks), made_up_rates(), repeats=repeats) for _ in range(num_ranks)]
+    ranks = [Chooser(GroupShape(num_ranks), made_up_rates(), repeats=repeats) for _ in range(num_ranks)]
     for _ in range(200):
         numel = calls.choice([1 << 14, 1 << 20, LARGE, LARGE - 5])
         operation, dtype = (
@@ -219,7 +221,7 @@ def test_what_is_always_raw_is_raw_at_every_call(
     numel: int, operation: str, dtype: str, rate: float, num_ranks: int
 ) -> None:
     """Such calls bypass everything that is learnt, on whichever ranks: so nothing learnt may change them."""
-    own = Chooser(World(num_ranks), made_up_rates(rate))
+    own = Chooser(GroupShape(num_ranks), made_up_rates(rate))
     if own.why_always_raw(operation, numel, dtype) is None:
         return
     call = Call(operation, numel, dtype)
@@ -233,14 +235,14 @@ def test_what_is_always_raw_is_raw_at_every_call(
 
 
 def test_hosts_in_order_make_nodes() -> None:
-    assert world_of(["a", "a", "b", "b"]) == World(4, 2)
-    assert world_of(["a", "b"]) == World(2, 1)
-    assert world_of(["a", "a", "a"]) == World(3, 3)
+    assert group_shape_of(["a", "a", "b", "b"]) == GroupShape(4, 2)
+    assert group_shape_of(["a", "b"]) == GroupShape(2, 1)
+    assert group_shape_of(["a", "a", "a"]) == GroupShape(3, 3)
 
 
 @pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "a", "b"]])
 def test_hosts_out_of_order_or_of_different_size_make_no_nodes(hosts: list[str]) -> None:
-    assert world_of(hosts) == World(len(hosts), 1)
+    assert group_shape_of(hosts) == GroupShape(len(hosts), 1)
 
 
 # --- processes ---

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laconic.cost.comm.rates import GROUP_KINDS, OPERATIONS, WireRates
-from laconic.cost.comm.seconds import World, candidates
+from laconic.cost.comm.seconds import GroupShape, candidates
 from tests.distributed.processes import finish, free_port, rank_environment, start
 
 
@@ -23,5 +23,5 @@ def test_two_nodes_are_measured_inside_and_across(tmp_path: Path) -> None:
     assert set(first.links) == set(GROUP_KINDS)
     assert all(set(link.operations) == set(OPERATIONS) for link in first.links.values())
     assert (first.layout, first.hosts) == ((2, 2), ("host0", "host1"))
-    found = candidates("all_reduce", 1 << 22, "bfloat16", World(4, 2), first, levels=(1, 2))
+    found = candidates("all_reduce", 1 << 22, "bfloat16", GroupShape(4, 2), first, levels=(1, 2))
     assert {(c.codec, c.levels) for c in found} >= {("raw", 1), ("raw", 2), ("tiered", 1), ("tiered", 2)}

@@ -13,6 +13,7 @@ from laconic.cost import Batch, Choice, Job, ModelShape, Plan, Settings
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Unit, rotary_nbytes
 from laconic.cost.planner.policy import by_bits, choose, describe
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+from tests.grid import grid
 
 BATCH = Batch(2, 64)
 
@@ -40,8 +41,10 @@ def decided(job: Job, case: str) -> Plan:
     return Plan.of(job, describe(job, choices, recomputed, case))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gpt_neox"])
-@pytest.mark.parametrize("case", ["gate and up again", "layers again", "all layers again", "offloaded", "mixed"])
+CASES = ["gate and up again", "layers again", "all layers again", "offloaded", "mixed"]
+
+
+@pytest.mark.parametrize(("family", "case"), grid(["llama", "qwen3", "olmo2", "gpt_neox"], CASES, strength=1))
 def test_what_a_plan_keeps_is_what_it_predicts(family: str, case: str) -> None:
     model, exact = (make_model(family, num_hidden_layers=3) for _ in range(2))
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]

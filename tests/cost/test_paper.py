@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.cost.memory.paper import COMPONENTS, PaperRun, components, real_components
+from tests.cost.paper import COMPONENTS, PaperRun, components, real_components
 from tests.cost.shapes import shape_of
 
 GB = 1e9

@@ -10,6 +10,7 @@ from benchmarks.kit.allocated import peak_of_step
 from laconic.cost import Batch, Job, Layout, ModelShape, Settings, predict
 from laconic.train.memory.check import choices_of
 from tests.activations.models import make_model
+from tests.grid import grid
 
 SHAPES = {
     "deep": {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 8, "num_key_value_heads": 2},
@@ -17,11 +18,12 @@ SHAPES = {
 }
 
 
+KEPT = [pytest.param(16, "exact", "exact"), pytest.param(4, "exact", "exact"), pytest.param(8, "int8", "chunked")]
+
+
 @pytest.mark.parametrize(
-    ("bits", "attention", "loss"), [(16, "exact", "exact"), (4, "exact", "exact"), (8, "int8", "chunked")]
+    ("sizes", "precision", "bits", "attention", "loss"), grid(list(SHAPES), ["fp32", "bf16"], KEPT)
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", SHAPES)
 def test_peak_is_within_five_per_cent_of_the_allocators(
     sizes: str, precision: str, bits: int, attention: str, loss: str
 ) -> None:

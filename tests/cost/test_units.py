@@ -18,6 +18,7 @@ from laconic.errors import PlanError
 from laconic.formats import BlockFormat
 from laconic.train.memory.check import choices_of
 from tests.activations.models import make_ids, make_model
+from tests.grid import grid
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}
 BATCH = Batch(2, 96)
@@ -25,7 +26,7 @@ BATCH = Batch(2, 96)
 
 _TWO = ["sliding_attention", "full_attention"]
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
-VARIANTS: list[tuple[str, dict[str, object]]] = [
+_VARIANTS: list[tuple[str, dict[str, object]]] = [
     *((family, {}) for family in FAMILIES if family not in ("mixtral", "gemma3_text")),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("gemma3_text", _GEMMA),
@@ -47,9 +48,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
 ]
 """Families, and models of them whose configurations change what is kept."""
 
-variants = pytest.mark.parametrize(
-    ("family", "overrides"), VARIANTS, ids=[f"{family}-{'-'.join(over) or 'plain'}" for family, over in VARIANTS]
-)
+VARIANTS = [pytest.param(family, over, id=f"{family}-{'-'.join(over) or 'plain'}") for family, over in _VARIANTS]
 
 
 def units_of(shape: ModelShape, precision: str, batch: Batch = BATCH) -> list[Unit]:
@@ -71,8 +70,7 @@ def measured(model: nn.Module, precision: str, units: list[Unit], batch: Batch =
     return counted
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@variants
+@pytest.mark.parametrize(("family", "overrides", "precision"), grid(VARIANTS, list(PRECISIONS), strength=1))
 def test_bytes_are_exact_to_the_byte(family: str, overrides: dict[str, object], precision: str) -> None:
     model = make_model(family, **overrides).train().to(TORCH_DTYPES[precision])
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
@@ -101,9 +99,10 @@ def test_bytes_are_exact_to_the_byte(family: str, overrides: dict[str, object], 
         assert sum(fixed.values()) == rotary + sum(left.values())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_neox", "stablelm"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(
+    ("family", "precision", "bits"),
+    grid(["llama", "gemma2", "granite", "gpt_neox", "stablelm"], list(PRECISIONS), [16, 4], strength=1),
+)
 def test_a_chunked_loss_is_predicted_to_the_byte(family: str, precision: str, bits: int) -> None:
     model = make_model(family).to(TORCH_DTYPES[precision])
     shape = ModelShape.from_config(model.config.to_dict())  # type: ignore[operator, union-attr]
@@ -112,8 +111,10 @@ def test_a_chunked_loss_is_predicted_to_the_byte(family: str, precision: str, bi
     assert sum(measured(model, precision, []).values()) == predict(job, choices_of(job, bits)).saved_total_nbytes
 
 
-@pytest.mark.parametrize(("code", "precision"), [("int8", "fp32"), ("nf4", "bf16"), ("int8", "bf16-pure")])
-@variants
+@pytest.mark.parametrize(
+    ("family", "overrides", "code", "precision"),
+    grid(VARIANTS, [pytest.param(*p) for p in (("int8", "fp32"), ("nf4", "bf16"), ("int8", "bf16-pure"))], strength=1),
+)
 def test_packed_attention_is_predicted_to_the_byte(
     family: str, overrides: dict[str, object], code: str, precision: str
 ) -> None:
@@ -125,7 +126,7 @@ def test_packed_attention_is_predicted_to_the_byte(
     assert sum(measured(model, precision, []).values()) == predicted
 
 
-@variants
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_parameters_and_sites_are_those_of_the_model(family: str, overrides: dict[str, object]) -> None:
     for tied in (False, True):
         model = make_model(family, tie_word_embeddings=tied, **overrides)

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from laconic import collectives
 from laconic.collectives.codec import Lossless, Raw
 from laconic.collectives.engine import transport
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
-from tests.distributed.processes import run_ranks, wait_until
+from tests.distributed.processes import run_ranks, start_ranks, wait_until
 
 
 def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
@@ -95,10 +94,7 @@ def survivor(rank: int, world: int, folder: str, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: Path, fault: str) -> None:
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=survivor, args=(rank, 2, str(tmp_path), fault)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = start_ranks(survivor, (2, str(tmp_path), fault), 2)
     try:
         wait_until((tmp_path / "pid").exists)
         started = time.monotonic()

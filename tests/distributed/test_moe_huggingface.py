@@ -19,7 +19,7 @@ from laconic.formats.shards import local_part
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, load_sharded, parallelize, save_sharded
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.placement.migration import ExpertMover
 from laconic.optim import AdamW8bit
 from tests.activations.models import make_ids, make_model
@@ -150,7 +150,7 @@ def ddp_averages_everything(grids: list[dict[str, int]]) -> None:
 def checkpointed_layers_in_chunks_run_in_one_piece() -> None:
     model, ids = tiny("mixtral"), own_ids(1)
     reference = mean_gradients("mixtral", ids)
-    done = parallelize(model, Grid(ep=2), schedule=PipelineSchedule(2))
+    done = parallelize(model, Grid(ep=2), schedule=ChunkedSchedule(2))
     model.gradient_checkpointing_enable()
     with pytest.warns(UserWarning, match="runs in one piece"):
         loss_on(model.train(), ids).backward()

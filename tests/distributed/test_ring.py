@@ -19,7 +19,7 @@ from laconic.collectives import api, audit
 from laconic.collectives.engine import call, transport
 from laconic.collectives.policy.selector import use_rates
 from laconic.cost.comm.rates import RING, Line
-from laconic.cost.comm.seconds import Choice
+from laconic.cost.comm.seconds import AlgorithmChoice
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
@@ -46,7 +46,7 @@ def around(num_chunks: int) -> None:
     """From here on all calls go around, in so many chunks, however small they are."""
     api.leaves_raw = lambda *arguments: False  # type: ignore[assignment]
     call.needs_sync = lambda *arguments, **more: False  # type: ignore[assignment]
-    choice = Choice("tiered", num_chunks, 1, 0.0, 0.0, "asked for", True)
+    choice = AlgorithmChoice("tiered", num_chunks, 1, 0.0, 0.0, "asked for", True)
     call.choose = lambda *arguments, **more: choice  # type: ignore[assignment]
 
 

@@ -15,6 +15,7 @@ from laconic.formats import lossless
 from laconic.ops import lossless_decode_, lossless_decode_add_, reference
 from laconic.ops.lossless import MAX_FRONT_NBYTES, DamagedMessage, Status, front_checksum, parse_header
 from tests.formats.lossless_cases import DTYPES, as_dtype, normal, same_tensor
+from tests.grid import grid
 
 
 class Largest(TorchDispatchMode):
@@ -56,8 +57,7 @@ def with_number(message: Tensor, place: int, format: str, *values: int) -> Tenso
     return message
 
 
-@pytest.mark.parametrize("code", ["raw", "window", "tiered"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "code"), grid(DTYPES, ["raw", "window", "tiered"], strength=1))
 def test_every_flipped_bit_is_found(dtype: torch.dtype, code: str) -> None:
     x, message = small_message(dtype, code, capacity=3)
     out, total = torch.empty_like(x), torch.zeros(x.shape)

@@ -439,7 +439,7 @@ def test_buckets_leave_in_one_order_whatever_arrives_first() -> None:
     for refused in (lambda: buckets.check_open(3, "p3"), lambda: buckets.expect(1)):
         with pytest.raises(TrainingError, match=r"ended with an exception.* call zero_\(\)"):
             refused()
-    buckets.settle(1)
+    buckets.drain(1)
     assert sent[4:] == [[4]]
     assert not buckets.is_under_way
     sent.clear()

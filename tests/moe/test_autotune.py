@@ -105,13 +105,13 @@ def _measured_choice_is_alike_and_changes_no_output() -> None:
 def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
-    slow = autotune(layer, grid, x, rates=_rates(0.0, 1e-3), codecs=(Raw(),), num_raced=0, report=None)
+    slow = autotune(layer, grid, x, rates=_rates(0.0, 1e-3), codecs=(Raw(),), num_benchmarked=0, report=None)
     assert slow.choices["layer"].plan.path == "depth 1"  # no duplicates
     assert isinstance(layer.dispatcher, HierarchicalDispatcher)
     text = str(slow)
     assert "choice: depth 1: " in text
     assert "less than flat" in text
-    quick = autotune(layer, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), num_raced=0, report=None)
+    quick = autotune(layer, grid, x, rates=_rates(1.0, 0.0), codecs=(Raw(),), num_benchmarked=0, report=None)
     ways = {str(one.plan): one.seconds for one in quick.choices["layer"].candidates}
     assert ways["flat"] == pytest.approx(ways["depth 1"], rel=0.01)
 
@@ -119,14 +119,14 @@ def _slow_wires_want_fewer_bytes_and_slow_starts_fewer_rounds() -> None:
 def _a_layer_is_priced_anew_by_its_last_forward() -> None:
     grid = Grid(ep=2, device_type="cpu")
     layer, x = _layer(grid), _tokens(grid)
-    tuned = autotune(layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), num_raced=0, report=None)
+    tuned = autotune(layer, grid, x, rates=_rates(1e-3, 1e-6), codecs=(Raw(),), num_benchmarked=0, report=None)
     first = tuned.choices["layer"]
-    assert first.pricing.shape.num_tokens == N
+    assert first.cost_model.shape.num_tokens == N
     assert len(layer.hooks) == 1
     layer(x[:4])
     assert tuned.choices["layer"] is first
     tuned.tune()
-    assert tuned.choices["layer"].pricing.shape.num_tokens == 4
+    assert tuned.choices["layer"].cost_model.shape.num_tokens == 4
     assert record_of(layer) is layer.hooks[0]  # the one that a balancer reads, too
     candidates = [(one.plan, one.seconds) for one in tuned.choices["layer"].candidates]
     assert _told(candidates) == [candidates] * 2

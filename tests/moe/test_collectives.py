@@ -70,7 +70,7 @@ def messages_say_how_long_they_are() -> None:
         return torch.randint(256, (length,), generator=generator, dtype=torch.uint8)
 
     for number in range(5):
-        received = torch_compat.all_to_all_told([message(number, rank, target) for target in range(world)], group)
+        received = torch_compat.all_to_all_messages([message(number, rank, target) for target in range(world)], group)
         for source, found in enumerate(received):
             assert torch.equal(found, message(number, source, rank))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from laconic.collectives.codec import Blockwise
 from laconic.cost.comm.rates import Line, LinkRates, WireRates
-from laconic.cost.comm.seconds import World
+from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.moe import Coding, GridLayout, LayerShape, MoERates, fastest, fsmoe_route, parm_routes
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
@@ -40,7 +40,7 @@ def _measures() -> None:
         assert line.seconds(1e6) > 0
     coded = rates.codecs["bfloat16"][blocks.name]
     assert 1.8 < coded.ratio < 2.0
-    world = World(2, 2)
+    world = GroupShape(2, 2)
     assert rates.price("all_to_all", "ep", world, 1e6, Coding(blocks.name)).seconds > 0
     layout = grid.layout
     shape = GridLayout(layout.num_ranks, layout.mp, layout.ep, layout.esp)

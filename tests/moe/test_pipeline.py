@@ -22,6 +22,7 @@ from laconic.errors import ScheduleError
 from laconic.formats import BlockFormat
 from laconic.moe import (
     BaselineDispatcher,
+    ChunkedSchedule,
     Dispatcher,
     ExpertChoiceGate,
     ExpertRows,
@@ -33,7 +34,6 @@ from laconic.moe import (
     Hook,
     LocalDispatcher,
     MoELayer,
-    PipelineSchedule,
     S1Dispatcher,
     S2Dispatcher,
     ShardedDispatcher,
@@ -60,7 +60,7 @@ def sharded(grid: Grid) -> ShardedDispatcher:
     return ShardedDispatcher(grid.ep, grid.esp, codec=RAW)
 
 
-def in_pieces(grid: Grid, whole: Whole, dispatcher: Dispatcher, schedule: PipelineSchedule) -> MoELayer:
+def in_pieces(grid: Grid, whole: Whole, dispatcher: Dispatcher, schedule: ChunkedSchedule) -> MoELayer:
     layer = spread_over(grid, whole, dispatcher)
     layer.schedule = schedule
     return layer
@@ -73,7 +73,7 @@ def any_degree_is_the_whole_layer() -> None:
         whole = make_whole(grid, kind)
         for make in (flat, sharded):
             for degrees in ((1, 1), (2, 3), (4, 1), (1, 9)):
-                schedule = PipelineSchedule(*degrees)
+                schedule = ChunkedSchedule(*degrees)
                 assert_same_as_whole(grid, whole, in_pieces(grid, whole, make(grid), schedule), losses=True)
 
 
@@ -91,13 +91,13 @@ def rows_without_duplicates_too() -> None:
         assert_same_as_whole(grid, whole, spread_over(grid, whole, plain), losses=True)
         for degrees in ((1, 1), (2, 3), (4, 2), (1, 9)):
             dispatcher = levels(depth, grid)
-            schedule = PipelineSchedule(*degrees)
+            schedule = ChunkedSchedule(*degrees)
             assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, schedule), losses=True)
             assert [one.num_rows for one in dispatcher.traffic] == [one.num_rows for one in plain.traffic]
             tasks = [task.name for task in schedule.executions["forward"].plan.tasks]
             assert ("all_gather 0" in tasks) == (depth > 1)
     none = make_whole(grid, num_tokens=(0,))
-    assert_same_as_whole(grid, none, in_pieces(grid, none, levels(1, grid), PipelineSchedule(2, 3)))
+    assert_same_as_whole(grid, none, in_pieces(grid, none, levels(1, grid), ChunkedSchedule(2, 3)))
 
 
 def layers_inside_an_mp_group_too() -> None:
@@ -106,7 +106,7 @@ def layers_inside_an_mp_group_too() -> None:
     for make in (flat, sharded):
         # Without the gate's losses: S1's are means over shares of the tokens, and balance is not linear in them.
         dispatcher = S1Dispatcher(grid, make(grid), codec=RAW)
-        assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, PipelineSchedule(2, 3)))
+        assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, ChunkedSchedule(2, 3)))
     for tokens in ((5, 3, 4, 7), (1, 0)):
         for esp in (1, 2):
             grid = Grid(mp=2, ep=dist.get_world_size() // esp, esp=esp)
@@ -120,15 +120,15 @@ def layers_inside_an_mp_group_too() -> None:
                 ways.append(S1Dispatcher(grid, levels(1, grid), codec=RAW))
             for dispatcher in ways:
                 for degrees in ((1, 1), (3, 2)):
-                    assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, PipelineSchedule(*degrees)))
+                    assert_same_as_whole(grid, whole, in_pieces(grid, whole, dispatcher, ChunkedSchedule(*degrees)))
 
 
 def ranks_without_tokens_or_rows_take_part() -> None:
     grid = Grid()
     for num_tokens in ((0, 5), (1, 0, 0, 0), (0,)):
         whole = make_whole(grid, num_tokens=num_tokens)
-        assert_same_as_whole(grid, whole, in_pieces(grid, whole, flat(grid), PipelineSchedule(2, 3)))
-        assert_same_as_whole(grid, whole, in_pieces(grid, whole, sharded(grid), PipelineSchedule(3)))
+        assert_same_as_whole(grid, whole, in_pieces(grid, whole, flat(grid), ChunkedSchedule(2, 3)))
+        assert_same_as_whole(grid, whole, in_pieces(grid, whole, sharded(grid), ChunkedSchedule(3)))
 
 
 class Forgetful(nn.Module):
@@ -158,7 +158,7 @@ def backward_does_not_wait_for_ranks_without_a_graph() -> None:
             )
 
     gate = First(2 * grid.layout.ep, DIM, 2).double()
-    layer = MoELayer(gate, experts, dispatcher=flat(grid), schedule=PipelineSchedule(2))
+    layer = MoELayer(gate, experts, dispatcher=flat(grid), schedule=ChunkedSchedule(2))
     for needs_gradient in (True, False):
         x = whole.tokens[0].clone().requires_grad_(needs_gradient)
         layer(x).sum().backward()
@@ -189,7 +189,7 @@ def hooks_see_slices_and_their_parameters_learn() -> None:
     grid = Grid()
     whole = make_whole(grid, num_tokens=(9, 7))
     x, found = whole.tokens[grid.dp.rank()], []
-    for schedule in (None, PipelineSchedule(3, 2)):
+    for schedule in (None, ChunkedSchedule(3, 2)):
         torch.manual_seed(1)
         hook = Scale()
         layer = MoELayer(
@@ -231,7 +231,7 @@ def outputs_keep_their_bits_where_experts_do() -> None:
     ]
     for way in ways:
         found = []
-        for schedule in (None, PipelineSchedule(1), PipelineSchedule(2, 4)):
+        for schedule in (None, ChunkedSchedule(1), ChunkedSchedule(2, 4)):
             for codec in (RAW, Lossless()):
                 leaf = x.clone().requires_grad_()
                 layer = MoELayer(gate, Doubled(), None, way(codec), schedule=schedule)
@@ -256,7 +256,7 @@ def codecs_of_few_bits_make_small_errors() -> None:
         (levels(1, grid), HierarchicalDispatcher(grid.levels, codec=int8)),
     ):
         found = []
-        for dispatcher, schedule in ((exact, None), (short, None), (short, PipelineSchedule(2, 3))):
+        for dispatcher, schedule in ((exact, None), (short, None), (short, ChunkedSchedule(2, 3))):
             leaf = x.clone().requires_grad_()
             out = MoELayer(gate, experts, None, dispatcher, schedule=schedule)(leaf)
             out.pow(2).sum().backward()
@@ -275,7 +275,7 @@ def sums_over_slices_are_rounded_once() -> None:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(200, 16)
     truth: dict[str, Tensor] = {}
-    for dtype, schedule in ((torch.float64, None), (torch.bfloat16, PipelineSchedule(2, 3))):
+    for dtype, schedule in ((torch.float64, None), (torch.bfloat16, ChunkedSchedule(2, 3))):
         layer = MoELayer(copy.deepcopy(gate), copy.deepcopy(experts), None, flat(grid), schedule=schedule).to(dtype)
         layer.gate.double()  # the same routing
         layer(x.to(dtype)).double().sum().backward()
@@ -294,7 +294,7 @@ def autocast_reaches_the_experts() -> None:
     torch.manual_seed(5)
     gate, experts = SoftmaxGate(2 * grid.layout.ep, 16, 2), GatedExperts(2, 16, 8)
     x, found = torch.randn(12, 16), []
-    for schedule in (None, PipelineSchedule(2)):
+    for schedule in (None, ChunkedSchedule(2)):
         layer = MoELayer(copy.deepcopy(gate), copy.deepcopy(experts), None, flat(grid), schedule=schedule)
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(x)
@@ -322,7 +322,7 @@ def all_kinds_of_routing_go_in_pieces() -> None:
     for gate in gates:
         for make in (flat, partial(levels, 1)):
             found = []
-            for schedule in (None, PipelineSchedule(3, 2)):
+            for schedule in (None, ChunkedSchedule(3, 2)):
                 layer = MoELayer(copy.deepcopy(gate), copy.deepcopy(experts), None, make(grid), schedule=schedule)
                 out = layer(x)
                 out.pow(2).sum().backward()
@@ -337,14 +337,14 @@ def soft_mixtures_go_in_pieces() -> None:
     gate = SoftMoEGate(2 * grid.layout.ep, DIM, 3).double()
     experts = GatedExperts(2, DIM, 8, dtype=torch.float64)
     x = torch.randn(7, DIM, dtype=torch.float64)
-    outs = [MoELayer(gate, experts, None, flat(grid), schedule=one)(x) for one in (None, PipelineSchedule(2))]
+    outs = [MoELayer(gate, experts, None, flat(grid), schedule=one)(x) for one in (None, ChunkedSchedule(2))]
     close(outs[1], outs[0], "out")
 
 
 def graphs_can_be_retained_and_are_freed() -> None:
     grid = Grid()
     whole = make_whole(grid, num_tokens=(5,))
-    layer = in_pieces(grid, whole, flat(grid), PipelineSchedule(2))
+    layer = in_pieces(grid, whole, flat(grid), ChunkedSchedule(2))
     x = whole.tokens[0].clone().requires_grad_()
     out = layer(x).sum()
     out.backward(retain_graph=True)
@@ -370,7 +370,7 @@ def streams_run_what_was_planned() -> None:
     grid = Grid(1, dist.get_world_size() // 2, 2)
     whole = make_whole(grid)
     times = LayerTimes(*[ChunkTime(1.0, 2.0)] * 5)
-    schedule = PipelineSchedule(3, 2, times=(times, times.backward()))
+    schedule = ChunkedSchedule(3, 2, times=(times, times.backward()))
     layer = in_pieces(grid, whole, sharded(grid), schedule)
     layer(whole.tokens[grid.dp.rank()].clone().requires_grad_()).sum().backward()
     for direction, degree, seconds in (("forward", 3, times), ("backward", 2, times.backward())):
@@ -392,7 +392,7 @@ def what_cannot_be_cut_is_refused() -> None:
     grid = Grid()
     whole = make_whole(grid)
     with pytest.raises(ScheduleError, match="is Own"):
-        in_pieces(grid, whole, Own(), PipelineSchedule(2))(whole.tokens[0])  # type: ignore[arg-type]
+        in_pieces(grid, whole, Own(), ChunkedSchedule(2))(whole.tokens[0])  # type: ignore[arg-type]
 
 
 def training_is_that_of_one_process(fsdp: bool) -> None:
@@ -400,10 +400,10 @@ def training_is_that_of_one_process(fsdp: bool) -> None:
     world = dist.get_world_size()
     layouts = [(1, world, 1, "joint"), (2, world // 2, 2, "sharded")] + ([(1, 2, 1, "joint")] if world == 4 else [])
     for layout in layouts:
-        losses_are_those_of_one_process(*layout, fsdp, schedule=PipelineSchedule(2, 3))
-    losses_are_those_of_one_process(1, world, 1, "levels", fsdp, torch.float32, PipelineSchedule(2, 3))
+        losses_are_those_of_one_process(*layout, fsdp, schedule=ChunkedSchedule(2, 3))
+    losses_are_those_of_one_process(1, world, 1, "levels", fsdp, torch.float32, ChunkedSchedule(2, 3))
     if fsdp:  # experts without replicas are sharded in fp32 only
-        losses_are_those_of_one_process(*layouts[0], fsdp, torch.float32, PipelineSchedule(2, 3))
+        losses_are_those_of_one_process(*layouts[0], fsdp, torch.float32, ChunkedSchedule(2, 3))
 
 
 SCENARIOS: list[Callable[[], None]] = [
@@ -445,13 +445,13 @@ def test_a_local_layer_has_nothing_to_cut() -> None:
     layer = MoELayer(SoftmaxGate(2, 4, 1), GatedExperts(2, 4, 4), dispatcher=LocalDispatcher())
     x = torch.randn(5, 4)
     whole = layer(x)
-    layer.schedule = PipelineSchedule(4)
+    layer.schedule = ChunkedSchedule(4)
     assert torch.equal(layer(x), whole)
 
 
 def test_degrees_come_from_the_simulator() -> None:
     times = LayerTimes(ChunkTime(0.01, 1.0), ChunkTime(0.001, 1.0), ChunkTime(0.01, 1.0))
-    schedule = PipelineSchedule.best(times, times.backward())
+    schedule = ChunkedSchedule.best(times, times.backward())
     assert schedule.forward == best_degree(times).degree > 1
     assert schedule.backward == best_degree(times.backward()).degree
     assert schedule.num_slices % schedule.forward == schedule.num_slices % schedule.backward == 0
@@ -460,7 +460,7 @@ def test_degrees_come_from_the_simulator() -> None:
 @pytest.mark.parametrize("degrees", [(0, 1), (1, 0), (-2, None)])
 def test_degrees_below_one_are_refused(degrees: tuple[int, int | None]) -> None:
     with pytest.raises(ScheduleError, match="at least one chunk"):
-        PipelineSchedule(*degrees)
+        ChunkedSchedule(*degrees)
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from laconic.collectives import Blockwise, Raw
 from laconic.errors import ModelError, ScheduleError
 from laconic.formats import BlockFormat
-from laconic.moe import FlatDispatcher, GatedExperts, Grid, MoELayer, PipelineSchedule, SoftmaxGate
+from laconic.moe import ChunkedSchedule, FlatDispatcher, GatedExperts, Grid, MoELayer, SoftmaxGate
 from laconic.moe.pipeline.grad_reduce import DenseGradients, Sent, mean_over
-from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, Window, fill_windows
+from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, ReductionSlot, fill_slots
 from laconic.schedule.moe_pipeline import GRADIENTS, ChunkTime, LayerTimes
 from tests.moe.worlds import run_world
 
@@ -59,12 +59,12 @@ def plan_of(model: nn.Sequential) -> GradientPlan:
         nbytes = sum(p.nbytes for module in (block.moe.gate, block.dense) for p in module.parameters())
         parts.append(BackwardPart(f"moe {number}", 0.0, times))
         parts.append(BackwardPart(f"dense {number}", float(nbytes), None, 2e-3))
-    return fill_windows(parts, Line(), [2])
+    return fill_slots(parts, Line(), [2])
 
 
 def scheduled(model: nn.Sequential, gradients: DenseGradients) -> None:
     for number, block in enumerate(model):
-        block.moe.schedule = PipelineSchedule(1, 2, gradients=gradients, part=f"moe {number}")
+        block.moe.schedule = ChunkedSchedule(1, 2, gradients=gradients, part=f"moe {number}")
 
 
 def batch() -> Tensor:
@@ -94,7 +94,7 @@ def gradients_are_averaged_in_the_windows_of_the_plan() -> None:
     grid = Grid()
     expected, model = truth(grid), model_of(grid)
     plan = plan_of(model)
-    kinds = [window.degree for window in plan.windows if window.nbytes]
+    kinds = [slot.degree for slot in plan.slots if slot.nbytes]
     assert None in kinds, "a dense part reduces"
     assert 2 in kinds, "a mixture layer reduces"
     gradients = DenseGradients(dense(model).values(), mean_over(grid.dp, codec=RAW), plan)
@@ -104,8 +104,8 @@ def gradients_are_averaged_in_the_windows_of_the_plan() -> None:
         model(batch()).pow(2).mean().backward()
         gradients.finish()
         assert_averaged(model, expected)
-        planned = {window.part: window.nbytes for window in plan.windows if window.nbytes}
-        reduced = {one.window: one.nbytes for one in gradients.sent}
+        planned = {slot.part: slot.nbytes for slot in plan.slots if slot.nbytes}
+        reduced = {one.slot: one.nbytes for one in gradients.sent}
         # What is there is sent in whole elements, and never more than planned so far.
         for part, nbytes in planned.items():
             assert nbytes - 8 <= reduced[part] <= nbytes, (part, planned, reduced)
@@ -127,7 +127,7 @@ def without_a_plan_every_window_takes_what_waits() -> None:
     model(batch()).pow(2).mean().backward()
     gradients.finish()
     assert_averaged(model, expected)
-    assert [one.window for one in gradients.sent] == ["moe 1", "moe 0", None]
+    assert [one.slot for one in gradients.sent] == ["moe 1", "moe 0", None]
 
 
 def few_bits_travel_where_asked() -> None:
@@ -164,14 +164,14 @@ def what_is_deferred_runs_whole_where_it_fits() -> None:
     """Such as reductions of others: in a window with room for it, in order with the rest."""
     grid = Grid()
     parameter = nn.Parameter(torch.zeros(4))
-    windows = [Window("moe 1", 1, 8.0, 0.0, 0.0), Window("moe 0", 1, 100.0, 0.0, 0.0)]
-    plan = GradientPlan(tuple(windows), 0.0, 0.0, ())
+    slots = [ReductionSlot("moe 1", 1, 8.0, 0.0, 0.0), ReductionSlot("moe 0", 1, 100.0, 0.0, 0.0)]
+    plan = GradientPlan(tuple(slots), 0.0, 0.0, ())
     gradients = DenseGradients([parameter], mean_over(grid.dp, codec=RAW), plan)
     values = torch.full((3,), float(dist.get_rank()))
     gradients.defer(12, lambda: dist.all_reduce(values, group=grid.dp))
     (parameter.sum() * (1.0 + dist.get_rank())).backward()
-    assert gradients.window("moe 1") is None, "8 bytes are too few"
-    action = gradients.window("moe 0")
+    assert gradients.slot("moe 1") is None, "8 bytes are too few"
+    action = gradients.slot("moe 0")
     assert action is not None
     action()
     gradients.finish()
@@ -181,7 +181,7 @@ def what_is_deferred_runs_whole_where_it_fits() -> None:
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [(1 + world) / 2] * 4
     with pytest.raises(ScheduleError, match="'moe 7'"):
-        gradients.window("moe 7")
+        gradients.slot("moe 7")
 
 
 SCENARIOS: list[Callable[[], None]] = [

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from laconic.collectives.integrations.zip import zip_collectives
 from laconic.errors import ModelError, ScheduleError
 from laconic.gradients import quantize_reduction
-from laconic.moe import DenseGradients, Grid, fully_shard_layers, reduce_in_windows
+from laconic.moe import DenseGradients, Grid, fully_shard_layers, reduce_in_slots
 from laconic.schedule.moe_gradients import GradientPlan
 from laconic.schedule.moe_pipeline import GRADIENTS
 from tests.moe.test_windows import Block, batch, model_of, plan_of, scheduled
@@ -65,7 +65,7 @@ def reductions_in_windows_make_the_same_gradients(
     gradients = DenseGradients((), None, plan)
     scheduled(plain, DenseGradients((), None))
     scheduled(model, gradients)
-    assert reduce_in_windows(model, gradients) == 4
+    assert reduce_in_slots(model, gradients) == 4
     backward(plain)
     expected = gradients_of(plain)
     for _ in range(2):
@@ -78,7 +78,7 @@ def reductions_in_windows_make_the_same_gradients(
 
 def assert_reduced_in_windows(model: nn.Sequential, gradients: DenseGradients, plan: GradientPlan | None) -> None:
     """As many bytes as planned, between the last dispatch and the first combine."""
-    sent = {one.window: one.nbytes for one in gradients.sent}
+    sent = {one.slot: one.nbytes for one in gradients.sent}
     # FSDP2 pads each parameter to a multiple of its ranks.
     of_units = [sum(p.nbytes for p in block.dense.parameters()) for block in model]
     assert sum(sent.values()) >= sum(of_units)
@@ -88,7 +88,7 @@ def assert_reduced_in_windows(model: nn.Sequential, gradients: DenseGradients, p
         assert sent["moe 1"] >= of_units[2]
         assert sent["moe 0"] >= of_units[1]
     else:
-        budgets = {window.part: window.nbytes for window in plan.windows}
+        budgets = {slot.part: slot.nbytes for slot in plan.slots}
         assert all(budgets[name] / 2 < sent[name] <= budgets[name] for name in in_windows)
     for name in in_windows:
         execution = model[int(name[4:])].moe.schedule.executions["backward"]
@@ -101,7 +101,7 @@ def training_accumulates_without_reducing() -> None:
     grid = Grid()
     plain, model = sharded(grid), sharded(grid)
     gradients = DenseGradients((), None)
-    reduce_in_windows(model, gradients)
+    reduce_in_slots(model, gradients)
     scheduled(model, gradients)
     for one in (plain, model):
         for last in (False, True):
@@ -118,19 +118,19 @@ def training_accumulates_without_reducing() -> None:
 def what_looks_at_once_is_refused() -> None:
     grid = Grid()
     model = sharded(grid, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    reduce_in_windows(model, DenseGradients((), None))
+    reduce_in_slots(model, DenseGradients((), None))
     with pytest.raises(ScheduleError, match="reduce_dtype"):
         model(batch()).sum().backward()
     with pytest.raises(ModelError, match="already"):
-        reduce_in_windows(model, DenseGradients((), None))
+        reduce_in_slots(model, DenseGradients((), None))
     divided = sharded(grid)
     divided[1].dense.set_gradient_divide_factor(3.0)
     with pytest.raises(ModelError, match="divide factor 3"):
-        reduce_in_windows(divided, DenseGradients((), None))
+        reduce_in_slots(divided, DenseGradients((), None))
     hooked = sharded(grid)
     hooked[0].dense.set_all_reduce_hook(lambda shard: None)
     with pytest.raises(ModelError, match="all-reduce hook"):
-        reduce_in_windows(hooked, DenseGradients((), None))
+        reduce_in_slots(hooked, DenseGradients((), None))
 
 
 SCENARIOS: list[Callable[[], None]] = [

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from laconic.testing.netlab import Lab, why_not
+from netlab import Lab, why_not
 
 
 class MakeLab(Protocol):

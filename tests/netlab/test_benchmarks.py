@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.testing.netlab import why_not
+from netlab import why_not
 from tests.ops.test_benchmarks import run
 
 ROWS = {
@@ -28,7 +28,7 @@ ROWS = {
         *("plain", "levels", "levels, swaps", "lossless rows", "2 chunks, windows", "4-bit activations"),
         *("all exact ones", "autotune", "autotune, 4-bit activations"),
     ],
-    "moe-pipeline-lab": ["1", "6", "at the end", "in windows, all that waits", "in windows, as planned"],
+    "moe-pipeline-lab": ["1", "6", "at the end", "in slots, all that waits", "in slots, as planned"],
     "zip-training": ["gloo", "raw", "tiered", "auto"],
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from laconic.testing.netlab import Ending, Lab, Program, finish
+from netlab import Ending, Lab, Program, finish
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
 from tests.netlab.ranks import Task

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from laconic.errors import ConfigError
-from laconic.testing.netlab import Lab, Program, bits_per_second_of, finish, why_not
-from laconic.testing.netlab.__main__ import main
+from netlab import Lab, Program, bits_per_second_of, finish, why_not
+from netlab.__main__ import main
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
 
@@ -91,9 +91,9 @@ def test_a_cut_link_carries_nothing_until_it_is_joined(make_lab: MakeLab) -> Non
     lab = make_lab(2)
     lab.measured_bits_per_second(1000)
     lab.host_links[1].cut()
-    receiving = lab.start(0, [sys.executable, "-m", "laconic.testing.netlab.transfer", "receive", "10.77.0.1", "1000"])
+    receiving = lab.start(0, [sys.executable, "-m", "netlab.transfer", "receive", "10.77.0.1", "1000"])
     receiving.wait_for("ready")
-    sending = lab.start(1, [sys.executable, "-m", "laconic.testing.netlab.transfer", "send", "10.77.0.1", "1000"])
+    sending = lab.start(1, [sys.executable, "-m", "netlab.transfer", "send", "10.77.0.1", "1000"])
     time.sleep(1)
     assert sending.code is None
     lab.host_links[1].join()
@@ -146,7 +146,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
 @pytest.fixture
 def other_lab() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A lab built by another process, and the number of the program that runs in it."""
-    command = [sys.executable, "-m", "laconic.testing.netlab", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c"]
+    command = [sys.executable, "-m", "netlab", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c"]
     # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
     heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
@@ -230,7 +230,7 @@ def test_rates_are_read() -> None:
 
 
 def test_the_lab_needs_no_torch() -> None:
-    program = "import sys, laconic.testing.netlab; assert not {'torch', 'numpy'} & set(sys.modules)"
+    program = "import sys, netlab; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], env=environment(), check=True)
 
 

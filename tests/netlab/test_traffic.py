@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from laconic.testing.netlab import Lab, Traffic, finish
+from netlab import Lab, Traffic, finish
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
 from tests.netlab.ranks_once import NUMEL

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from laconic.testing.netlab import finish
 from laconic.train.config.toml import save_config
+from netlab import finish
 from tests.distributed.processes import ROOT, environment, num_steps, wait_until
 from tests.netlab.conftest import MakeLab
 from tests.train.runs import tiny_config

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from laconic.ops import BITS, kernels_in_use, native, reference
 from laconic.ops.codebooks import codebook
+from tests.grid import grid
 from tests.ops.cases import (
     BLOCK_SIZES,
     CODES,
@@ -29,9 +32,7 @@ pytestmark = pytest.mark.skipif(not native.supported_isas(), reason="the C++ ker
 NATIVE = implementations()[1:]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("dtype", "code", "block_size"), grid(DTYPES, CODES, BLOCK_SIZES))
 def test_all_bits_are_the_references(dtype: torch.dtype, code: str, block_size: int) -> None:
     for (name, x), scale_dtype, seed in itertools.product(awkward_tensors(dtype), DTYPES, SEEDS):
         codes, scales = reference.quantize_blockwise(x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX)
@@ -65,9 +66,7 @@ def test_every_16_bit_pattern_gives_the_references_bits(dtype: torch.dtype, code
             assert same_bits(native_codes, codes), (ops.name, scale_dtype, seed)
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("code", "dtype", "block_size"), grid(CODES, DTYPES, [16, 64]))
 def test_bytes_that_quantize_never_writes_dequantize_alike(code: str, dtype: torch.dtype, block_size: int) -> None:
     # Each of the 256 bytes under scales of every kind: signs, subnormals, infinities, NaNs, products that
     # overflow. Codes of 5 and 6 bits cross bytes; there the bytes are random, many times each code at each place.
@@ -117,15 +116,50 @@ def test_flushed_subnormals_of_the_caller_do_not_change_bits() -> None:
     assert same_bits(flushed[1], expected[1])
 
 
-def run_python(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+FORKS = """
+import json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    source, environment, folder = json.loads(line)
+    if (pid := os.fork()) == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), number)
+        os.environ |= environment
+        code = 0
+        try:
+            exec(source, {})
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPython]:
+    """run_python(source, **environment): in a process of its own, which has imported torch and nothing of laconic.
+
+    Importing torch takes seconds: one process does it, and each call runs in a fork of that.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as root:
+        assert root.stdin is not None
+        assert root.stdout is not None
+
+        def run(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+            folder = tmp_path_factory.mktemp("run")
+            print(json.dumps([source, environment, str(folder)]), file=root.stdin, flush=True)
+            code = int(root.stdout.readline())
+            return subprocess.CompletedProcess(source, code, (folder / "out").read_text(), (folder / "err").read_text())
+
+        yield run
+        root.stdin.close()
 
 
 def test_widest_instruction_set_is_the_default() -> None:
@@ -135,7 +169,7 @@ def test_widest_instruction_set_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("isa", native.supported_isas())
-def test_environment_variable_forces_an_instruction_set(isa: str) -> None:
+def test_environment_variable_forces_an_instruction_set(run_python: RunPython, isa: str) -> None:
     result = run_python("from laconic.ops import kernels_in_use as k; print(k()['cpu']['isa'])", LACONIC_ISA=isa)
     assert result.stdout.strip() == isa
 
@@ -147,7 +181,7 @@ def test_environment_variable_forces_an_instruction_set(isa: str) -> None:
         ({"LACONIC_KERNELS": "fast"}, "LACONIC_KERNELS is 'fast', but it must be 'reference' or not be set"),
     ],
 )
-def test_unknown_choice_is_refused(environment: dict[str, str], message: str) -> None:
+def test_unknown_choice_is_refused(run_python: RunPython, environment: dict[str, str], message: str) -> None:
     result = run_python("import laconic.ops", **environment)
     assert result.returncode != 0
     assert f"ConfigError: {message}" in result.stderr
@@ -168,23 +202,23 @@ print(laconic.ops.kernels_in_use()["cpu"]["implementation"], codes.tolist())
 """
 
 
-def test_instruction_set_that_the_cpu_lacks_is_refused() -> None:
+def test_instruction_set_that_the_cpu_lacks_is_refused(run_python: RunPython) -> None:
     result = run_python(PRETEND_OLD_CPU, LACONIC_ISA="avx512")
     assert "ConfigError: LACONIC_ISA is 'avx512', but this CPU runs only portable" in result.stderr
 
 
-def test_missing_extension_means_the_reference_and_is_said_once() -> None:
+def test_missing_extension_means_the_reference_and_is_said_once(run_python: RunPython) -> None:
     result = run_python(PRETEND_NOT_BUILT, LACONIC_ISA="", LACONIC_KERNELS="")
     assert result.stdout.strip() == "reference [255, 15]"
     assert result.stderr.count("slow plain-torch reference: the compiled kernels cannot be imported") == 1
 
 
-def test_missing_extension_refuses_a_forced_instruction_set() -> None:
+def test_missing_extension_refuses_a_forced_instruction_set(run_python: RunPython) -> None:
     result = run_python(PRETEND_NOT_BUILT, LACONIC_ISA="avx2")
     assert "ConfigError: LACONIC_ISA is 'avx2', but the compiled kernels cannot be imported" in result.stderr
 
 
-def test_reference_can_be_forced() -> None:
+def test_reference_can_be_forced(run_python: RunPython) -> None:
     result = run_python(
         "from laconic.ops import kernels_in_use as k; print(*k()['cpu'].values(), sep='|')", LACONIC_KERNELS="reference"
     )

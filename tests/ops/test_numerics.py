@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laconic.ops import reference
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook
+from tests.grid import grid
 from tests.ops.cases import (
     BLOCK_SIZES,
     CODES,
@@ -174,8 +175,7 @@ def test_nf4_tie_goes_to_the_lower_level(ops: Implementation) -> None:
         assert torch.equal(codes[:, 0] >> 4, (torch.arange(15) + expected).to(torch.uint8))
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("ops", "code", "dtype"), grid(IMPLEMENTATIONS, CODES, [torch.bfloat16, torch.float16]))
 def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Implementation, code: str, dtype: torch.dtype) -> None:
     # Alone, a number is its block's maximum: it comes back exactly up to the rounding of level * (x / level).
     x = every_pattern(dtype)
@@ -192,8 +192,7 @@ def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Implementation, c
     assert (error <= x[ordinary].double().abs() * 2.0**-23).all()
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize(("code", "scale_dtype"), grid(CODES, DTYPES, strength=1))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_round_trip_error_stays_within_the_derived_bound(
@@ -226,10 +225,10 @@ def test_round_trip_error_stays_within_the_derived_bound(
     assert ((back.double() - x.double()).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale_dtype", DTYPES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("ops", "code", "dtype", "scale_dtype", "value"),
+    grid(IMPLEMENTATIONS, CODES, DTYPES, DTYPES, [math.nan, math.inf, -math.inf]),
+)
 def test_nan_and_infinity_make_their_block_nan_and_no_other(
     ops: Implementation, code: str, dtype: torch.dtype, scale_dtype: torch.dtype, value: float
 ) -> None:
@@ -265,9 +264,7 @@ def test_scale_that_overflows_is_nan(ops: Implementation, scale_dtype: torch.dty
     assert ops.dequantize(codes, scales, "nf4", 16, 1, torch.float32).isfinite().flatten().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("scale_dtype", DTYPES)
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(("ops", "code", "scale_dtype", "seed"), grid(IMPLEMENTATIONS, CODES, DTYPES, [None, 3]))
 def test_vanishing_block_becomes_zeros(
     ops: Implementation, code: str, scale_dtype: torch.dtype, seed: int | None
 ) -> None:
@@ -284,8 +281,10 @@ def test_vanishing_block_becomes_zeros(
     assert not back.signbit().any()
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257])
+@pytest.mark.parametrize(
+    ("ops", "code", "length"),
+    grid(IMPLEMENTATIONS, CODES, [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257]),
+)
 def test_rows_are_quantized_one_by_one(ops: Implementation, code: str, length: int) -> None:
     x = torch.randn(4, length)
     codes, scales = ops.quantize(x, code, 64, torch.bfloat16, None)

@@ -105,3 +105,16 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ScheduleError, match=r"needs matplotlib .*laconic\[plots\]"):
         save_gantt(timeline, tmp_path / "x.png")
+
+
+def test_tasks_of_all_layers_and_slices_share_a_colour() -> None:
+    plan = StreamPlan(
+        (
+            Task("dispatch 0.1.2", "link", 1.0),
+            Task("dispatch 10.0.1", "link", 1.0),
+            Task("1F7", "device", 1.0),
+        )
+    )
+    html = gantt_html(simulate(plan))
+    assert "dispatch<" in html.replace("</", "<")
+    assert "dispatch ." not in html

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.errors import ScheduleError
-from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, backward_plan, fill_windows
+from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, backward_plan, fill_slots
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, closed_form, pipeline_seconds
 from laconic.schedule.streams import simulate
 
@@ -64,30 +64,28 @@ def _total_seconds(parts: Sequence[BackwardPart], sent: Sequence[float], line: _
 def _check(parts: Sequence[BackwardPart], line: _Line, plan: GradientPlan) -> None:
     """A plan is what it says it is, and can be done."""
     waiting = 0.0
-    for part, window in zip(parts, plan.windows, strict=True):
-        assert -1e-9 <= window.nbytes <= waiting + 1e-9
-        waiting += part.gradient_nbytes - window.nbytes
-        assert window.reduction_seconds == pytest.approx(line.seconds(window.nbytes))
+    for part, slot in zip(parts, plan.slots, strict=True):
+        assert -1e-9 <= slot.nbytes <= waiting + 1e-9
+        waiting += part.gradient_nbytes - slot.nbytes
+        assert slot.reduction_seconds == pytest.approx(line.seconds(slot.nbytes))
         if part.times is not None:
-            assert window.degree is not None
-            assert window.seconds == pytest.approx(
-                pipeline_seconds(part.times, window.degree, window.reduction_seconds)
-            )
+            assert slot.degree is not None
+            assert slot.seconds == pytest.approx(pipeline_seconds(part.times, slot.degree, slot.reduction_seconds))
     assert plan.tail_nbytes == pytest.approx(waiting, abs=1e-9)
     order = [part.name for part in parts]
     for one in plan.slices:
-        assert one.window is None or order.index(one.source) < order.index(one.window)
-    for part, window in zip(parts, plan.windows, strict=True):
+        assert one.slot is None or order.index(one.source) < order.index(one.slot)
+    for part, slot in zip(parts, plan.slots, strict=True):
         assert sum(one.nbytes for one in plan.slices if one.source == part.name) == pytest.approx(part.gradient_nbytes)
-        assert sum(one.nbytes for one in plan.slices if one.window == part.name) == pytest.approx(window.nbytes)
+        assert sum(one.nbytes for one in plan.slices if one.slot == part.name) == pytest.approx(slot.nbytes)
 
 
 @settings(max_examples=100, deadline=None)
 @given(backwards(), _lines)
 def test_a_plan_is_what_it_says_and_takes_what_the_simulation_takes(parts: list[BackwardPart], line: _Line) -> None:
-    plan = fill_windows(parts, line, _DEGREES)
+    plan = fill_slots(parts, line, _DEGREES)
     _check(parts, line, plan)
-    whole = _total_seconds(parts, [window.nbytes for window in plan.windows], line)
+    whole = _total_seconds(parts, [slot.nbytes for slot in plan.slots], line)
     assert plan.seconds == pytest.approx(whole)  # and so no other degree would have been better
     assert simulate(backward_plan(parts, plan)).makespan_seconds == pytest.approx(plan.seconds)
 
@@ -110,7 +108,7 @@ def test_no_split_into_halves_of_bytes_is_better(parts: list[BackwardPart], line
         if possible:
             taken = sum(table[nbytes] for table, nbytes in zip(seconds, sent, strict=True))
             best = min(best, taken + line.seconds(total - gone))
-    found = fill_windows(parts, line, _DEGREES).seconds
+    found = fill_slots(parts, line, _DEGREES).seconds
     assert found <= best + 1e-9
     assert best <= found + len(parts) * (line.alpha_seconds + line.seconds_per_byte / 2) + 1e-9
 
@@ -119,11 +117,11 @@ def test_no_split_into_halves_of_bytes_is_better(parts: list[BackwardPart], line
 @given(backwards(), _lines)
 def test_without_gradients_every_layer_has_its_own_best_degree(parts: list[BackwardPart], line: _Line) -> None:
     quiet = [replace(part, gradient_nbytes=0.0) for part in parts]
-    plan = fill_windows(quiet, line, _DEGREES)
-    for part, window in zip(quiet, plan.windows, strict=True):
-        assert window.nbytes == 0
+    plan = fill_slots(quiet, line, _DEGREES)
+    for part, slot in zip(quiet, plan.slots, strict=True):
+        assert slot.nbytes == 0
         if part.times is not None:
-            assert window.seconds == best_degree(part.times, 0.0, _DEGREES).seconds
+            assert slot.seconds == best_degree(part.times, 0.0, _DEGREES).seconds
     assert (plan.tail_nbytes, plan.slices) == (0.0, ())
 
 
@@ -183,7 +181,7 @@ def test_greedy_and_evolution_come_near_and_are_never_better(kind: str, scale: f
         parts.append(BackwardPart(f"moe {layer}", 0.5 * scale, times))
         parts.append(BackwardPart(f"dense {layer}", 6.0 * scale, dense_seconds=1.5))
     line = _Line(0.1, 0.3)
-    plan = fill_windows(parts, line, _DEGREES)
+    plan = fill_slots(parts, line, _DEGREES)
     _check(parts, line, plan)
     greedy = _papers_greedy(parts, line)
     step_1 = _total_seconds(parts, greedy, line)
@@ -199,9 +197,9 @@ def test_a_degree_that_is_slower_alone_is_taken_for_its_window() -> None:
     """What the paper's greedy cannot: two chunks are best alone, but one leaves the wire free while experts run."""
     times = LayerTimes(ChunkTime(0.5, 1.0), ChunkTime(0.0, 2.0), ChunkTime(0.5, 1.0))
     assert [pipeline_seconds(times, degree) for degree in (1, 2)] == [5.0, 4.0]
-    plan = fill_windows([BackwardPart("dense", 2.0), BackwardPart("moe", 0.0, times)], _Line(0.0, 1.0), _DEGREES)
-    assert plan.windows[1].degree == 1
-    assert plan.windows[1].nbytes == 2.0
+    plan = fill_slots([BackwardPart("dense", 2.0), BackwardPart("moe", 0.0, times)], _Line(0.0, 1.0), _DEGREES)
+    assert plan.slots[1].degree == 1
+    assert plan.slots[1].nbytes == 2.0
     assert plan.seconds == 5.0
 
 
@@ -212,8 +210,8 @@ def test_many_layers_are_planned() -> None:
         mine = replace(times, experts=ChunkTime(0.1, 1.0 + layer / 20))
         parts += [BackwardPart(f"moe {layer}", 1.0, mine), BackwardPart(f"dense {layer}", 5.0, dense_seconds=1.0)]
     line = _Line(0.05, 0.4)
-    plan = fill_windows(parts, line)
-    assert plan.seconds < fill_windows(parts, line, (1,)).seconds
+    plan = fill_slots(parts, line)
+    assert plan.seconds < fill_slots(parts, line, (1,)).seconds
     total = sum(part.gradient_nbytes for part in parts)
     assert sum(one.nbytes for one in plan.slices) == pytest.approx(total)
 
@@ -226,8 +224,8 @@ def test_what_is_no_backward_is_refused() -> None:
         BackwardPart("x", -1)
     one = BackwardPart("x", 1.0)
     with pytest.raises(ScheduleError, match=r"part 'x' is there twice"):
-        fill_windows([one, one], _Line(0, 1))
+        fill_slots([one, one], _Line(0, 1))
     with pytest.raises(ScheduleError, match="degrees is empty"):
-        fill_windows([one], _Line(0, 1), ())
-    with pytest.raises(ScheduleError, match="windows of other parts"):
-        backward_plan([one], fill_windows([], _Line(0, 1)))
+        fill_slots([one], _Line(0, 1), ())
+    with pytest.raises(ScheduleError, match="slots of other parts"):
+        backward_plan([one], fill_slots([], _Line(0, 1)))

@@ -82,7 +82,7 @@ def test_no_plan_beats_its_busiest_stream_or_one_chunk_after_the_other(
     busy = [timeline.busy_seconds(stream) for stream in (INTER, INTRA, COMPUTE)]
     assert max(busy) <= timeline.makespan_seconds * (1 + 1e-9)
     assert timeline.makespan_seconds <= sum(busy) * (1 + 1e-9)
-    shared = pipeline_seconds(times, degree, gradient, one_wire=True)
+    shared = pipeline_seconds(times, degree, gradient, shared_link=True)
     assert shared >= max(busy[0] + busy[1], busy[2]) * (1 - 1e-9)
 
 
@@ -152,17 +152,17 @@ def test_what_the_forms_do_not_cover_is_refused() -> None:
 @settings(max_examples=100, deadline=None)
 @given(chunk_times, chunk_times, chunk_times, st.integers(1, 6), st.booleans())
 def test_what_comes_home_is_shared_chunk_by_chunk(
-    a2a: ChunkTime, experts: ChunkTime, share: ChunkTime, degree: int, one_wire: bool
+    a2a: ChunkTime, experts: ChunkTime, share: ChunkTime, degree: int, shared_link: bool
 ) -> None:
     """Parm's S2: a chunk is gathered while others come home; the last one is gathered when all is quiet."""
     without = LayerTimes(a2a, experts, a2a)
     times = replace(without, share=share)
-    found = simulate(pipeline_plan(times, degree, one_wire=one_wire))
+    found = simulate(pipeline_plan(times, degree, shared_link=shared_link))
     for i in range(degree):
         assert found.spans[f"share {i}"].start_seconds >= found.spans[f"combine {i}"].end_seconds
     alone = pipeline_seconds(without, degree)
     one = share.seconds(degree)
     assert alone + one <= found.makespan_seconds * (1 + 1e-9)
-    assert found.makespan_seconds <= alone + degree * one + (degree * a2a.seconds(degree) if one_wire else 0) + 1e-9
+    assert found.makespan_seconds <= alone + degree * one + (degree * a2a.seconds(degree) if shared_link else 0) + 1e-9
     with pytest.raises(ScheduleError, match="shared"):
         closed_form(times, degree)

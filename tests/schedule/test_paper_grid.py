@@ -20,8 +20,8 @@ def _means(cluster: moe_pipeline._Cluster, papers_rule: bool) -> list[float]:
 
 def test_mean_speedups_are_those_of_the_paper() -> None:
     """A as printed, within 2 %. B lies between the simulation with and without the paper's rule for short exchanges."""
-    improved, one_wire, fsmoe = _means(moe_pipeline._A, False)
-    assert (improved, one_wire, fsmoe) == (
+    improved, one_link, fsmoe = _means(moe_pipeline._A, False)
+    assert (improved, one_link, fsmoe) == (
         pytest.approx(1.09, rel=0.02),
         pytest.approx(1.12, rel=0.03),
         pytest.approx(1.18, rel=0.02),

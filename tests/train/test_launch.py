@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from laconic.errors import ConfigError, DataError, TrainingError
-from laconic.train.distributed.world import Place, read_environment
+from laconic.train.distributed.world import RankInfo, read_environment
 from laconic.train.launch import launcher as launch_module
 from laconic.train.launch.launcher import _explain, launch
 from laconic.train.signals import EXIT_PEER_LOST, STOP_SIGNAL
@@ -34,13 +34,15 @@ def without(*names: str) -> dict[str, str]:
 
 
 def test_torchruns_variables_are_understood() -> None:
-    assert read_environment(GOOD) == Place(rank=3, world_size=8, local_rank=1, local_world_size=2)
-    assert read_environment(without("LOCAL_WORLD_SIZE")) == Place(3, 8, 1, 8)
-    assert read_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Place(0, 1, 0, 1)
+    assert read_environment(GOOD) == RankInfo(rank=3, world_size=8, local_rank=1, local_world_size=2)
+    assert read_environment(without("LOCAL_WORLD_SIZE")) == RankInfo(3, 8, 1, 8)
+    assert read_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == RankInfo(0, 1, 0, 1)
 
 
 def test_processes_that_meet_in_a_file_need_no_port() -> None:
-    assert read_environment(without("MASTER_ADDR", "MASTER_PORT") | {"LACONIC_STORE": "/a/file"}) == Place(3, 8, 1, 2)
+    assert read_environment(without("MASTER_ADDR", "MASTER_PORT") | {"LACONIC_STORE": "/a/file"}) == RankInfo(
+        3, 8, 1, 2
+    )
 
 
 def test_an_environment_without_them_is_no_place() -> None:
@@ -185,9 +187,9 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path, capsys: pytest.
 def test_threads_are_shared_by_the_processes_of_a_machine() -> None:
     program = (
         "import torch; from laconic.train.distributed import world;"
-        "from laconic.train.distributed.world import Place, join_world;"
+        "from laconic.train.distributed.world import RankInfo, join_world;"
         "world.num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
-        "join_world(Place(rank=0, world_size=4, local_rank=0, local_world_size=2), 1.0);"
+        "join_world(RankInfo(rank=0, world_size=4, local_rank=0, local_world_size=2), 1.0);"
         "print(torch.get_num_threads())"
     )
 

@@ -18,7 +18,7 @@ from laconic.train import run as run_module
 from laconic.train import trainer
 from laconic.train.config.schema import OptimizerConfig
 from laconic.train.config.toml import load_config
-from laconic.train.model_source import settle
+from laconic.train.model_source import resolve_defaults
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
 from laconic.train.trainer import make_optimizer
@@ -42,7 +42,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, capsys: pytest.Capt
         "metrics.jsonl",
         "summary.json",
     ]
-    assert load_config(run_dir / "config.toml") == settle(config)
+    assert load_config(run_dir / "config.toml") == resolve_defaults(config)
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4, 5, 6, 6]
     training = [row for row in rows if "loss" in row]

@@ -23,7 +23,7 @@ from laconic.train.config.schema import FINE_TUNING_RATE, PRETRAINING_RATE, Mode
 from laconic.train.config.toml import load_config
 from laconic.train.data.corpus import prepare
 from laconic.train.model import build_model
-from laconic.train.model_source import settle
+from laconic.train.model_source import resolve_defaults
 from tests.train.runs import resumed, tiny_config, train_alone, write_corpus
 
 _VOCABULARY = 300
@@ -90,7 +90,7 @@ def test_weights_of_every_form_are_loaded_and_counted(
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
     assert f"loaded {len(expected)} of {len(expected)} tensors from {path}" in caplog.text
-    assert settle(config_for(path)).optimizer.learning_rate == FINE_TUNING_RATE
+    assert resolve_defaults(config_for(path)).optimizer.learning_rate == FINE_TUNING_RATE
 
 
 def test_random_weights_are_said_to_be_random(
@@ -102,7 +102,7 @@ def test_random_weights_are_said_to_be_random(
         build_model(ModelConfig(path=str(path)), 257, 32, 3)
         build_model(ModelConfig(hidden_size=32, num_hidden_layers=1), 257, 32, 3)
     assert caplog.text.count("initialized at random (seed 3)") == 2
-    assert settle(config_for(path)).optimizer.learning_rate == PRETRAINING_RATE
+    assert resolve_defaults(config_for(path)).optimizer.learning_rate == PRETRAINING_RATE
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_the_directory_s_tokenizer_is_used(
     change(path)
     corpus = tiny_config(tmp_path, "-").data
     with caplog.at_level(logging.INFO):
-        config = settle(config_for(path, **{"data.paths": corpus.paths, "data.cache_dir": corpus.cache_dir}))
+        config = resolve_defaults(config_for(path, **{"data.paths": corpus.paths, "data.cache_dir": corpus.cache_dir}))
     assert config.data.tokenizer is not None
     assert config.data.tokenizer.startswith(str(path))
     assert f"tokenizer: {config.data.tokenizer}" in caplog.text
@@ -236,7 +236,9 @@ def test_the_directory_s_tokenizer_is_used(
 
 def test_what_the_user_says_wins(pretrained: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        config = settle(config_for(pretrained, **{"data.tokenizer": "bytes", "optimizer.learning_rate": 1e-3}))
+        config = resolve_defaults(
+            config_for(pretrained, **{"data.tokenizer": "bytes", "optimizer.learning_rate": 1e-3})
+        )
     assert (config.data.tokenizer, config.optimizer.learning_rate) == ("bytes", 1e-3)
     assert "tokenizer: bytes, as data.tokenizer says, not tokenizer.json" in caplog.text
 
@@ -246,11 +248,11 @@ def test_without_a_tokenizer_only_a_model_of_bytes_is_trained(pretrained: Path, 
     for file in path.glob("*token*"):
         file.unlink()
     with pytest.raises(ConfigError, match="has weights but no tokenizer, and its vocabulary of 300 entries is not"):
-        settle(config_for(path))
-    assert settle(config_for(path, **{"data.tokenizer": "bytes"})).data.tokenizer == "bytes"
+        resolve_defaults(config_for(path))
+    assert resolve_defaults(config_for(path, **{"data.tokenizer": "bytes"})).data.tokenizer == "bytes"
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | {"vocab_size": 257}))
-    assert settle(config_for(path)).data.tokenizer == "bytes"
+    assert resolve_defaults(config_for(path)).data.tokenizer == "bytes"
 
 
 def test_a_tokenizer_that_the_model_has_no_entries_for_is_refused(pretrained: Path, tmp_path: Path) -> None:

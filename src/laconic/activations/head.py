@@ -34,7 +34,7 @@ from laconic.activations.sites import Site
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["BodyForward", "CausalForward", "CausalHead", "HeadForward", "find_head", "warn_inactive"]
+__all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head", "warn_inactive"]
 
 _IGNORED = -100
 """The label of tokens that do not count, in every Hugging Face loss for causal language models."""

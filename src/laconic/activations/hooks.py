@@ -7,7 +7,7 @@ Where the exact gradient is finite the gradient of packed tensors has to be fini
 functions whose backward tolerates rounding are packed (see `laconic.activations.tolerant`); those of all others stay
 exact: divisions, logarithms, roots, attention, softmax, cross entropy, user-defined functions. Also exact: parameters
 and buffers, tensors that no format packs (integers, booleans, fp64) or that packing would not make smaller, tensors
-below `MIN_NUMEL` values, and tensors whose packed values would not be finite, which a test of the scales finds.
+below `_MIN_NUMEL` values, and tensors whose packed values would not be finite, which a test of the scales finds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import DTYPES
 from laconic.ops.codebooks import LEVEL_MAX
 
-__all__ = ["MIN_NUMEL", "HooksForward"]
+__all__ = ["HooksForward"]
 
-MIN_NUMEL = 1024
+_MIN_NUMEL = 1024
 """Smaller tensors are not worth a call."""
 
 
@@ -100,7 +100,7 @@ class _Packer(TorchFunctionMode):
     def _worthwhile(self, tensor: Tensor) -> bool:
         return (
             tensor.dtype in DTYPES
-            and tensor.numel() >= MIN_NUMEL
+            and tensor.numel() >= _MIN_NUMEL
             and self.format.nbytes(tensor.shape) < tensor.numel() * tensor.element_size()
         )
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AHEAD", "Copier", "Offloader", "OffloadHandle", "offloader_of"]
+__all__ = ["AHEAD", "Offloader", "offloader_of"]
 
 AHEAD = 8
 """How many offloaded values are prefetched; a decoder layer sends about that many."""

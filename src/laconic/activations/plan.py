@@ -19,6 +19,7 @@ from laconic.formats import BlockFormat
 __all__ = ["ATTENTION", "ActivationPlan", "Policy", "careful_head", "uniform"]
 
 Policy = Callable[[Site], Choice]
+"""Chooses how the activation of each site is kept."""
 
 
 ATTENTION = "int8"

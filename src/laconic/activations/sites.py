@@ -25,7 +25,7 @@ from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled
 
-__all__ = ["AttentionSpec", "LinearSpec", "MlpSpec", "Site", "find_sites"]
+__all__ = ["LinearSpec", "MlpSpec", "Site", "find_sites"]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import laconic
 from laconic.errors import LaconicError
 from laconic.train.report.metrics import format_nbytes
 
-__all__ = ["Diagnosis", "diagnose", "render"]
+__all__ = ["diagnose", "render"]
 
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tyro", "tensorboard")
 _EXTRAS = {

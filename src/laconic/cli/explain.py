@@ -8,13 +8,13 @@ from pathlib import Path
 
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cost.comm.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
-from laconic.cost.comm.seconds import World
+from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.comm.table import explain_one, explain_sweep, rates_text
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.moe.rates_table import moe_rates_text
-from laconic.cost.moe.search import Pricing
+from laconic.cost.moe.search import CostModel
 from laconic.cost.moe.table import candidates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError
@@ -36,12 +36,12 @@ def run(args: Sequence[str]) -> int:
     if options.rates:
         print("\n" + rates_text(rates))
         return 0
-    world = _world(options, rates)
+    group = _group_shape(options, rates)
     for operation in [options.operation] if options.operation else ["all_gather", "reduce_scatter", "all_reduce"]:
         if options.nbytes is None:
-            print("\n" + explain_sweep(operation, options.dtype, world, rates))
+            print("\n" + explain_sweep(operation, options.dtype, group, rates))
         else:
-            print("\n" + explain_one(operation, parse_nbytes(options.nbytes), options.dtype, world, rates))
+            print("\n" + explain_one(operation, parse_nbytes(options.nbytes), options.dtype, group, rates))
     return 0
 
 
@@ -66,18 +66,18 @@ def _explain_moe(options: argparse.Namespace) -> int:
         inside = min(per_node, ep)
         levels = Levels.of_nodes(ep, inside) if ep % inside == 0 else Levels(ep, ranks_per_node=1)
         counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, levels)
-    pricing = Pricing(shape, grid, rates, counts, dtype=options.dtype)
+    cost_model = CostModel(shape, grid, rates, counts, dtype=options.dtype)
     codes = ["raw", *rates.wire.codecs.get(options.dtype, {}), *rates.codecs.get(options.dtype, {})]
     title = (
         f"a layer of {shape.num_experts} experts {shape.model_dim} x {shape.hidden_dim}, top-{shape.top_k},"
         f" {shape.num_tokens} tokens of {options.dtype} per process, balanced; {num_ranks} processes, {per_node} per"
         f" node, mp {grid.mp}, ep {grid.ep}, esp {grid.esp}"
     )
-    print(candidates_text(pricing.candidates(codes), title))
+    print(candidates_text(cost_model.candidates(codes), title))
     return 0
 
 
-def _world(options: argparse.Namespace, rates: WireRates) -> World:
+def _group_shape(options: argparse.Namespace, rates: WireRates) -> GroupShape:
     nodes, per_node = rates.layout
     per_node = options.ranks_per_node or max(1, per_node)
     num_ranks = options.world or max(2, nodes * per_node)
@@ -86,7 +86,7 @@ def _world(options: argparse.Namespace, rates: WireRates) -> World:
             f"world is {num_ranks} with {per_node} ranks per node, but both must be positive and the first a multiple"
             " of the second; give --world and --ranks-per-node"
         )
-    return World(num_ranks, min(per_node, num_ranks))
+    return GroupShape(num_ranks, min(per_node, num_ranks))
 
 
 def _parser() -> argparse.ArgumentParser:

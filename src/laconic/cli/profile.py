@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cost.comm.rates import WireRates, default_path
 from laconic.cost.comm.table import rates_text
+from laconic.cost.infer.rates import InferenceRates, default_infer_path
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.errors import ConfigError
 
@@ -29,12 +30,14 @@ def run(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     from laconic.train.distributed.world import join_world, read_environment
 
-    place = read_environment(os.environ)
-    if place is None:
+    info = read_environment(os.environ)
+    if info is None:
         return _start(options.nproc, args)
-    if place.world_size < 2:
+    if info.world_size < 2:
         raise ConfigError("WORLD_SIZE is 1, but links need two processes; start more with torchrun, or use --nproc")
-    world = join_world(place, timeout_seconds=120.0)
+    world = join_world(info, timeout_seconds=120.0)
+    if options.infer:
+        return _measure_infer(world, Path(options.infer_out), options)
     if options.moe:
         return _measure_moe(world, Path(options.moe_out), options)
     return _measure(world, Path(options.out), options.quick)
@@ -73,7 +76,20 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
     return _finish(world, rates, moe_rates_text(rates), path, "laconic explain --moe, and laconic.moe.autotune")
 
 
-def _finish(world: World, rates: WireRates | MoERates, text: str, path: Path, see: str) -> int:
+def _measure_infer(world: World, path: Path, options: argparse.Namespace) -> int:
+    import torch
+
+    from laconic.cli.infer_profile import measure_infer
+    from laconic.cost.infer.table import infer_rates_text
+
+    shape, dtype = layer_shape(options), getattr(torch, options.dtype)
+    if world.is_main:
+        print(f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links", file=sys.stderr, flush=True)
+    rates = measure_infer(shape, dtype=dtype, device=world.device, quick=options.quick)
+    return _finish(world, rates, infer_rates_text(rates), path, "laconic infer plan")
+
+
+def _finish(world: World, rates: WireRates | MoERates | InferenceRates, text: str, path: Path, see: str) -> int:
     # Each node may have its own disk.
     if world.local_rank == 0:
         rates.save(path)
@@ -128,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=2, metavar="N", help="processes when not under torchrun (default: %(default)s)")
     add("--out", default=str(default_path()), metavar="FILE", help="where to write (default: %(default)s)")
     add("--quick", action="store_true", help="small sizes only; shows that it works")
+    infer = parser.add_argument_group("inference of layers of experts")
+    infer.add_argument("--infer", action="store_true", help="measure products, attention, reading of weights and links "
+        "between two workers instead, for laconic infer plan; sizes as below")  # fmt: skip
+    infer.add_argument(
+        "--infer-out", default=str(default_infer_path()), metavar="FILE", help="where to write (default: %(default)s)"
+    )
     moe = parser.add_argument_group("layers of experts")
     more = moe.add_argument
     more("--moe", action="store_true", help="measure all groups of a grid, experts, and every route of a layer instead")

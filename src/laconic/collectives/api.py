@@ -42,8 +42,7 @@ from laconic.collectives.engine.two_level import (
     all_to_all_on_two_levels,
     reduce_scatter_on_two_levels,
 )
-from laconic.collectives.engine.uncoded import BackendWork
-from laconic.collectives.policy.raw_calls import Way, is_plain_strided, known_way
+from laconic.collectives.policy.raw_calls import is_plain_strided, known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
 from laconic.collectives.runtime.background import Groups, Work
 from laconic.errors import ConfigError, FormatError
@@ -70,12 +69,13 @@ def all_gather(
     """
     way = known_way(group, "all_gather", input) if codec == "auto" else None
     if way is not None and _fits(output, input, way.world * input.numel()):
-        return _again(way, "all_gather", uncoded.all_gather(output, input, way.group), output, async_op)
+        next(way.count)
+        return uncoded.all_gather(output, input, way.group, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("output", output, world * input.numel(), f"{world} times that of input")
     if _leaves_raw("all_gather", input.numel(), input, group, groups, "all_gather", codec):
-        return _raw("all_gather", uncoded.all_gather(output, input, groups[0]), output, groups[0], async_op)
+        return uncoded.all_gather(output, input, groups[0], async_op)
     mine, rows = flatten(input), flatten(output).view(world, -1)
     return Call("all_gather", groups, codec, input.dtype, input.device).run(
         lambda exchange: exchange.all_gather(rows, mine),
@@ -110,14 +110,14 @@ def reduce_scatter(
     """
     way = known_way(group, ("reduce_scatter", op), input) if codec == "auto" else None
     if way is not None and _fits(output, input, input.numel() // way.world):
-        return _again(way, "reduce_scatter", uncoded.reduce_scatter(output, input, way.group, op), output, async_op)
+        next(way.count)
+        return uncoded.reduce_scatter(output, input, way.group, op, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     check_numel("input", input, world * output.numel(), f"{world} times that of output")
     factor = find_factor(op, input, world)
     if _leaves_raw("reduce_scatter", input.numel(), input, group, groups, ("reduce_scatter", op), codec):
-        work = uncoded.reduce_scatter(output, input, groups[0], op)
-        return _raw("reduce_scatter", work, output, groups[0], async_op)
+        return uncoded.reduce_scatter(output, input, groups[0], op, async_op)
     mine, rows = flatten(output), flatten(input).view(world, -1)
     return Call("reduce_scatter", groups, codec, input.dtype, input.device).run(
         lambda exchange: exchange.reduce_scatter(mine, rows, factor),
@@ -147,12 +147,13 @@ def all_reduce(
     """
     way = known_way(group, ("all_reduce", op), tensor) if codec == "auto" else None
     if way is not None:
-        return _again(way, "all_reduce", uncoded.all_reduce(tensor, way.group, op), tensor, async_op)
+        next(way.count)
+        return uncoded.all_reduce(tensor, way.group, op, async_op)
     check_tensors(tensor=tensor)
     world, groups = find_groups(group)
     factor = find_factor(op, tensor, world)
     if _leaves_raw("all_reduce", tensor.numel(), tensor, group, groups, ("all_reduce", op), codec):
-        return _raw("all_reduce", uncoded.all_reduce(tensor, groups[0], op), tensor, groups[0], async_op)
+        return uncoded.all_reduce(tensor, groups[0], op, async_op)
     x = flatten(tensor)
     return Call("all_reduce", groups, codec, tensor.dtype, tensor.device).run(
         lambda exchange: exchange.all_reduce(x, factor),
@@ -191,7 +192,8 @@ def all_to_all(
     even = output_split_sizes is None and input_split_sizes is None
     way = known_way(group, "all_to_all", input) if even and codec == "auto" else None
     if way is not None and _fits(output, input, input.numel()):
-        return _again(way, "all_to_all", uncoded.all_to_all(output, input, way.group), output, async_op)
+        next(way.count)
+        return uncoded.all_to_all(output, input, way.group, async_op)
     check_tensors(output=output, input=input)
     world, groups = find_groups(group)
     if even:
@@ -203,7 +205,7 @@ def all_to_all(
     elif len(groups) == 2:
         raise ConfigError("split sizes are given, but TwoLevel takes equal parts only; pass a process group")
     if even and _leaves_raw("all_to_all", input.numel(), input, group, groups, "all_to_all", codec):
-        return _raw("all_to_all", uncoded.all_to_all(output, input, groups[0]), output, groups[0], async_op)
+        return uncoded.all_to_all(output, input, groups[0], async_op)
     out, into = flatten(output), flatten(input)
     call = Call("all_to_all", groups, codec, input.dtype, input.device)
     if even:
@@ -247,13 +249,14 @@ def broadcast(
     """Replace `tensor`, of any shape and dtype, on the ranks of `group` by that of the global rank `src`."""
     way = known_way(group, ("broadcast", src), tensor) if codec == "auto" else None
     if way is not None:
-        return _again(way, "broadcast", uncoded.broadcast(tensor, way.group, way.group_rank), tensor, async_op)
+        next(way.count)
+        return uncoded.broadcast(tensor, way.group, way.group_rank, async_op)
     check_tensors(tensor=tensor)
     _, groups = find_groups(flat_group("broadcast", group))
     root = find_group_rank(groups[0], src, "src")
     is_end = root == groups[0].rank()
     if _leaves_raw("broadcast", tensor.numel(), tensor, group, groups, ("broadcast", src), codec, root, is_end):
-        return _raw("broadcast", uncoded.broadcast(tensor, groups[0], root), tensor, groups[0], async_op)
+        return uncoded.broadcast(tensor, groups[0], root, async_op)
     x = flatten(tensor)
     call = Call("broadcast", groups, codec, tensor.dtype, tensor.device)
     return call.run(lambda exchange: exchange.broadcast(x, root), lambda: None, tensor, async_op)
@@ -271,7 +274,8 @@ def gather(
     """Gather the tensors of all ranks on the global rank `dst`: `output` as in `all_gather` there, None elsewhere."""
     way = known_way(group, ("gather", dst, output is None), input) if codec == "auto" else None
     if way is not None and (output is None or _fits(output, input, way.world * input.numel())):
-        return _again(way, "gather", uncoded.gather(output, input, way.group, way.group_rank), output, async_op)
+        next(way.count)
+        return uncoded.gather(output, input, way.group, way.group_rank, async_op)
     check_tensors(input=input, **({} if output is None else {"output": output}))
     world, groups = find_groups(flat_group("gather", group))
     root = find_group_rank(groups[0], dst, "dst")
@@ -280,7 +284,7 @@ def gather(
         check_numel("output", output, world * input.numel(), f"{world} times that of input")
     known, is_end = ("gather", dst, output is None), output is not None
     if _leaves_raw("gather", input.numel(), input, group, groups, known, codec, root, is_end):
-        return _raw("gather", uncoded.gather(output, input, groups[0], root), output, groups[0], async_op)
+        return uncoded.gather(output, input, groups[0], root, async_op)
     mine = flatten(input)
     rows = None if output is None else flatten(output).view(world, -1)
     return Call("gather", groups, codec, input.dtype, input.device).run(
@@ -303,7 +307,8 @@ def scatter(
     """Give each rank its part of `input` of the global rank `src`: [W * n] there, None on the others."""
     way = known_way(group, ("scatter", src, input is None), output) if codec == "auto" else None
     if way is not None and (input is None or _fits(input, output, way.world * output.numel())):
-        return _again(way, "scatter", uncoded.scatter(output, input, way.group, way.group_rank), output, async_op)
+        next(way.count)
+        return uncoded.scatter(output, input, way.group, way.group_rank, async_op)
     check_tensors(output=output, **({} if input is None else {"input": input}))
     world, groups = find_groups(flat_group("scatter", group))
     root = find_group_rank(groups[0], src, "src")
@@ -312,7 +317,7 @@ def scatter(
         check_numel("input", input, world * output.numel(), f"{world} times that of output")
     known, is_end = ("scatter", src, input is None), input is not None
     if _leaves_raw("scatter", world * output.numel(), output, group, groups, known, codec, root, is_end):
-        return _raw("scatter", uncoded.scatter(output, input, groups[0], root), output, groups[0], async_op)
+        return uncoded.scatter(output, input, groups[0], root, async_op)
     mine = flatten(output)
     rows = None if input is None else flatten(input).view(world, -1)
     return Call("scatter", groups, codec, output.dtype, output.device).run(
@@ -352,17 +357,3 @@ def _leaves_raw(
 def _fits(x: Tensor, beside: Tensor, numel: int) -> bool:
     """Whether a second tensor is plain, on the CPU, of the right dtype and size; if not, the checks raise the error."""
     return x.numel() == numel and x.dtype is beside.dtype and x.is_cpu and is_plain_strided(x)
-
-
-def _again(way: Way, function: str, work: dist.Work, result: T, async_op: bool) -> Work[T]:
-    """Run `_raw` for a call that is known."""
-    next(way.count)
-    return _raw(function, work, result, way.group, async_op)
-
-
-def _raw(function: str, work: dist.Work, result: T, group: dist.ProcessGroup, async_op: bool) -> Work[T]:
-    """Run a call that the backend carries out."""
-    found = BackendWork(work, result, group, function)
-    if not async_op:
-        found.wait()
-    return found

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from laconic.collectives import api
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import Route
-from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, host_name, pass_around, world_of
+from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, group_shape_of, host_name, pass_around
 from laconic.collectives.runtime import torch_compat
+from laconic.collectives.runtime.background import Work
 from laconic.cost.comm.rates import (
     ITEM_NBYTES,
     OPERATIONS,
@@ -33,7 +35,7 @@ from laconic.cost.comm.rates import (
     WireRates,
     fit_line,
 )
-from laconic.cost.comm.seconds import World, coded_seconds, sent_nbytes
+from laconic.cost.comm.seconds import GroupShape, coded_seconds, sent_nbytes
 
 __all__ = ["measure_link", "profile"]
 
@@ -61,8 +63,8 @@ def profile(device: torch.device, report: Callable[[str], None] = lambda text: N
     assert dist.group.WORLD is not None
     ranks = Ranks(dist.group.WORLD, device)
     hosts = ranks.texts(host_name())
-    world = world_of(hosts)
-    groups = _groups(world, ranks.group.rank())
+    group_shape = group_shape_of(hosts)
+    groups = _groups(group_shape, ranks.group.rank())
     links = {}
     for kind, group in groups.items():
         report(f"links, {kind}: {group.size()} ranks")
@@ -74,19 +76,19 @@ def profile(device: torch.device, report: Callable[[str], None] = lambda text: N
     for kind, group in groups.items():
         report(f"coded, {kind}")
         links[kind] = replace(links[kind], extra=_extra(ranks, group, links[kind], codecs))
-    nodes = f"{world.num_nodes} node{'s' * (world.num_nodes > 1)}"
+    nodes = f"{group_shape.num_nodes} node{'s' * (group_shape.num_nodes > 1)}"
     source = f"laconic profile, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {nodes}, {device.type}"
     (source,) = dict.fromkeys(ranks.texts(source)[:1])  # clocks differ
-    layout = world.num_nodes, world.ranks_per_node
+    layout = group_shape.num_nodes, group_shape.ranks_per_node
     return WireRates(links, codecs, device.type, layout, tuple(dict.fromkeys(hosts)), source)
 
 
-def _groups(world: World, rank: int) -> dict[str, dist.ProcessGroup]:
+def _groups(group_shape: GroupShape, rank: int) -> dict[str, dist.ProcessGroup]:
     """Make this rank's group of each kind; every rank takes part in making all of them."""
     assert dist.group.WORLD is not None
-    if world.kind != "all":
-        return {world.kind: dist.group.WORLD}
-    size, per_node = world.num_ranks, world.ranks_per_node
+    if group_shape.kind != "all":
+        return {group_shape.kind: dist.group.WORLD}
+    size, per_node = group_shape.num_ranks, group_shape.ranks_per_node
     members = {
         "node": [list(range(first, first + per_node)) for first in range(0, size, per_node)],
         "across": [list(range(local_rank, size, per_node)) for local_rank in range(per_node)],
@@ -186,7 +188,7 @@ def _case(
     first = dist.get_global_rank(group, 0)
     is_first = group.rank() == 0
     large, small = numel * world, numel // world
-    natively: dict[str, Callable[[], dist.Work]] = {
+    natively: dict[str, Callable[[], Work[Any]]] = {
         "all_gather": lambda: uncoded.all_gather(x.new_empty(large), x, group),
         "reduce_scatter": lambda: uncoded.reduce_scatter(x.new_empty(small), x, group),
         "all_reduce": lambda: uncoded.all_reduce(x.clone(), group),

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laconic.errors import FormatError
+from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat, BlockTensor, lossless
 from laconic.ops import lossless_encode
 from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG
 
-__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "setting_of"]
+__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "check_codec", "setting_of"]
 
 
 class Codec(Protocol):
@@ -74,6 +74,16 @@ class Codec(Protocol):
         Raises:
             FormatError: `message` is not an intact message for `total`.
         """
+
+
+def check_codec(codec: Codec | str) -> None:
+    """Refuse a name of a codec in place of one.
+
+    Raises:
+        ConfigError: `codec` is a string other than "auto".
+    """
+    if isinstance(codec, str) and codec != "auto":
+        raise ConfigError(f"codec is {codec!r}, but it must be 'auto' or a codec such as Lossless() or Raw()")
 
 
 def setting_of(codec: Codec | str) -> str:

@@ -15,7 +15,7 @@ from laconic.formats.container import SUFFIX, ContainerFile
 from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSource
 from laconic.formats.safetensors_header import TensorEntry, unique_names
 
-__all__ = ["TensorFiles", "ZippedTensors", "is_zipped", "load_zipped", "open_tensors"]
+__all__ = ["is_zipped", "load_zipped", "open_tensors"]
 
 _INDEX = "model.safetensors.index.json"
 _INDEX_LIMIT_NBYTES = 100_000_000

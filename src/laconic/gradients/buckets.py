@@ -51,7 +51,7 @@ class Buckets:
         return self._failed
 
     def fail(self) -> None:
-        """Note that the announced backward ended with an exception: no bucket is launched any more before `settle`."""
+        """Note that the announced backward ended with an exception: no bucket is launched any more before `drain`."""
         self._failed = True
 
     def expect(self, num_backwards: int) -> None:
@@ -102,12 +102,12 @@ class Buckets:
         Raises:
             TrainingError: the announced backward ended with an exception.
         """
-        self.settle(len(self._buckets))
+        self.drain(len(self._buckets))
 
-    def settle(self, num_launched: int) -> None:
+    def drain(self, num_launched: int) -> None:
         """Launch buckets until `num_launched` of them are, wait for all launched ones, and expect nothing more.
 
-        Ranks that give up a step have launched different numbers of buckets; settled to the same number they stay in
+        Ranks that give up a step have launched different numbers of buckets; drained at the same number, they stay in
         order.
         """
         try:

@@ -47,8 +47,11 @@ __all__ = [
 NATIVE_BELOW_NBYTES = 1 << 18
 """Tensors below this size are reduced by the native collective: their messages cost latency, not bytes."""
 
-_CHUNK_NUMEL = 1 << 19
-"""Elements per chunk: long enough to make latency negligible, short enough to fill the pipeline quickly."""
+_CHUNK_NUMEL = 1 << 20
+"""Elements per chunk: long enough to make latency negligible, short enough to fill the pipeline quickly.
+
+Between two processes of one machine, half of it takes a third longer for 16 MB and more.
+"""
 
 _CODEC = Blockwise(BlockFormat("int8", GRADIENT_BLOCK_SIZE, torch.float32))
 """The codec that ranks compare in the handshake, which replaces a header in their messages."""

@@ -165,12 +165,12 @@ class Reduction:
                 " gradients before the next backward"
             )
         if not any_local:
-            self.buckets.settle(num_launched)
+            self.buckets.drain(num_launched)
         return bool(any_local)
 
     def _give_up(self, num_launched: int) -> None:
         try:
-            self.buckets.settle(num_launched)
+            self.buckets.drain(num_launched)
         finally:
             self.drop()
 

@@ -27,8 +27,8 @@ from laconic.moe.layer import MoELayer, Schedule, auxiliary_losses, moe_layers
 from laconic.moe.parallel.grid import Grid, Level
 from laconic.moe.permute import DenseOrder, Order, SortedOrder
 from laconic.moe.pipeline.grad_reduce import DenseGradients, mean_over
-from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_windows
-from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_slots
+from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.placement.balancer import ExpertBalancer
 from laconic.moe.placement.consensus import agree_on_depth
 from laconic.moe.placement.expert_map import Placement
@@ -47,10 +47,10 @@ __all__ = [
     "LayerChoice",
     "MoELayer",
     "Schedule",
-    "PipelineSchedule",
+    "ChunkedSchedule",
     "DenseGradients",
     "mean_over",
-    "reduce_in_windows",
+    "reduce_in_slots",
     "Hook",
     "auxiliary_losses",
     "moe_layers",

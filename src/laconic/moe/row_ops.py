@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.ops import DTYPES, sum_rows
 
-__all__ = ["accumulation_dtype", "offsets_of", "permuted", "spread", "sum_picked", "summed", "weighted_sums"]
+__all__ = ["accumulation_dtype", "permuted", "spread", "sum_picked", "summed", "weighted_sums"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +47,7 @@ def summed(values: Tensor, tokens: Tensor, num_tokens: int, choices: int | None)
     return values.new_zeros(num_tokens, values.shape[1]).index_add(0, tokens, values)
 
 
-def offsets_of(groups: Tensor, num_groups: int) -> Tensor:
+def _offsets_of(groups: Tensor, num_groups: int) -> Tensor:
     """Return int64 [num_groups + 1]: g has the entries offsets[g] to offsets[g + 1] of groups, int64 [a] ascending."""
     return torch.searchsorted(groups, torch.arange(num_groups + 1, device=groups.device))
 
@@ -68,7 +68,7 @@ def sum_picked(rows: Tensor, index: Tensor, groups: Tensor, num_groups: int, wei
     dtype = accumulation_dtype(rows.dtype)
     weights = None if weights is None else weights.to(dtype)
     if rows.device.type == "cpu" and rows.dtype in DTYPES:
-        return sum_rows(rows, index, offsets_of(groups, num_groups), weights)
+        return sum_rows(rows, index, _offsets_of(groups, num_groups), weights)
     values = rows.index_select(0, index).to(dtype)
     return summed(values if weights is None else values * weights[:, None], groups, num_groups, None).to(rows.dtype)
 

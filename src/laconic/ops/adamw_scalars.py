@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["AdamWScalars", "adamw_scalars", "largest_ratio", "largest_step"]
+__all__ = ["adamw_scalars", "largest_step"]
 
 # The limit lies this much above K_t, so that the roundings of fp32 alone never reach it.
 _MARGIN = 1 + 2.0**-16
@@ -58,7 +58,7 @@ def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_deca
                 1.0 - beta1,
                 beta2,
                 1.0 - beta2,
-                min(largest_ratio(beta1, beta2, step) * _MARGIN, _LARGEST),
+                min(_largest_ratio(beta1, beta2, step) * _MARGIN, _LARGEST),
                 1.0 / math.sqrt(1.0 - beta2**step),
                 max(eps, _SMALLEST_EPS),
                 1.0 - lr * weight_decay,
@@ -68,7 +68,7 @@ def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_deca
     )
 
 
-def largest_ratio(beta1: float, beta2: float, step: int) -> float:
+def _largest_ratio(beta1: float, beta2: float, step: int) -> float:
     """K_t, the largest |m| / sqrt(v) after `step` steps of exact Adam; infinity where there is none (beta2 = 0)."""
     first = (1.0 - beta1) / math.sqrt(1.0 - beta2)
     if beta1 == 0.0 or step == 1:
@@ -85,4 +85,4 @@ def largest_ratio(beta1: float, beta2: float, step: int) -> float:
 
 def largest_step(beta1: float, beta2: float, step: int) -> float:
     """C_t: step `step` moves no weight by more than lr times this, apart from weight decay."""
-    return largest_ratio(beta1, beta2, step) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    return _largest_ratio(beta1, beta2, step) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)

@@ -26,7 +26,6 @@ __all__ = [
     "GRADIENT_BLOCK_SIZE",
     "LEVEL_MAX",
     "MIN_SCALE",
-    "Codebook",
     "bits_of",
     "codebook",
     "codebook_tensor",

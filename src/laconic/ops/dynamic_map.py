@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["STATE_BLOCK_SIZE", "ZERO_CODE", "DynamicMap", "dynamic_map", "dynamic_map_tensor"]
+__all__ = ["STATE_BLOCK_SIZE", "ZERO_CODE", "dynamic_map", "dynamic_map_tensor"]
 
 STATE_BLOCK_SIZE = 256
 """Elements that share one scale."""

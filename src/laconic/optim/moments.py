@@ -32,7 +32,6 @@ __all__ = [
     "parameter_name",
     "quantize_moment",
     "rows_of",
-    "wants_8bit",
 ]
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -59,7 +58,7 @@ def parameter_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], i
     return f"parameter {index} of group {number}"
 
 
-def wants_8bit(parameter: Tensor, min_8bit_numel: int) -> bool:
+def _wants_8bit(parameter: Tensor, min_8bit_numel: int) -> bool:
     """Whether the moments of a parameter are kept in 8 bits, which its global shape decides."""
     rows, length = rows_of(parameter.shape)
     smallest = min_8bit_numel if parameter.dim() >= 2 else max(min_8bit_numel, _MIN_VECTOR_NUMEL)
@@ -81,7 +80,7 @@ def new_state(parameter: Tensor, min_8bit_numel: int) -> dict[str, Any]:
     """
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for name, signed in MOMENTS.items():
-        if wants_8bit(parameter, min_8bit_numel):
+        if _wants_8bit(parameter, min_8bit_numel):
             part = local_part(parameter)
             rows, length = rows_of(part.shape)
             codes = torch.full(part.shape, ZERO_CODE[signed], dtype=torch.uint8, device=part.device)
@@ -118,7 +117,7 @@ def check_state(name: str, parameter: Tensor, state: Mapping[str, Any], min_8bit
             f"the state of {name} has {', '.join(sorted(map(str, state)))}, but AdamW8bit keeps"
             f" {', '.join(sorted(expected))}; states of torch.optim.AdamW and bitsandbytes can be loaded, no others"
         )
-    if not is_8bit(state) and wants_8bit(parameter, min_8bit_numel):
+    if not is_8bit(state) and _wants_8bit(parameter, min_8bit_numel):
         raise FormatError(
             f"the state of {name} is in fp32, but this optimizer keeps it in 8 bits; convert a state of"
             " torch.optim.AdamW with laconic.optim.from_adamw_state, or set min_8bit_numel above"

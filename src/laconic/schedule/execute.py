@@ -21,12 +21,12 @@ from weakref import finalize
 from laconic.errors import ScheduleError
 from laconic.schedule.streams import Span, StreamPlan, Timeline
 
-__all__ = ["Execution", "InlineStream", "Stream", "ThreadStream", "Work", "execute"]
+__all__ = ["Execution", "InlineStream", "Stream", "TaskHandle", "ThreadStream", "execute"]
 
 Action = Callable[[], object]
 
 
-class Work(Protocol):
+class TaskHandle(Protocol):
     """Handle of a task that a stream has accepted."""
 
     def wait(self) -> None:
@@ -45,7 +45,7 @@ class Stream(Protocol):
     def start(self) -> None:
         """Order the tasks of a plan behind everything that the caller has done so far; called once per plan."""
 
-    def submit(self, action: Action, after: Sequence[Work]) -> Work:
+    def submit(self, action: Action, after: Sequence[TaskHandle]) -> TaskHandle:
         """Run `action` when all of `after` and all earlier tasks of this stream have ended."""
 
 
@@ -62,7 +62,7 @@ class Execution:
 
     plan: StreamPlan
     results: Mapping[str, object]
-    works: Mapping[str, Work]
+    works: Mapping[str, TaskHandle]
     started: float
 
     @property
@@ -105,7 +105,7 @@ def execute(plan: StreamPlan, actions: Mapping[str, Action], streams: Mapping[st
         raise ScheduleError(f"an action is given for {unknown[0]!r}, which is no task of the plan")
 
     failed = threading.Event()
-    works: dict[str, Work] = {}
+    works: dict[str, TaskHandle] = {}
     started = time.perf_counter()
     try:
         for stream in {id(streams[name]): streams[name] for name in plan.streams}.values():
@@ -140,14 +140,14 @@ def _guarded(action: Action, failed: threading.Event) -> Action:
     return guarded
 
 
-class _HostWork:
+class _HostTask:
     """A task that a thread runs."""
 
     def __init__(self) -> None:
         self._future: Future[object] = Future()
         self._span = (0.0, 0.0)
 
-    def run(self, action: Action, after: Sequence[Work]) -> None:
+    def run(self, action: Action, after: Sequence[TaskHandle]) -> None:
         for work in after:
             work.wait()
         start = time.perf_counter()
@@ -178,14 +178,14 @@ class InlineStream:
         """Does nothing: tasks run in the caller's thread."""
         pass
 
-    def submit(self, action: Action, after: Sequence[Work]) -> Work:
+    def submit(self, action: Action, after: Sequence[TaskHandle]) -> TaskHandle:
         """Run `action` now; `after` are waited for first."""
-        work = _HostWork()
+        work = _HostTask()
         work.run(action, after)
         return work
 
 
-_Item = tuple[_HostWork, Action, Sequence[Work], AbstractContextManager[object]]
+_Item = tuple[_HostTask, Action, Sequence[TaskHandle], AbstractContextManager[object]]
 
 
 class ThreadStream:
@@ -210,7 +210,7 @@ class ThreadStream:
         """Does nothing: the thread takes tasks from its queue."""
         pass
 
-    def submit(self, action: Action, after: Sequence[Work]) -> Work:
+    def submit(self, action: Action, after: Sequence[TaskHandle]) -> TaskHandle:
         """Queue `action`; the thread waits for `after` first.
 
         Raises:
@@ -218,7 +218,7 @@ class ThreadStream:
         """
         if not self._close.alive:
             raise ScheduleError("the stream is closed; make a new ThreadStream")
-        work = _HostWork()
+        work = _HostTask()
         self._items.put((work, action, tuple(after), self._around()))
         return work
 

@@ -78,14 +78,14 @@ def gantt_html(timelines: Timeline | Mapping[str, Timeline], title: str = "") ->
         x, width = _LEFT + bar.span.start_seconds * pixels, bar.span.seconds * pixels
         y = _TOP + _ROW * bar.row + 4
         edge = ' stroke="#000" stroke-width="1.5"' if bar.critical else ""
-        told = [
+        lines = [
             bar.task.name,
             f"{bar.span.start_seconds * scale:.4g} to {bar.span.end_seconds * scale:.4g} {unit}",
             f"after {', '.join(bar.task.after)}" if bar.task.after else "",
             "on the critical path" if bar.critical else "",
         ]
         parts.append(
-            f'<g><title>{escape(chr(10).join(filter(None, told)))}</title><rect x="{x:.2f}" y="{y}" '
+            f'<g><title>{escape(chr(10).join(filter(None, lines)))}</title><rect x="{x:.2f}" y="{y}" '
             f'width="{max(width, 0.5):.2f}" height="{_ROW - 8}" fill="{colors[bar.kind]}"{edge}/>'
         )
         label = next((one for one in (bar.task.name, _number(bar.task.name)) if one and _fits(one, width)), "")
@@ -157,8 +157,8 @@ def _layout(timelines: Timeline | Mapping[str, Timeline]) -> tuple[list[str], li
 
 
 def _kind(name: str) -> str:
-    """The task's name without its numbers: `dispatch 0` is a `dispatch`, `1F7` an `F`."""
-    return " ".join(re.sub(r"\d+", " ", name).split()) or name
+    """The task's name without its numbers: `dispatch 0` and `dispatch 0.1.2` are a `dispatch`, `1F7` an `F`."""
+    return " ".join(re.sub(r"[\d.]*\d", " ", name).split()) or name
 
 
 def _number(name: str) -> str:

@@ -1,13 +1,13 @@
-"""Plans the reduction of dense gradients in backward, in windows in which the link between nodes is idle.
+"""Plans gradient reduction slots: when, in backward, an idle link between nodes reduces dense gradients.
 
-FSMoE (arXiv 2501.10714, section 5) calls it adaptive gradient partitioning: fill the windows greedily, then place the
+FSMoE (arXiv 2501.10714, section 5) calls it adaptive gradient partitioning: fill the slots greedily, then place the
 rest by differential evolution. This module needs neither. A part of backward with a reduction of t seconds takes
 
-    f(t) = min over degrees r of  base_r + max(0, t - window_r)
+    f(t) = min over degrees r of  base_r + max(0, t - slot_r)
 
-where base_r is the makespan without the reduction and window_r the slack of an empty one. All slopes are 0 or 1, and
+where base_r is the makespan without the reduction and slot_r the slack of an empty one. All slopes are 0 or 1, and
 gradients that are not reduced yet can always wait. So for every part and degree three amounts suffice: nothing, as much
-as fits into the window, everything. A pass through the parts in order, which drops states that another one dominates,
+as fits into the slot, everything. A pass through the parts in order, which drops states that another one dominates,
 finds the least time.
 """
 
@@ -27,9 +27,9 @@ __all__ = [
     "GradientPlan",
     "GradientSlice",
     "ReductionLine",
-    "Window",
+    "ReductionSlot",
     "backward_plan",
-    "fill_windows",
+    "fill_slots",
 ]
 
 _MAX_STATES = 1000
@@ -56,7 +56,7 @@ class BackwardPart:
         gradient_nbytes: of dense parameters whose gradients are complete when the part has ended and wait for their
             reduction.
         times: of the mixture layer's backward; None in a dense part.
-        dense_seconds: of a dense part, which leaves the wire between nodes free.
+        dense_seconds: of a dense part, which leaves the link between nodes free.
     """
 
     name: str
@@ -77,7 +77,7 @@ class BackwardPart:
 
 
 @dataclass(frozen=True)
-class Window:
+class ReductionSlot:
     """One part of backward with the reduction that overlaps it.
 
     Attributes:
@@ -97,10 +97,10 @@ class Window:
 
 @dataclass(frozen=True)
 class GradientSlice:
-    """`nbytes` of the gradients of part `source` are reduced in part `window`; None: after the last part."""
+    """`nbytes` of the gradients of part `source` are reduced in part `slot`; None: after the last part."""
 
     source: str
-    window: str | None
+    slot: str | None
     nbytes: float
 
 
@@ -109,13 +109,13 @@ class GradientPlan:
     """When gradients are reduced.
 
     Attributes:
-        windows: of all parts, in order.
+        slots: of all parts, in order.
         tail_nbytes: left for after the last part.
         tail_seconds: time of that last reduction.
         slices: the same by origin, oldest gradients first.
     """
 
-    windows: tuple[Window, ...]
+    slots: tuple[ReductionSlot, ...]
     tail_nbytes: float
     tail_seconds: float
     slices: tuple[GradientSlice, ...]
@@ -123,7 +123,7 @@ class GradientPlan:
     @property
     def seconds(self) -> float:
         """Time of the whole backward, tail included."""
-        return math.fsum(window.seconds for window in self.windows) + self.tail_seconds
+        return math.fsum(slot.seconds for slot in self.slots) + self.tail_seconds
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Option:
 
     degree: int | None
     base_seconds: float
-    window_seconds: float
+    slot_seconds: float
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,12 @@ class _State:
     before: _State | None = None
 
 
-def fill_windows(
+def fill_slots(
     parts: Sequence[BackwardPart],
     reduction: ReductionLine,
     degrees: Iterable[int] = DEGREES,
     *,
-    one_wire: bool = False,
+    shared_link: bool = False,
 ) -> GradientPlan:
     """Choose for every part of a backward its degree and how many bytes of earlier gradients it reduces.
 
@@ -163,7 +163,7 @@ def fill_windows(
         parts: in the order in which backward runs them.
         reduction: time of a reduction between nodes, by bytes.
         degrees: candidates for every mixture layer.
-        one_wire: whether traffic inside a node and between nodes shares a link.
+        shared_link: whether traffic inside a node and between nodes shares a link.
 
     Raises:
         ScheduleError: two parts have the same name, or there are no degrees to try.
@@ -184,7 +184,7 @@ def fill_windows(
             options = [_Option(None, part.dense_seconds, part.dense_seconds)]
         else:
             if part.times not in known:
-                known[part.times] = _options(part.times, tried, one_wire)
+                known[part.times] = _options(part.times, tried, shared_link)
             options = known[part.times]
         states = _pruned(
             [
@@ -206,28 +206,28 @@ def fill_windows(
     return _plan_of(best, parts, reduction)
 
 
-def _options(times: LayerTimes, degrees: Sequence[int], one_wire: bool) -> list[_Option]:
-    """Return the degrees that no other one beats in both time and window."""
+def _options(times: LayerTimes, degrees: Sequence[int], shared_link: bool) -> list[_Option]:
+    """Return the degrees that no other one beats in both time and length of the slot."""
     found = []
     for degree in degrees:
-        timeline = simulate(pipeline_plan(times, degree, 0.0, one_wire=one_wire))
+        timeline = simulate(pipeline_plan(times, degree, 0.0, shared_link=shared_link))
         found.append(_Option(degree, timeline.makespan_seconds, timeline.slack_seconds(GRADIENTS)))
-    found.sort(key=lambda option: (option.base_seconds, -option.window_seconds))
+    found.sort(key=lambda option: (option.base_seconds, -option.slot_seconds))
     best: list[_Option] = []
     for option in found:
-        if not best or option.window_seconds > best[-1].window_seconds:
+        if not best or option.slot_seconds > best[-1].slot_seconds:
             best.append(option)
     return best
 
 
 def _amounts(option: _Option, waiting: float, alpha: float, beta: float) -> list[float]:
-    """Return the numbers of bytes to try. Filling the window is free, so with a window, 0 bytes need no try."""
+    """Return the numbers of bytes to try. Filling the slot is free, so with a slot, 0 bytes need no try."""
     if waiting <= 0:
         return [0.0]
-    if option.window_seconds >= alpha + beta * waiting:
+    if option.slot_seconds >= alpha + beta * waiting:
         return [waiting]
-    if option.window_seconds > alpha:
-        return [(option.window_seconds - alpha) / beta, waiting]
+    if option.slot_seconds > alpha:
+        return [(option.slot_seconds - alpha) / beta, waiting]
     return [0.0, waiting]
 
 
@@ -236,7 +236,7 @@ def _reduction_seconds(nbytes: float, reduction: ReductionLine) -> float:
 
 
 def _seconds(option: _Option, sent: float, reduction: ReductionLine) -> float:
-    return option.base_seconds + max(0.0, _reduction_seconds(sent, reduction) - option.window_seconds)
+    return option.base_seconds + max(0.0, _reduction_seconds(sent, reduction) - option.slot_seconds)
 
 
 def _pruned(states: list[_State], alpha: float, beta: float) -> list[_State]:
@@ -262,20 +262,20 @@ def _pruned(states: list[_State], alpha: float, beta: float) -> list[_State]:
 
 def _plan_of(state: _State, parts: Sequence[BackwardPart], reduction: ReductionLine) -> GradientPlan:
     tail = state.waiting_nbytes
-    windows = []
+    slots = []
     now: _State | None = state
     for part in reversed(parts):
         assert now is not None
         assert now.option is not None
         seconds = _reduction_seconds(now.sent_nbytes, reduction)
         taken = _seconds(now.option, now.sent_nbytes, reduction)
-        windows.append(Window(part.name, now.option.degree, now.sent_nbytes, seconds, taken))
+        slots.append(ReductionSlot(part.name, now.option.degree, now.sent_nbytes, seconds, taken))
         now = now.before
-    windows.reverse()
+    slots.reverse()
 
     slices: list[GradientSlice] = []
     queue: list[tuple[str, float]] = []
-    for number, (name, room) in enumerate([*((one.part, one.nbytes) for one in windows), (None, math.inf)]):
+    for number, (name, room) in enumerate([*((one.part, one.nbytes) for one in slots), (None, math.inf)]):
         while queue and room > 0:
             source, nbytes = queue[0]
             sent = min(room, nbytes)
@@ -287,10 +287,10 @@ def _plan_of(state: _State, parts: Sequence[BackwardPart], reduction: ReductionL
                 queue.pop(0)
         if number < len(parts) and parts[number].gradient_nbytes > 0:
             queue.append((parts[number].name, parts[number].gradient_nbytes))
-    return GradientPlan(tuple(windows), tail, _reduction_seconds(tail, reduction), tuple(slices))
+    return GradientPlan(tuple(slots), tail, _reduction_seconds(tail, reduction), tuple(slices))
 
 
-def backward_plan(parts: Sequence[BackwardPart], plan: GradientPlan, *, one_wire: bool = False) -> StreamPlan:
+def backward_plan(parts: Sequence[BackwardPart], plan: GradientPlan, *, shared_link: bool = False) -> StreamPlan:
     """Turn the whole backward into tasks: parts one after the other, each overlapped with its reduction.
 
     Names begin with the part's, as in `mlp 3 dispatch 0`; a dense part is one task of its name on `compute`; reductions
@@ -300,16 +300,18 @@ def backward_plan(parts: Sequence[BackwardPart], plan: GradientPlan, *, one_wire
     Raises:
         ScheduleError: the plan is for other parts.
     """
-    if [part.name for part in parts] != [window.part for window in plan.windows]:
-        raise ScheduleError("the gradient plan has windows of other parts; call fill_windows with these parts")
+    if [part.name for part in parts] != [slot.part for slot in plan.slots]:
+        raise ScheduleError("the gradient plan has slots of other parts; call fill_slots with these parts")
     tasks: list[Task] = []
     after: tuple[str, ...] = ()
-    for part, window in zip(parts, plan.windows, strict=True):
-        seconds = window.reduction_seconds if window.nbytes > 0 else None
+    for part, slot in zip(parts, plan.slots, strict=True):
+        seconds = slot.reduction_seconds if slot.nbytes > 0 else None
         if part.times is not None:
-            assert window.degree is not None
+            assert slot.degree is not None
             prefix = f"{part.name} "
-            tasks += pipeline_tasks(part.times, window.degree, seconds, prefix=prefix, after=after, one_wire=one_wire)
+            tasks += pipeline_tasks(
+                part.times, slot.degree, seconds, prefix=prefix, after=after, shared_link=shared_link
+            )
             after = (tasks[-1].name,)
         else:
             if seconds is not None:

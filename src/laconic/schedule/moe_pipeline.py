@@ -2,7 +2,7 @@
 
 The layer's rows are cut into `degree` chunks. Each is dispatched (all-to-all between nodes), gathered by the ranks that
 share an expert (all-gather inside a node), run through the experts, summed (reduce-scatter inside) and combined
-(all-to-all between). Three streams work at once: the wire between nodes, the wire inside a node, the processor.
+(all-to-all between). Three streams work at once: the link between nodes, the link inside a node, the processor.
 
                      issued and done in this order
     inter            D_0 .. D_r-1, gradients (backward), C_0 .. C_r-1
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 INTER, INTRA, COMPUTE = "inter", "intra", "compute"
-"""The streams: wire between nodes, wire inside a node, processor."""
+"""The streams: link between nodes, link inside a node, processor."""
 
 GRADIENTS = "gradients"
 """The task that reduces a slice of the dense gradients."""
@@ -109,7 +109,7 @@ def pipeline_tasks(
     *,
     prefix: str = "",
     after: tuple[str, ...] = (),
-    one_wire: bool = False,
+    shared_link: bool = False,
 ) -> list[Task]:
     """Make the tasks of `pipeline_plan`, to combine them with others.
 
@@ -117,14 +117,14 @@ def pipeline_tasks(
         times, degree, gradient_seconds: as in `pipeline_plan`.
         prefix: of every name.
         after: tasks that the first ones wait for.
-        one_wire: `inter` and `intra` are the same stream.
+        shared_link: `inter` and `intra` are the same stream.
 
     Raises:
         ScheduleError: the degree is below 1.
     """
     if degree < 1:
         raise ScheduleError(f"degree is {degree!r}, but a layer is cut into at least one chunk")
-    intra = INTER if one_wire else INTRA
+    intra = INTER if shared_link else INTRA
 
     def task(step: str, chunk: int, stream: str, time: ChunkTime, *needs: str) -> Task:
         return Task(f"{prefix}{step} {chunk}", stream, time.seconds(degree), needs)
@@ -149,7 +149,7 @@ def pipeline_tasks(
 
 
 def pipeline_plan(
-    times: LayerTimes, degree: int, gradient_seconds: float | None = None, *, one_wire: bool = False
+    times: LayerTimes, degree: int, gradient_seconds: float | None = None, *, shared_link: bool = False
 ) -> StreamPlan:
     """Plan one layer in `degree` chunks.
 
@@ -161,17 +161,19 @@ def pipeline_plan(
         degree: number of chunks.
         gradient_seconds: of the task `gradients`, which reduces dense gradients between dispatches and combines, where
             the link between nodes is idle. None leaves it out.
-        one_wire: traffic inside and between nodes shares one link, as where both go through the same root.
+        shared_link: traffic inside and between nodes shares one link, as where both go through the same root.
 
     Raises:
         ScheduleError: the degree is below 1, or seconds are negative.
     """
-    return StreamPlan(tuple(pipeline_tasks(times, degree, gradient_seconds, one_wire=one_wire)))
+    return StreamPlan(tuple(pipeline_tasks(times, degree, gradient_seconds, shared_link=shared_link)))
 
 
-def pipeline_seconds(times: LayerTimes, degree: int, gradient_seconds: float = 0.0, *, one_wire: bool = False) -> float:
+def pipeline_seconds(
+    times: LayerTimes, degree: int, gradient_seconds: float = 0.0, *, shared_link: bool = False
+) -> float:
     """Makespan of `pipeline_plan`."""
-    return simulate(pipeline_plan(times, degree, gradient_seconds, one_wire=one_wire)).makespan_seconds
+    return simulate(pipeline_plan(times, degree, gradient_seconds, shared_link=shared_link)).makespan_seconds
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class DegreeChoice:
 
 
 def best_degree(
-    times: LayerTimes, gradient_seconds: float = 0.0, degrees: Iterable[int] = DEGREES, *, one_wire: bool = False
+    times: LayerTimes, gradient_seconds: float = 0.0, degrees: Iterable[int] = DEGREES, *, shared_link: bool = False
 ) -> DegreeChoice:
     """Choose the degree with the smallest makespan by simulation; of equals, the smallest.
 
@@ -194,7 +196,9 @@ def best_degree(
     Raises:
         ScheduleError: there are no degrees, or one is below 1.
     """
-    tried = tuple((d, pipeline_seconds(times, d, gradient_seconds, one_wire=one_wire)) for d in sorted(set(degrees)))
+    tried = tuple(
+        (d, pipeline_seconds(times, d, gradient_seconds, shared_link=shared_link)) for d in sorted(set(degrees))
+    )
     if not tried:
         raise ScheduleError("degrees is empty, but at least one degree must be tried")
     degree, seconds = min(tried, key=lambda one: (one[1], one[0]))

@@ -36,8 +36,10 @@ def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
         for task in timeline.plan.tasks:
             span = timeline.spans[task.name]
             here = {"pid": pid, "tid": threads[task.stream], "ts": span.start_seconds * _MICROSECONDS}
-            told = {"after": list(task.after), "planned_seconds": task.seconds, "critical": task.name in critical}
-            events.append({"ph": "X", "name": task.name, "dur": span.seconds * _MICROSECONDS, "args": told, **here})
+            arguments = {"after": list(task.after), "planned_seconds": task.seconds, "critical": task.name in critical}
+            events.append(
+                {"ph": "X", "name": task.name, "dur": span.seconds * _MICROSECONDS, "args": arguments, **here}
+            )
             for name in task.after:
                 before = timeline.spans[name]
                 if before.stream == task.stream:

@@ -28,19 +28,15 @@ from laconic.moe.huggingface import Parallelized
 from laconic.moe.huggingface import gradients as spread
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline import grad_reduce
-from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_windows
-from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.pipeline.grad_reduce_fsdp2 import reduce_in_slots
+from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
 from laconic.train.distributed.data_parallel import accumulate, clip_gradients, full_value, gradient_norm
-from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.parallel_state import ParallelState
 
 __all__ = [
-    "PlainGradients",
     "Gradients",
-    "ExpertParallelGradients",
-    "StoredGradients",
-    "OverlappedGradients",
     "make_gradients",
 ]
 
@@ -200,28 +196,28 @@ class OverlappedGradients(ExpertParallelGradients):
     ) -> None:
         super().__init__(model, experts, grid, config)
         if config.parallel == "fsdp":
-            self._windows = grad_reduce.DenseGradients((), None)
-            reduce_in_windows(model, self._windows)
+            self._dense = grad_reduce.DenseGradients((), None)
+            reduce_in_slots(model, self._dense)
         else:
             codec = Blockwise(_CODES) if self._q8 else self._codec
-            self._windows = grad_reduce.DenseGradients(experts.dense(), grad_reduce.mean_over(group, codec=codec))
+            self._dense = grad_reduce.DenseGradients(experts.dense(), grad_reduce.mean_over(group, codec=codec))
         for layer in experts.layers.values():
-            if isinstance(layer.schedule, PipelineSchedule):
-                layer.schedule.gradients = self._windows
+            if isinstance(layer.schedule, ChunkedSchedule):
+                layer.schedule.gradients = self._dense
 
     def earlier_backward(self) -> AbstractContextManager[object]:
         """Context in which nothing is reduced."""
-        return self._windows.no_sync()
+        return self._dense.no_sync()
 
     def reduce(self) -> None:
         """Average the dense gradients that backward left over, then those of experts."""
-        self._windows.finish()
+        self._dense.finish()
         super().reduce()
 
     @property
     def overlapped_nbytes(self) -> int:
         """Bytes of dense gradients that the last backward averaged during expert layers."""
-        return sum(one.nbytes for one in self._windows.sent if one.window is not None)
+        return sum(one.nbytes for one in self._dense.sent if one.slot is not None)
 
 
 class StoredGradients(Gradients):
@@ -292,12 +288,12 @@ class StoredGradients(Gradients):
 
 
 def make_gradients(
-    config: TrainConfig, layout: Layout, model: nn.Module, experts: Parallelized | None = None
+    config: TrainConfig, parallel_state: ParallelState, model: nn.Module, experts: Parallelized | None = None
 ) -> Gradients:
     """The gradients of `model` as the configuration asks; all processes call it together.
 
     Args:
-        config, layout: of the run.
+        config, parallel_state: of the run.
         model: as in `PlainGradients`, except that with 8 or 12 bits it is not wrapped in DDP.
         experts: of the model, if it has expert parallelism.
     """
@@ -305,11 +301,11 @@ def make_gradients(
     if config.gradients.bits == 32:
         if experts is None or grid is None:
             return PlainGradients(model, zip_codec(config))
-        if config.moe.overlap_grad_reduce and layout.stage_group is not None:
-            return OverlappedGradients(model, experts, grid, config, layout.stage_group)
+        if config.moe.overlap_grad_reduce and parallel_state.stage_group is not None:
+            return OverlappedGradients(model, experts, grid, config, parallel_state.stage_group)
         return ExpertParallelGradients(model, experts, grid, config)
-    sharded = config.parallel == "fsdp" and layout.num_replicas > 1
-    group, bits = None if sharded else layout.stage_group, config.gradients.bits
+    sharded = config.parallel == "fsdp" and parallel_state.num_replicas > 1
+    group, bits = None if sharded else parallel_state.stage_group, config.gradients.bits
     unpack = config.optimizer.kind == "adamw"
     if experts is None or grid is None or sharded:
         return StoredGradients([compress_gradients(model, group, bits=bits)], unpack)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from laconic.errors import ConfigError, ModelError
+from laconic.train.config.dotted_names import nearest
 from laconic.train.config.schema import ModelConfig
-from laconic.train.config.toml import nearest
 from laconic.train.model_source import find_weights
 
 if TYPE_CHECKING:

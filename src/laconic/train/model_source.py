@@ -16,7 +16,7 @@ from typing import Any
 from laconic.errors import ConfigError, ModelError
 from laconic.train.config.schema import FINE_TUNING_RATE, TrainConfig
 
-__all__ = ["find_weights", "own_tokenizer", "settle"]
+__all__ = ["find_weights", "own_tokenizer", "resolve_defaults"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
 _NUM_BYTE_TOKENS = 257
 
 
-def settle(config: TrainConfig) -> TrainConfig:
+def resolve_defaults(config: TrainConfig) -> TrainConfig:
     """`config` with data.tokenizer and optimizer.learning_rate filled in where they were left out, logging both.
 
     Raises:

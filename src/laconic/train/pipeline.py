@@ -24,7 +24,7 @@ from laconic.errors import ModelError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import stage_codec
 from laconic.train.distributed.data_parallel import autocast, wrap_model
-from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 from laconic.train.model_split import ModelChunk, balanced_split, split_model
 
@@ -73,7 +73,12 @@ class Pipeline:
     """Runs the micro-batches of a step, or of an evaluation, through all stages; all processes call it together."""
 
     def __init__(
-        self, config: TrainConfig, world: World, layout: Layout, model: nn.Module, chunked_loss: bool = False
+        self,
+        config: TrainConfig,
+        world: World,
+        parallel_state: ParallelState,
+        model: nn.Module,
+        chunked_loss: bool = False,
     ) -> None:
         """`model` is the whole model on the CPU, the same on every process; this process's chunks are taken from it.
 
@@ -85,25 +90,25 @@ class Pipeline:
         """
         self._world = world
         self._num_micro_batches = config.micro_batches
-        num_chunks = layout.num_stages * config.pipeline.virtual_stages
+        num_chunks = parallel_state.num_stages * config.pipeline.virtual_stages
         self.split = config.pipeline.split or balanced_split(model, num_chunks)
         """Layers of each chunk."""
         chunks = split_model(model, self.split)
         tied = _tied_names(model, chunks)
-        own = range(layout.stage, num_chunks, layout.num_stages)
+        own = range(parallel_state.stage, num_chunks, parallel_state.num_stages)
         for index in own:
             nn.Module.to(chunks[index].model, world.device)
         self.parts = LocalChunks([chunks[index].model for index in own])
         """What this process trains."""
         self._modules = [StageModule(chunks[index], world.device, config.precision, chunked_loss) for index in own]
-        self.wrapped = [wrap_model(module, config, world, layout) for module in self._modules]
+        self.wrapped = [wrap_model(module, config, world, parallel_state) for module in self._modules]
         """Its chunks as the schedule calls them, wrapped for their replicas."""
 
         # 1. What a stage takes and gives, known before anything runs.
-        micro_size = config.batch_size // (layout.num_replicas * config.micro_batches)
+        micro_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
         tokens = torch.empty(micro_size, config.sequence_length, dtype=torch.int64, device="meta")
         # FSDP2 computes the layers in bf16; autocast leaves the residual stream in fp32.
-        in_bf16 = config.precision == "bf16" and config.parallel == "fsdp" and layout.num_replicas > 1
+        in_bf16 = config.precision == "bf16" and config.parallel == "fsdp" and parallel_state.num_replicas > 1
         hidden = torch.empty(
             *tokens.shape,
             model.config.get_text_config().hidden_size,  # type: ignore[union-attr, operator]
@@ -112,7 +117,7 @@ class Pipeline:
             requires_grad=True,
         )
         loss = torch.empty(1, device="meta", requires_grad=True)
-        codec, self.sends = stage_codec(config, hidden, layout.pipeline_group)
+        codec, self.sends = stage_codec(config, hidden, parallel_state.pipeline_group)
         """Whether activations and their gradients are shortened between stages, and why, in words."""
         stage = PipelineStage if codec is None else partial(ZipStage, codec=codec)
         self._has_first, self._has_last = own[0] == 0, own[-1] == num_chunks - 1
@@ -124,7 +129,7 @@ class Pipeline:
                 world.device,
                 input_args=tokens if index == 0 else hidden,
                 output_args=loss if index == num_chunks - 1 else hidden,
-                group=layout.pipeline_group,
+                group=parallel_state.pipeline_group,
             )
             for index, module in zip(own, self.wrapped, strict=True)
         ]
@@ -144,7 +149,7 @@ class Pipeline:
         # 3. Copies of one parameter at both ends.
         ends = {name for name, _ in _named(self.parts)} & tied if self._has_first or self._has_last else set()
         self.copies = [p for name, p in _named(self.parts) if name in ends and p.requires_grad]
-        """Parameters that `layout.embedding_group` shares: their gradients must be added up over it after each step."""
+        """Parameters shared over `parallel_state.embedding_group`, which adds up their gradients after each step."""
         self.counted = [parameter for name, parameter in _named(self.parts) if not (self._has_last and name in ends)]
         """The parameters of this process without second copies: over all stages, each of the model's once."""
 

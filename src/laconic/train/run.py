@@ -33,12 +33,12 @@ from laconic.train.data.tokenizer import bytes_per_token
 from laconic.train.distributed import comm_compression
 from laconic.train.distributed.consistency import check_agreement
 from laconic.train.distributed.data_parallel import autocast, wrap_model
-from laconic.train.distributed.layout import Layout, make_layout
+from laconic.train.distributed.parallel_state import ParallelState, make_parallel_state
 from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
 from laconic.train.memory.forecast import Forecast
 from laconic.train.model import build_model
-from laconic.train.model_source import settle
+from laconic.train.model_source import resolve_defaults
 from laconic.train.model_split import mean_loss
 from laconic.train.moe import migration
 from laconic.train.moe.router_balance import Routers, watch_routers
@@ -90,13 +90,13 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
 def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) -> int:
     """Prepare, train and sum up. Everything that can be refused is refused before anything is written."""
     started = time.monotonic()
-    config, layout, run_dir = _check_settings(config, world, lock)
+    config, parallel_state, run_dir = _check_settings(config, world, lock)
     data = _load_data(config, world)
-    plain = _build_model(config, world, layout, data.corpus)
-    model = _convert_model(plain, config, world, layout, data.train)
+    plain = _build_model(config, world, parallel_state, data.corpus)
+    model = _convert_model(plain, config, world, parallel_state, data.train)
     identity = _identity(config, data.corpus)
     checkpoint = _find_start(config, world, run_dir, identity)
-    training = _make_trainer(plain, model, config, world, layout, data, checkpoint)
+    training = _make_trainer(plain, model, config, world, parallel_state, data, checkpoint)
     del plain  # frees it: a stage of a pipeline holds only its own part
     first_step = _restore(training, world, checkpoint)
     if first_step >= config.steps:
@@ -105,12 +105,12 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         return 0
     _write_settings(config, world, lock, run_dir, model)
     saver = _Saver(config, world, lock, run_dir, training, identity, model.texts)
-    with RunLogger(config, world, run_dir, first_step) as journal, stop.on_signals(journal.message):
+    with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
         stop.armed = True
-        training.trainer.settle()
-        _announce(training, model, journal, first_step)
-        done, stopped = _steps(config, training, journal, stop, first_step, saver)
-    summary = journal.summary(done, training.trainer, model.bf16_nbytes_per_token, time.monotonic() - started)
+        training.trainer.rebuild_ddp_buckets()
+        _announce(training, model, run_logger, first_step)
+        done, stopped = _steps(config, training, run_logger, stop, first_step, saver)
+    summary = run_logger.summary(done, training.trainer, model.bf16_nbytes_per_token, time.monotonic() - started)
     _write_summary(summary, config, world, run_dir, training, data.corpus)
     return stop.exit_code if stopped else 0
 
@@ -188,20 +188,20 @@ class _Saver:
             )
 
 
-def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[TrainConfig, Layout, Path]:
+def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[TrainConfig, ParallelState, Path]:
     """Complete settings from the model directory, and refuse what these processes or this machine cannot do."""
     with _log_on_stderr(world):
-        config = settle(config)
+        config = resolve_defaults(config)
     check_agreement(config, world)
     check_experts(config, world)
-    layout = make_layout(config, world)
-    _check_batch(config, layout)
+    parallel_state = make_parallel_state(config, world)
+    _check_batch(config, parallel_state)
     if config.tensorboard:
         check_tensorboard()
     run_dir = check_run_dir(config, world)
     if config.resume:  # no other run may write there from now on; a new directory is claimed when it is made
         claim_run_dir(lock, run_dir, True, world)
-    return config, layout, run_dir
+    return config, parallel_state, run_dir
 
 
 def _load_data(config: TrainConfig, world: World) -> _Data:
@@ -213,33 +213,35 @@ def _load_data(config: TrainConfig, world: World) -> _Data:
     return _Data(corpus, train, TokenDataset(corpus.validation, config.sequence_length) if wants_validation else None)
 
 
-def _build_model(config: TrainConfig, world: World, layout: Layout, corpus: TokenCorpus) -> PreTrainedModel:
+def _build_model(
+    config: TrainConfig, world: World, parallel_state: ParallelState, corpus: TokenCorpus
+) -> PreTrainedModel:
     """Build the unchanged model, on its device unless it is going to be cut into stages."""
     with _log_on_stderr(world):
         shape = corpus.vocab_size, config.sequence_length
         model = build_model(config.model, *shape, config.seed, corpus.end_of_document)
     check_vocab(corpus, next(model.get_input_embeddings().parameters()).shape[0])
-    if layout.num_stages == 1:
+    if parallel_state.num_stages == 1:
         nn.Module.to(model, world.device)
     return model
 
 
 def _convert_model(
-    plain: PreTrainedModel, config: TrainConfig, world: World, layout: Layout, train: TokenDataset
+    plain: PreTrainedModel, config: TrainConfig, world: World, parallel_state: ParallelState, train: TokenDataset
 ) -> _ConvertedModel:
     """Hook the routers of `plain`, spread its experts and compress its activations, all in place."""
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
-    chunked_loss = _chunks_loss(config, world, layout, plain)
+    chunked_loss = _chunks_loss(config, world, parallel_state, plain)
     plan = None
     if config.plan is not None:
         plan = load_plan(config.plan)
-        check_plan(plan, config, layout, plain.config, chunked_loss)
+        check_plan(plan, config, parallel_state, plain.config, chunked_loss)
     texts, model_config = _model_texts(plain), plain.config.to_dict()
     routers, router_message = watch_routers(plain, config, world)
     experts = spread_experts(plain, config, world)
     report = _compress(plain, config, plan, chunked_loss)
     if experts is not None:
-        experts.tune(partial(_first_loss, plain, config, world, layout, train, chunked_loss))
+        experts.tune(partial(_first_loss, plain, config, world, parallel_state, train, chunked_loss))
     return _ConvertedModel(
         chunked_loss, plan, report, bf16_nbytes_per_token, model_config, texts, routers, router_message, experts
     )
@@ -260,27 +262,29 @@ def _make_trainer(
     model: _ConvertedModel,
     config: TrainConfig,
     world: World,
-    layout: Layout,
+    parallel_state: ParallelState,
     data: _Data,
     checkpoint: Checkpoint | None,
 ) -> _Training:
     """Wrap `plain` or cut it into stages, choose the codecs of its messages, and make its optimizer."""
     spread = None if model.experts is None else model.experts.model
-    pipeline = None if layout.num_stages == 1 else Pipeline(config, world, layout, plain, model.chunked_loss)
-    wrapped = wrap_model(plain, config, world, layout, spread) if pipeline is None else pipeline.parts
+    pipeline = (
+        None if parallel_state.num_stages == 1 else Pipeline(config, world, parallel_state, plain, model.chunked_loss)
+    )
+    wrapped = wrap_model(plain, config, world, parallel_state, spread) if pipeline is None else pipeline.parts
     messages: list[str] = []
     comm_state = None
     bare = config.moe.overlap_grad_reduce and config.parallel == "ddp"  # its gradients choose their codec themselves
     if not bare:
         saved = None if checkpoint is None else checkpoint.text(comm_compression.STATE_FILE)
         modules = [wrapped] if pipeline is None else pipeline.wrapped
-        messages, comm_state = comm_compression.zip_model(modules, config, world, layout, saved)
-    gradients = make_gradients(config, layout, wrapped, spread)
+        messages, comm_state = comm_compression.zip_model(modules, config, world, parallel_state, saved)
+    gradients = make_gradients(config, parallel_state, wrapped, spread)
     optimizer = make_optimizer(wrapped, config.optimizer)
     trainer = Trainer(
         config,
         world,
-        layout,
+        parallel_state,
         wrapped,
         gradients,
         optimizer,
@@ -291,7 +295,7 @@ def _make_trainer(
         model.routers,
     )
     split = () if pipeline is None else pipeline.split
-    forecast = Forecast(config, layout, model.config, trainer, model.plan, split, model.chunked_loss)
+    forecast = Forecast(config, parallel_state, model.config, trainer, model.plan, split, model.chunked_loss)
     sends = [] if pipeline is None else [pipeline.sends]
     return _Training(trainer, forecast, model.routers, model.experts, [*messages, *sends], comm_state)
 
@@ -322,9 +326,9 @@ def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: P
     copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
 
 
-def _announce(training: _Training, model: _ConvertedModel, journal: RunLogger, first_step: int) -> None:
+def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger, first_step: int) -> None:
     """Log what the steps run with: activations, experts, routers, communication, the step resumed from."""
-    journal.message(str(model.report).splitlines()[-1])
+    run_logger.message(str(model.report).splitlines()[-1])
     lines: list[str] = []
     if training.experts is not None:
         training.experts.begin()
@@ -332,13 +336,13 @@ def _announce(training: _Training, model: _ConvertedModel, journal: RunLogger, f
     if model.router_message is not None:
         lines.append(model.router_message)
     for line in [*lines, *training.messages]:
-        journal.message(line)
+        run_logger.message(line)
     if first_step:
-        journal.message(f"resumed after step {first_step}")
+        run_logger.message(f"resumed after step {first_step}")
 
 
 def _steps(
-    config: TrainConfig, training: _Training, journal: RunLogger, stop: StopRequest, first_step: int, saver: _Saver
+    config: TrainConfig, training: _Training, run_logger: RunLogger, stop: StopRequest, first_step: int, saver: _Saver
 ) -> tuple[int, bool]:
     """Run the steps after `first_step`, with evaluations and checkpoints.
 
@@ -350,7 +354,7 @@ def _steps(
     """
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
-        result = _step(done, training, journal, stop)
+        result = _step(done, training, run_logger, stop)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if skipped_in_a_row == _MAX_SKIPPED_STEPS:
             raise TrainingError(
@@ -361,7 +365,7 @@ def _steps(
         last = done == config.steps
         stopped = result.stop and not last
         if last or (config.eval_every and done % config.eval_every == 0):
-            journal.validation(done, training.trainer.evaluate())
+            run_logger.validation(done, training.trainer.evaluate())
         if last or stopped or (config.checkpoint.every and done % config.checkpoint.every == 0):
             saver.save(done)
         if stopped:
@@ -369,7 +373,7 @@ def _steps(
     return config.steps, False
 
 
-def _step(done: int, training: _Training, journal: RunLogger, stop: StopRequest) -> StepResult:
+def _step(done: int, training: _Training, run_logger: RunLogger, stop: StopRequest) -> StepResult:
     """Run the step after which `done` are done, and log its metrics and messages."""
     trainer, forecast, routers, experts = training.trainer, training.forecast, training.routers, training.experts
     started = time.perf_counter()
@@ -379,14 +383,14 @@ def _step(done: int, training: _Training, journal: RunLogger, stop: StopRequest)
         of_experts |= routers.after_step(result.skipped)
     if experts is not None:
         of_experts |= experts.after_step(done, result.skipped)
-    journal.step(done, result, time.perf_counter() - started, trainer, of_experts)
+    run_logger.step(done, result, time.perf_counter() - started, trainer, of_experts)
     for line in [] if experts is None else experts.messages():
-        journal.message(line)
+        run_logger.message(line)
     if forecast.check is not None:
-        journal.memory(forecast.check)
+        run_logger.memory(forecast.check)
         forecast.check = None
     if result.skipped:
-        journal.message(f"step {done}: loss or gradient is not finite on some process; no update")
+        run_logger.message(f"step {done}: loss or gradient is not finite on some process; no update")
     return result
 
 
@@ -407,13 +411,13 @@ def _write_summary(
         print(closing_words(summary, run_dir, config), flush=True)
 
 
-def _check_batch(config: TrainConfig, layout: Layout) -> None:
+def _check_batch(config: TrainConfig, parallel_state: ParallelState) -> None:
     """Check that the token ids of a step alone fit into this machine's memory.
 
     Raises:
         ConfigError: they do not.
     """
-    sequences = config.batch_size // layout.num_replicas
+    sequences = config.batch_size // parallel_state.num_replicas
     nbytes, memory = 8 * sequences * (config.sequence_length + 1), psutil.virtual_memory().total
     if nbytes > memory:
         raise ConfigError(
@@ -444,21 +448,26 @@ def _log_on_stderr(world: World) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _chunks_loss(config: TrainConfig, world: World, layout: Layout, model: PreTrainedModel) -> bool:
+def _chunks_loss(config: TrainConfig, world: World, parallel_state: ParallelState, model: PreTrainedModel) -> bool:
     """Decide whether the loss is computed in chunks; with "auto", if there are more logits than one tile holds."""
     if config.activations.loss != "auto":
         return config.activations.loss == "chunked"
-    tokens = config.batch_size // (layout.num_replicas * config.micro_batches) * config.sequence_length
+    tokens = config.batch_size // (parallel_state.num_replicas * config.micro_batches) * config.sequence_length
     num_entries = next(model.get_input_embeddings().parameters()).shape[0]
     _, tile_numel = TILES[world.device.type]
     return config.activations.mode == "sites" and tokens * num_entries > tile_numel
 
 
 def _first_loss(
-    model: nn.Module, config: TrainConfig, world: World, layout: Layout, train: TokenDataset, chunked: bool
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    parallel_state: ParallelState,
+    train: TokenDataset,
+    chunked: bool,
 ) -> Tensor:
     """Run a forward of this process's first micro-batch and return its loss, 0-dim."""
-    places = config.micro_batches, 0, layout.replica, layout.num_replicas
+    places = config.micro_batches, 0, parallel_state.replica, parallel_state.num_replicas
     tokens = batch(train, config.seed, 0, config.batch_size, *places).to(world.device)
     with autocast(model, world.device, config.precision):
         return mean_loss(model, tokens[:, 1:], chunked, input_ids=tokens[:, :-1])

@@ -29,7 +29,7 @@ from laconic.train.config.schema import OptimizerConfig, TrainConfig
 from laconic.train.data.corpus import TokenDataset, batch
 from laconic.train.data.sampler import split_mix
 from laconic.train.distributed.data_parallel import autocast, plain_model
-from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.traffic import WireCounter
 from laconic.train.distributed.world import World
 from laconic.train.gradients import Gradients
@@ -68,7 +68,7 @@ class Trainer:
         self,
         config: TrainConfig,
         world: World,
-        layout: Layout,
+        parallel_state: ParallelState,
         model: nn.Module,
         gradients: Gradients,
         optimizer: torch.optim.Optimizer,
@@ -82,14 +82,14 @@ class Trainer:
         self._routers = routers
         self._config = config
         self._world = world
-        self._layout = layout
+        self._parallel_state = parallel_state
         self._pipeline = pipeline
         self._gradients = gradients
         self.model = model
         self.optimizer = optimizer
         self._train = train
         self._validation = validation
-        self.micro_batch_size = config.batch_size // (layout.num_replicas * config.micro_batches)
+        self.micro_batch_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
         """Sequences in a micro-batch."""
         self.saved_nbytes: int | None = None
         """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
@@ -104,7 +104,7 @@ class Trainer:
         self.before_update: Callable[[], None] | None = None
         """Called in each step that updates, between backward and the update."""
 
-    def settle(self) -> None:
+    def rebuild_ddp_buckets(self) -> None:
         """Run one discarded backward so that DDP rebuilds its buckets before step 1; all processes call it together.
 
         DDP lays out its buckets anew after its first backward. The place of an element in its bucket decides in which
@@ -112,7 +112,7 @@ class Trainer:
         step after resuming would add or quantize otherwise than the same step of a run that was never interrupted.
         """
         parts = [self.model] if self._pipeline is None else self._pipeline.wrapped
-        buckets_matter = self._layout.num_replicas > 2 or self._config.reduce == "q8"
+        buckets_matter = self._parallel_state.num_replicas > 2 or self._config.reduce == "q8"
         if not buckets_matter or not any(isinstance(part, DistributedDataParallel) for part in parts):
             return
         if self._pipeline is None:
@@ -139,10 +139,10 @@ class Trainer:
             norm = self._gradients.norm(self._counted_parameters())
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
             stops = torch.full_like(loss, float(stop.requested))
-            votes = [loss / self._layout.num_replicas, bad.to(loss.dtype), stops]
+            votes = [loss / self._parallel_state.num_replicas, bad.to(loss.dtype), stops]
             if self._pipeline is not None:
                 # Each stage knows the norm of its own part; its replicas all know the same.
-                votes.append(norm.double() ** 2 / self._layout.num_replicas)
+                votes.append(norm.double() ** 2 / self._parallel_state.num_replicas)
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
         coded = audit.snapshot() - before
         if counter is not None:
@@ -176,7 +176,12 @@ class Trainer:
 
         In a pipeline the last stage has the loss and the others 0.
         """
-        config, layout, gradients, pipeline = self._config, self._layout, self._gradients, self._pipeline
+        config, parallel_state, gradients, pipeline = (
+            self._config,
+            self._parallel_state,
+            self._gradients,
+            self._pipeline,
+        )
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if pipeline is not None:
             tokens = torch.cat(list(self._micro_batches(step)))
@@ -191,8 +196,8 @@ class Trainer:
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
         gradients.reduce()
-        if pipeline is not None and layout.embedding_group is not None:
-            gradients.add_copies(pipeline.copies, layout.embedding_group)
+        if pipeline is not None and parallel_state.embedding_group is not None:
+            gradients.add_copies(pipeline.copies, parallel_state.embedding_group)
         return total
 
     def _training_loss(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +221,7 @@ class Trainer:
 
     def _micro_batches(self, step: int) -> Iterator[torch.Tensor]:
         """This replica's micro-batches of a step, each int64 [micro_batch_size, T + 1] on the device."""
-        config, layout = self._config, self._layout
+        config, parallel_state = self._config, self._parallel_state
         for micro in range(config.micro_batches):
             yield batch(
                 self._train,
@@ -225,8 +230,8 @@ class Trainer:
                 config.batch_size,
                 config.micro_batches,
                 micro,
-                layout.replica,
-                layout.num_replicas,
+                parallel_state.replica,
+                parallel_state.num_replicas,
             ).to(self._world.device)
 
     def _loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -253,7 +258,7 @@ class Trainer:
         model.train()
         count, loss = world.sum(total).tolist()
         # All stages of a replica have counted its sequences, and the last one has their loss.
-        return float(loss * self._layout.num_stages / count)
+        return float(loss * self._parallel_state.num_stages / count)
 
     def _validation_batches(self) -> Iterator[tuple[torch.Tensor, int]]:
         """This replica's validation sequences in batches, [n, T + 1], with how many of them count: the first so many.
@@ -261,15 +266,15 @@ class Trainer:
         A batch that is not full is short; in a pipeline, whose shapes are fixed, it is filled up with repetitions.
         """
         assert self._validation is not None
-        config, world, layout = self._config, self._world, self._layout
+        config, world, parallel_state = self._config, self._world, self._parallel_state
         available = len(self._validation)
         num_sequences = min(config.eval_sequences, available)
         chosen = [index * available // num_sequences for index in range(num_sequences)]
-        own = chosen[layout.replica :: layout.num_replicas]
+        own = chosen[parallel_state.replica :: parallel_state.num_replicas]
         fixed = self._pipeline is not None
         size = self.micro_batch_size * (config.micro_batches if fixed else 1)
         # FSDP2 gathers in every forward, so all processes make equally many, if need be with a batch that counts 0.
-        num_rounds = math.ceil(math.ceil(num_sequences / layout.num_replicas) / size)
+        num_rounds = math.ceil(math.ceil(num_sequences / parallel_state.num_replicas) / size)
         for start in range(0, num_rounds * size, size):
             part = own[start : start + size]
             filled = part + chosen[:1] * (size - len(part) if fixed else not part)

@@ -25,7 +25,7 @@ from laconic.cost.comm.rates import (
     default_path,
     fit_line,
 )
-from laconic.cost.comm.seconds import World, candidates, coded_seconds, decide, ring_seconds, sent_nbytes
+from laconic.cost.comm.seconds import GroupShape, candidates, coded_seconds, decide, ring_seconds, sent_nbytes
 from laconic.errors import ConfigError
 
 GIGABIT = 125e6
@@ -51,7 +51,7 @@ def rates(
     return WireRates({"across": link(bytes_per_second, overlap=overlap)}, {"bfloat16": codes}, **more)
 
 
-FOUR = World(4)
+FOUR = GroupShape(4)
 
 
 # --- predictions ---
@@ -128,7 +128,7 @@ def test_what_is_coded_is_predicted_to_gain_five_per_cent_and_half_a_latency(
     operation: str, numel: int, num_ranks: int, link_rate: float, coding_rate: float, overlap: float, ratio: float
 ) -> None:
     found = rates(link_rate, coding_rate, overlap)
-    choice = decide(operation, numel, "bfloat16", World(num_ranks), found, {"tiered": ratio, "window": ratio})
+    choice = decide(operation, numel, "bfloat16", GroupShape(num_ranks), found, {"tiered": ratio, "window": ratio})
     if choice.codec == "raw":
         assert (choice.num_chunks, choice.saved_seconds) == (1, 0.0)
     else:
@@ -145,12 +145,12 @@ def test_what_is_coded_is_predicted_to_gain_five_per_cent_and_half_a_latency(
 def test_every_reason_is_told() -> None:
     large = 1 << 26
 
-    def reason(numel: int, dtype: str, world: World, found: WireRates, **more: Any) -> str:
+    def reason(numel: int, dtype: str, world: GroupShape, found: WireRates, **more: Any) -> str:
         choice = decide("all_gather", numel, dtype, world, found, **more)
         assert choice.codec == "raw"
         return choice.reason
 
-    assert reason(large, "bfloat16", World(1), rates()) == wire.ONE_RANK
+    assert reason(large, "bfloat16", GroupShape(1), rates()) == wire.ONE_RANK
     assert reason(large, "int64", FOUR, rates()) == wire.NO_CODE
     assert reason(large, "float16", FOUR, rates()) == wire.NOT_MEASURED
     assert reason(1000, "bfloat16", FOUR, rates()) == wire.TOO_SMALL
@@ -167,8 +167,8 @@ def test_an_unknown_operation_is_refused() -> None:
 
 
 def test_the_kind_of_group_follows_from_its_machines() -> None:
-    assert [World(4).kind, World(4, 4).kind, World(8, 4).kind] == ["across", "node", "all"]
-    assert World(8, 4).num_nodes == 2
+    assert [GroupShape(4).kind, GroupShape(4, 4).kind, GroupShape(8, 4).kind] == ["across", "node", "all"]
+    assert GroupShape(8, 4).num_nodes == 2
 
 
 def test_two_levels_are_taken_where_nodes_are_fast_inside() -> None:
@@ -178,7 +178,7 @@ def test_two_levels_are_taken_where_nodes_are_fast_inside() -> None:
         "node": link(1e11, alpha=1e-6, world=4),
     }
     found = replace(rates(), links=links)
-    world = World(8, 4)
+    world = GroupShape(8, 4)
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):
         both = decide(operation, 1 << 22, "bfloat16", world, found, levels=(1, 2))
         flat = decide(operation, 1 << 22, "bfloat16", world, found, levels=(1,))
@@ -342,7 +342,7 @@ def test_a_sum_goes_around_where_one_stream_is_faster_than_many() -> None:
 
 
 def test_two_ranks_and_rates_without_a_ring_know_none() -> None:
-    assert not any(c.ring for c in candidates("all_reduce", 1 << 24, "bfloat16", World(2), with_ring(0.5)))
+    assert not any(c.ring for c in candidates("all_reduce", 1 << 24, "bfloat16", GroupShape(2), with_ring(0.5)))
     assert not any(c.ring for c in candidates("all_reduce", 1 << 24, "bfloat16", FOUR, rates()))
 
 

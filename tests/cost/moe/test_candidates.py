@@ -12,7 +12,7 @@ from laconic.cost.comm.rates import CodecRates, Line
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, parm_routes
 from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, count_vector, level_rows, rows_between
 from laconic.cost.moe.overhead import Overhead
-from laconic.cost.moe.search import FLAT, OVERHEAD, LayerPlan, Pricing, best_candidate, best_plan, overhead_size
+from laconic.cost.moe.search import FLAT, OVERHEAD, CostModel, LayerPlan, best_candidate, best_plan, overhead_size
 from laconic.cost.moe.table import candidates_text
 from laconic.errors import ConfigError
 from laconic.topology import Levels
@@ -33,8 +33,8 @@ def rates(alpha: float = 1e-3, beta: float = 1e-7, gemm: Line | None = None, **o
 def test_a_path_takes_what_its_parts_take() -> None:
     around = {"forward": Overhead(5e-4, 1e-6, 1e-9), "backward": Overhead(1e-4)}
     products = Line(1e-4, 1e-9)
-    pricing = Pricing(SHAPE, ALONE, rates(gemm=products, overheads={"flat raw": around}), COUNTS)
-    flat = pricing.candidate(LayerPlan(FLAT))
+    cost_model = CostModel(SHAPE, ALONE, rates(gemm=products, overheads={"flat raw": around}), COUNTS)
+    flat = cost_model.candidate(LayerPlan(FLAT))
     rows = 64 * 4
     wires = 2 * (1e-3 + rows * 3 / 4 * SHAPE.row_nbytes * 1e-7)
     multiply_adds = 64 * 32 * 8, 3 * rows * 32 * 48  # of the gate, and of the experts
@@ -47,29 +47,29 @@ def test_a_path_takes_what_its_parts_take() -> None:
 
 
 def test_a_grid_has_the_paths_that_differ_on_it() -> None:
-    assert Pricing(SHAPE, ALONE, rates(), COUNTS).paths == ["flat", "depth 1", "depth 2"]
-    assert Pricing(SHAPE, INSIDE, rates()).paths == ["baseline", "s1", "s2", "sharded"]
+    assert CostModel(SHAPE, ALONE, rates(), COUNTS).paths == ["flat", "depth 1", "depth 2"]
+    assert CostModel(SHAPE, INSIDE, rates()).paths == ["baseline", "s1", "s2", "sharded"]
     with pytest.raises(ConfigError, match="counts are missing with mp = 1 and esp = 1"):
-        Pricing(SHAPE, ALONE, rates())
+        CostModel(SHAPE, ALONE, rates())
     with pytest.raises(ConfigError, match="counts are given with mp = 2 and esp = 2"):
-        Pricing(SHAPE, INSIDE, rates(), COUNTS)
+        CostModel(SHAPE, INSIDE, rates(), COUNTS)
 
 
 def test_inside_mp_groups_prices_are_those_of_parm_and_fsmoe() -> None:
-    pricing = Pricing(SHAPE, INSIDE, rates(), load=1.5)
+    cost_model = CostModel(SHAPE, INSIDE, rates(), load=1.5)
     for backward in (False, True):
         routes = parm_routes(SHAPE, INSIDE, rates(), backward=backward, load=1.5)
         for route in routes:
-            one = pricing.candidate(LayerPlan(route.name))
+            one = cost_model.candidate(LayerPlan(route.name))
             assert (one.backward if backward else one.forward).seconds == pytest.approx(route.seconds)
         sharded = fsmoe_route(SHAPE, INSIDE, rates(), degree=1, backward=backward, load=1.5)
-        one = pricing.candidate(LayerPlan("sharded"))
+        one = cost_model.candidate(LayerPlan("sharded"))
         assert (one.backward if backward else one.forward).seconds == pytest.approx(sharded.seconds)
 
 
 def test_the_best_is_the_fastest_and_of_equals_the_plainest() -> None:
-    pricing = Pricing(SHAPE, ALONE, rates(0.0, 1e-6), COUNTS)
-    ranked = pricing.candidates()
+    cost_model = CostModel(SHAPE, ALONE, rates(0.0, 1e-6), COUNTS)
+    ranked = cost_model.candidates()
     assert [one.seconds for one in ranked] == sorted(one.seconds for one in ranked)
     assert best_candidate(reversed(ranked)) == ranked[0]
     assert ranked[-1].plan.path == "flat"  # duplicates travel
@@ -94,15 +94,15 @@ def test_what_is_more_complicated_has_to_win_clearly() -> None:
     between = replace(both, inner_code="raw")
     assert best_plan({both: 1.0, between: 1.01}) == between
     assert best_plan({replace(flat, degree=4): 1.0, replace(flat, degree=2): 1.01}).degree == 2
-    text = candidates_text(Pricing(SHAPE, ALONE, rates(), COUNTS).candidates(), "", {depth: 1.0, flat: 1.01})
+    text = candidates_text(CostModel(SHAPE, ALONE, rates(), COUNTS).candidates(), "", {depth: 1.0, flat: 1.01})
     assert "choice: flat: plainer than depth 1, which takes 1.0% less, of 2 that were run" in text
 
 
 def test_rows_may_be_coded_between_nodes_alone() -> None:
     codec = CodecRates(Line(0.0, 1e-9), Line(0.0, 1e-9), Line(0.0, 1e-9), 1.5)
     known = replace(rates(), codecs={"bfloat16": {"int8": codec}})
-    pricing = Pricing(SHAPE, ALONE, known, COUNTS)
-    found = {(one.plan.path, one.plan.rows): one for one in pricing.candidates(("raw", "int8"))}
+    cost_model = CostModel(SHAPE, ALONE, known, COUNTS)
+    found = {(one.plan.path, one.plan.rows): one for one in cost_model.candidates(("raw", "int8"))}
     paths = ("flat", "depth 1", "depth 2")
     mixed = ("depth 2", "int8, raw inside")
     assert set(found) == {(path, code) for path in paths for code in ("raw", "int8")} | {mixed}
@@ -115,7 +115,7 @@ def test_rows_may_be_coded_between_nodes_alone() -> None:
     measured = replace(
         known, overheads={"depth 2 int8, raw inside": dear, "depth 2 raw": {w: Overhead(0.0) for w in dear}}
     )
-    found = {one.plan.rows: one.seconds for one in replace(pricing, rates=measured).candidates(("raw", "int8"))[-7:]}
+    found = {one.plan.rows: one.seconds for one in replace(cost_model, rates=measured).candidates(("raw", "int8"))[-7:]}
     assert found["int8, raw inside"] > 2 > found["int8"]
 
 

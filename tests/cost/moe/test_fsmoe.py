@@ -6,7 +6,7 @@ import pytest
 
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import sent_nbytes
-from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_a_wire
+from laconic.cost.moe import GridLayout, LayerShape, MoERates, fsmoe_route, layer_times, parm_routes, shares_link
 from laconic.errors import ConfigError, ScheduleError
 from laconic.schedule.moe import best_degree, closed_form, pipeline_seconds
 
@@ -53,7 +53,7 @@ def test_the_route_is_its_pipeline_and_what_stands_around_it(backward: bool) -> 
     assert route.seconds == pytest.approx(best.seconds + around)
     assert closed_form(times, route.degree).seconds == pytest.approx(best.seconds)  # gather = scatter here
     whole = fsmoe_route(LAYER, GRID, found, degree=1, backward=backward)
-    assert whole.hidden_seconds == pytest.approx(0.0, abs=1e-12)
+    assert whole.overlapped_seconds == pytest.approx(0.0, abs=1e-12)
     assert whole.seconds > route.seconds
     assert whole.steps == route.steps
 
@@ -75,14 +75,14 @@ def test_experts_that_are_not_sharded_have_no_gather() -> None:
 
 
 def test_one_wire_hides_less() -> None:
-    assert not shares_a_wire(GRID)
+    assert not shares_link(GRID)
     together = GridLayout(8, mp=4, ep=2, esp=4)  # all ranks on one node
-    assert shares_a_wire(together)
-    assert shares_a_wire(GridLayout(8, ep=2, esp=4, ranks_per_node=2))
+    assert shares_link(together)
+    assert shares_link(GridLayout(8, ep=2, esp=4, ranks_per_node=2))
     times = layer_times(LAYER, together, rates(Line(0.0, 0.0)))
     route = fsmoe_route(LAYER, together, rates(Line(0.0, 0.0)), degree=4)
     outside = route.steps[-1].seconds
-    assert route.seconds - outside == pytest.approx(pipeline_seconds(times, 4, one_wire=True))
+    assert route.seconds - outside == pytest.approx(pipeline_seconds(times, 4, shared_link=True))
     assert route.seconds - outside > pipeline_seconds(times, 4)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.moe_hierarchy import CLUSTER, FITS, PUBLISHED_RATES, paper_rates
 from laconic.cost.comm.rates import CodecRates, Line
-from laconic.cost.comm.seconds import World
+from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.moe import Coding
 from laconic.cost.moe.hierarchy import (
     RowCounts,
@@ -26,8 +26,8 @@ from laconic.cost.moe.hierarchy import (
     level_costs,
     level_nbytes,
     level_rows,
+    stage_shape,
     wire_rows,
-    world_of_stage,
 )
 from laconic.errors import ConfigError
 from laconic.topology import Levels, Stage
@@ -138,9 +138,9 @@ def test_levels_of_the_paper() -> None:
     assert [level.name for level in CLUSTER.stages(4)] == ["inter1", "inter2", "inter3", "intra3"]
     peers = {level.name: level.fanout for depth in CLUSTER.depths for level in CLUSTER.stages(depth)}
     assert peers == {name: peers for name, (_, _, peers) in FITS.items()}
-    assert world_of_stage(CLUSTER, CLUSTER.stages(2)[0]) == World(4, 1)
-    assert world_of_stage(CLUSTER, CLUSTER.stages(2)[1]) == World(8, 8)
-    assert world_of_stage(CLUSTER, CLUSTER.stages(1)[0]) == World(32, 8)
+    assert stage_shape(CLUSTER, CLUSTER.stages(2)[0]) == GroupShape(4, 1)
+    assert stage_shape(CLUSTER, CLUSTER.stages(2)[1]) == GroupShape(8, 8)
+    assert stage_shape(CLUSTER, CLUSTER.stages(1)[0]) == GroupShape(32, 8)
 
 
 @pytest.mark.parametrize(("top_k", "speedup", "two_levels"), [(6, 1.36, 1.32), (8, 1.60, 1.52), (10, 1.85, 1.72)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.moe import GridLayout, LayerShape, MoERates, fastest, parm_routes, saa_seconds
-from laconic.cost.moe.shape import group_world
+from laconic.cost.moe.shape import group_shape
 from laconic.errors import ConfigError
 
 NAMES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
@@ -45,7 +45,7 @@ def test_seconds_equal_the_formulas(grid: GridLayout, backward: bool) -> None:
     etm = blm * 2 * 1.2
 
     def seconds(operation: str, group: str, nbytes: float) -> float:
-        world = group_world(grid, group)
+        world = group_shape(grid, group)
         if world.num_ranks == 1:
             return 0.0
         return found.link(group, world).line(operation).seconds(sent_nbytes(operation, nbytes, world.num_ranks))
@@ -58,7 +58,7 @@ def test_seconds_equal_the_formulas(grid: GridLayout, backward: bool) -> None:
     s1 = 2 * joint + seconds("all_gather", "mp", blm / mp)
     gather = seconds("all_gather", "mp", etm / mp)
     steps = grid.ep * grid.esp
-    apart = group_world(grid, "joint").num_nodes > 1
+    apart = group_shape(grid, "joint").num_nodes > 1
     overlapped = max(joint, (steps - 1) / steps * gather) + gather / steps if apart else joint + gather
     found_routes = parm_routes(shape, grid, found, backward=backward)
     assert [route.name for route in found_routes] == ["baseline", "s1", "s2"]

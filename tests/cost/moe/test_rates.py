@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import CodecRates, Line, LinkRates, WireRates
-from laconic.cost.comm.seconds import World, sent_nbytes
+from laconic.cost.comm.seconds import GroupShape, sent_nbytes
 from laconic.cost.moe import GROUPS, Coding, GridLayout, LayerShape, MoERates
 from laconic.cost.moe.overhead import Overhead
 from laconic.cost.moe.rates import default_moe_path
-from laconic.cost.moe.shape import group_world
+from laconic.cost.moe.shape import group_shape
 from laconic.errors import ConfigError
 
 LAYER = LayerShape(num_tokens=64, model_dim=32, hidden_dim=48, num_experts=8, top_k=2)
@@ -72,17 +72,17 @@ def test_a_layer_that_does_not_divide_is_refused() -> None:
 
 def test_groups_know_their_machines() -> None:
     grid = GridLayout(32, mp=8, ep=4, esp=8, ranks_per_node=8)  # FSMoE's layout: MP = ESP = node
-    worlds = {group: group_world(grid, group) for group in GROUPS}
-    assert worlds["mp"] == worlds["esp"] == World(8, 8)
-    assert worlds["ep"] == worlds["dp"] == World(4, 1)
-    assert worlds["joint"] == World(32, 8)
-    assert worlds["edp"] == World(1, 1)
+    worlds = {group: group_shape(grid, group) for group in GROUPS}
+    assert worlds["mp"] == worlds["esp"] == GroupShape(8, 8)
+    assert worlds["ep"] == worlds["dp"] == GroupShape(4, 1)
+    assert worlds["joint"] == GroupShape(32, 8)
+    assert worlds["edp"] == GroupShape(1, 1)
     assert [worlds[group].kind for group in ("mp", "ep", "joint")] == ["node", "across", "all"]
-    assert group_world(GridLayout(6, mp=2, ranks_per_node=3), "mp") == World(
+    assert group_shape(GridLayout(6, mp=2, ranks_per_node=3), "mp") == GroupShape(
         2, 1
     )  # some groups cross, so all may wait for it
     with pytest.raises(ConfigError, match="group is 'tp', but it must be one of mp, dp"):
-        group_world(grid, "tp")
+        group_shape(grid, "tp")
 
 
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
@@ -100,7 +100,7 @@ def test_machines_equal_those_counted_rank_by_rank(mp: int, ep: int, esp: int, p
     for group, key in members.items():
         ranks = [rank for rank in range(num_ranks) if key(rank) == key(0)]
         nodes = {rank // 2**per_node for rank in ranks}
-        assert group_world(grid, group) == World(len(ranks), len(ranks) // len(nodes)), group
+        assert group_shape(grid, group) == GroupShape(len(ranks), len(ranks) // len(nodes)), group
 
 
 # --- prices ---
@@ -108,34 +108,36 @@ def test_machines_equal_those_counted_rank_by_rank(mp: int, ep: int, esp: int, p
 
 def test_a_price_is_alpha_and_the_bytes_sent() -> None:
     found = rates()
-    price = found.price("all_to_all", "ep", World(4, 1), 1e6)
+    price = found.price("all_to_all", "ep", GroupShape(4, 1), 1e6)
     assert price.sent_nbytes == sent_nbytes("all_to_all", 1e6, 4)
     assert price.seconds == pytest.approx(1e-4 + 0.75e6 * 1e-8)
-    assert found.price("all_to_all", "ep", World(1, 1), 1e6).seconds == 0.0
+    assert found.price("all_to_all", "ep", GroupShape(1, 1), 1e6).seconds == 0.0
 
 
 def test_a_group_that_was_measured_counts_before_its_kind() -> None:
     own = replace(rates(), groups={"ep": link(5e-8)})
-    assert own.price("all_gather", "ep", World(4, 1), 1e6).seconds == pytest.approx(1e-4 + 3e6 * 5e-8)
-    assert own.price("all_gather", "dp", World(4, 1), 1e6) == rates().price("all_gather", "dp", World(4, 1), 1e6)
+    assert own.price("all_gather", "ep", GroupShape(4, 1), 1e6).seconds == pytest.approx(1e-4 + 3e6 * 5e-8)
+    assert own.price("all_gather", "dp", GroupShape(4, 1), 1e6) == rates().price(
+        "all_gather", "dp", GroupShape(4, 1), 1e6
+    )
 
 
 def test_codes_shorten_slow_messages_and_auto_takes_the_best() -> None:
-    found, world = rates(), World(4, 1)
+    found, world = rates(), GroupShape(4, 1)
     raw = found.price("all_to_all", "ep", world, 1e7)
     lossless = found.price("all_to_all", "ep", world, 1e7, Coding("tiered"))
     blocks = found.price("all_to_all", "ep", world, 1e7, Coding("blockwise8"))
     assert raw.seconds > lossless.seconds > blocks.seconds > raw.seconds / 1.9
     assert blocks.num_chunks > 1
     assert found.price("all_to_all", "ep", world, 1e7, Coding("auto")) == blocks
-    assert found.price("all_to_all", "ep", World(4, 4), 1e7, Coding("auto")).code == "raw"  # too fast a link
+    assert found.price("all_to_all", "ep", GroupShape(4, 4), 1e7, Coding("auto")).code == "raw"  # too fast a link
     worse = found.price("all_to_all", "ep", world, 1e7, Coding("tiered", ratio=1.0))
     assert worse.seconds > lossless.seconds
 
 
 def test_an_unknown_code_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"code is 'zip', .* measured on bfloat16: tiered, blockwise8; or auto"):
-        rates().price("all_to_all", "ep", World(4, 1), 1e6, Coding("zip"))
+        rates().price("all_to_all", "ep", GroupShape(4, 1), 1e6, Coding("zip"))
 
 
 def test_products_of_experts_are_one_call_or_one_for_each() -> None:

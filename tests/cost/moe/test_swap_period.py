@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.cost.comm.rates import Line, LinkRates
-from laconic.cost.comm.seconds import World
+from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.swap_period import (
     QUERY_SHARE,
@@ -105,7 +105,7 @@ def test_state_survives_json() -> None:
 def test_a_look_takes_what_its_parts_take() -> None:
     none = Line(0.0, 0.0)
     lines = {"across": {"all_to_all": none, "all_reduce": Line(1e-3, 1e-6)}}
-    world = World(4, 1)
+    world = GroupShape(4, 1)
     sent = 2 * 3 / 4 * 8 * (2 + 8 * 2 + 8 * 8 + 4 + 8 * 4 + 8 * 8)
     # Two levels of 2 and 4 groups, 8 experts: the tables, and two messages that tell the plan.
     found = query_seconds(10, 8, (2, 4), world, MoERates.of_lines(lines, none, world=4))
@@ -128,17 +128,17 @@ def test_looks_take_a_small_share() -> None:
 def test_moving_takes_the_line_of_send() -> None:
     lines = {"across": {"all_to_all": Line(1.0, 1.0), "send": Line(1e-4, 1e-9)}}
     rates = MoERates.of_lines(lines, Line(0.0, 0.0))
-    assert move_seconds(1e6, World(4, 1), rates) == pytest.approx(1e-4 + 1e-3)
+    assert move_seconds(1e6, GroupShape(4, 1), rates) == pytest.approx(1e-4 + 1e-3)
 
 
 def test_between_nodes_the_group_that_joins_them_counts() -> None:
     """In a group of several nodes a neighbour is mostly in the same node: its `send` says nothing of wires between."""
     all_ = {"all_to_all": Line(1e-3, 1e-8), "send": Line(0.0, 1e-10)}
     rates = MoERates.of_lines({"all": all_}, Line(0.0, 0.0), world=4)
-    assert move_seconds(1e6, World(4, 2), rates) == pytest.approx(1e-3 + 1e-2)
+    assert move_seconds(1e6, GroupShape(4, 2), rates) == pytest.approx(1e-3 + 1e-2)
     across = LinkRates(2, {"all_to_all": Line(0.0, 0.0), "send": Line(2e-3, 2e-8)}, 0.0, 0.0)
-    assert move_seconds(1e6, World(4, 2), replace(rates, groups={"inter1": across})) == pytest.approx(2e-3 + 2e-2)
-    assert move_seconds(1e6, World(4, 4), replace(rates, groups={"inter1": across})) == pytest.approx(1e-4)
+    assert move_seconds(1e6, GroupShape(4, 2), replace(rates, groups={"inter1": across})) == pytest.approx(2e-3 + 2e-2)
+    assert move_seconds(1e6, GroupShape(4, 4), replace(rates, groups={"inter1": across})) == pytest.approx(1e-4)
 
 
 def test_impossible_policies_are_refused() -> None:

@@ -13,7 +13,7 @@ SLOW = Route("slow", (Step("dispatch", 3e-3, "ep", "all_to_all", 3e6), EXPERTS, 
 FAST = Route(
     "fast",
     (Step("dispatch", 2e-3, "ep", "all_to_all", 2e6), EXPERTS, Step("gather", 1e-3, "mp", "all_gather", 1e6)),
-    hidden_seconds=2.5e-3,
+    overlapped_seconds=2.5e-3,
     degree=4,
 )
 
@@ -25,7 +25,7 @@ def test_parts_add_up() -> None:
         "experts": 4e-3,
         "within the rank": 0.0,
         "unexplained": 0.0,
-        "hidden": -2.5e-3,
+        "overlapped": -2.5e-3,
     }
     for route in (SLOW, FAST):
         assert sum(parts_of(route).values()) == pytest.approx(route.seconds)
@@ -40,7 +40,7 @@ def test_the_table_begins_with_the_fastest_and_says_why() -> None:
     ]  # fmt: skip
     assert lines[5].startswith("slow")
     assert lines[5].endswith("1.78x")
-    assert lines[-1] == "choice: fast: 3.5 ms less than slow, mostly because 2.5 ms more is hidden"
+    assert lines[-1] == "choice: fast: 3.5 ms less than slow, mostly because 2.5 ms more is overlapped"
 
 
 def test_reasons_name_the_part_that_gains_most() -> None:

@@ -23,7 +23,7 @@ def _every_block_is_tuned_and_the_model_says_the_same() -> None:
     lines = dict.fromkeys(("all_to_all", "send"), Line(0.0, 1e-3))
     rates = MoERates.of_lines({kind: lines for kind in ("all", "across", "node")}, Line(0.0, 0.0))
     said: list[str] = []
-    tuned = autotune(made, example=ids, rates=rates, codecs=[Raw()], num_raced=0, report=said.append)
+    tuned = autotune(made, example=ids, rates=rates, codecs=[Raw()], num_benchmarked=0, report=said.append)
     assert {*tuned.choices} == {*made.layers}
     for layer in made.layers.values():
         assert isinstance(layer.dispatcher, HierarchicalDispatcher)

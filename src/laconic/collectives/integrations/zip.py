@@ -19,7 +19,7 @@ from laconic.collectives.codec import Codec
 from laconic.collectives.integrations.ddp import ddp_zip_hook
 from laconic.errors import ConfigError, ModelError
 
-__all__ = ["ZippedCollectives", "ZippedPart", "zip_collectives"]
+__all__ = ["ZippedCollectives", "zip_collectives"]
 
 
 @dataclass(frozen=True)

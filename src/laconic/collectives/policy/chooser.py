@@ -20,8 +20,8 @@ from laconic.cost.comm.seconds import (
     PROBE_CODED,
     PROBE_RAW,
     RAW,
-    Choice,
-    World,
+    AlgorithmChoice,
+    GroupShape,
     decide,
 )
 from laconic.errors import FormatError
@@ -60,7 +60,7 @@ class Chooser:
     """Chooses for the calls of a group, in their order.
 
     Args:
-        world: the group as machines.
+        group_shape: ranks and nodes of the group.
         rates: of links and codecs, agreed on by all ranks.
         codecs_of: adds the codecs of a dtype to rates that do not have them.
         learns: whether ranks exchange their observations.
@@ -70,27 +70,27 @@ class Chooser:
 
     def __init__(
         self,
-        world: World,
+        group_shape: GroupShape,
         rates: WireRates,
         codecs_of: Callable[[WireRates, str], WireRates] | None = None,
         *,
         learns: bool = True,
         repeats: bool = False,
     ) -> None:
-        self.world = world
+        self.group_shape = group_shape
         self.rates = rates
         self._codecs_of = codecs_of
         self._learns = learns
-        self._times_sums = not repeats or world.num_ranks == 2
+        self._times_sums = not repeats or group_shape.num_ranks == 2
         self._shrinkages: dict[tuple[str, str, str], Shrinkage] = {}
         self._paces: dict[tuple[str, str, str, int], Pace] = {}
-        self._kept: dict[tuple[str, int, str, int], Choice] = {}
+        self._kept: dict[tuple[str, int, str, int], AlgorithmChoice] = {}
         # Observed and not announced yet, and announced and not learnt yet.
         self._coded: tuple[Call, bool, int, int, int] | None = None
         self._raw: tuple[Call, int, int] | None = None
         self._announced: tuple[tuple[Call, bool] | None, Call | None] = (None, None)
 
-    def choose(self, call: Call) -> Choice:
+    def choose(self, call: Call) -> AlgorithmChoice:
         """The choice for the next call of the group."""
         if self.must_measure(call.dtype) and self._codecs_of is not None:
             self.rates = self._codecs_of(self.rates, call.dtype)
@@ -107,7 +107,7 @@ class Chooser:
         if way == TRY:
             return replace(choice, reason=PROBE_CODED)
         reason = MEASURED_SLOWER if way == SLOWER else PROBE_RAW
-        return Choice(RAW, 1, choice.levels, choice.raw_seconds, choice.raw_seconds, reason)
+        return AlgorithmChoice(RAW, 1, choice.levels, choice.raw_seconds, choice.raw_seconds, reason)
 
     def why_always_raw(self, operation: str, numel: int, dtype: str) -> str | None:
         """Why a message is left raw whatever was learnt; None if it need not be, or the dtype was not measured."""
@@ -120,7 +120,9 @@ class Chooser:
         """Whether to choose for this dtype the ranks have to measure something together."""
         return dtype not in self.rates.codecs and self._codecs_of is not None
 
-    def observe(self, call: Call, choice: Choice, raw_nbytes: int, message_nbytes: int, nanoseconds: int) -> None:
+    def observe(
+        self, call: Call, choice: AlgorithmChoice, raw_nbytes: int, message_nbytes: int, nanoseconds: int
+    ) -> None:
         """Record the newest call on this rank: `raw_nbytes` became `message_nbytes`, the call took `nanoseconds`."""
         if choice.codec != RAW:
             expected_nbytes = round(raw_nbytes / self.rates.codecs[call.dtype][choice.codec].ratio)
@@ -162,7 +164,7 @@ class Chooser:
     def _is_timed(self, call: Call) -> bool:
         return self._learns and (self._times_sums or call.operation not in _SUMS)
 
-    def _decide(self, call: Call, steps: int | None) -> Choice:
+    def _decide(self, call: Call, steps: int | None) -> AlgorithmChoice:
         """`steps`: bytes observed over bytes expected, in 1 / FINENESS; None if nothing was observed."""
         key = (call.operation, call.numel, call.dtype, -1 if steps is None else steps)
         if key not in self._kept:
@@ -170,7 +172,7 @@ class Chooser:
                 self._kept.clear()
             codes = self.rates.codecs.get(call.dtype, {})
             ratio = None if steps is None else {code: c.ratio * FINENESS / steps for code, c in codes.items()}
-            choice = decide(call.operation, call.numel, call.dtype, self.world, self.rates, ratio)
+            choice = decide(call.operation, call.numel, call.dtype, self.group_shape, self.rates, ratio)
             self._kept[key] = choice
         return self._kept[key]
 
@@ -239,7 +241,7 @@ _FIRST_CODED, _LAST_CODED = 8, 512
 """Calls left raw because coding was slower, after which two are coded to see whether it still is; doubled each time."""
 
 _NUM_CODED = 2
-"""Coded calls of a probe: what one took is told with the next."""
+"""Coded calls of a probe: the seconds of one are reported with the next."""
 
 CODED, SLOWER, TRY = "coded", "slower", "try"
 
@@ -253,7 +255,7 @@ class Pace:
 
     coded: float | None = None
     raw: float | None = None
-    num_told: int = 0
+    num_reports: int = 0
     num_coded: int = 0
     raw_after: int = _FIRST_RAW
     num_refused: int = 0
@@ -290,8 +292,8 @@ class Pace:
 
         The very first does not count: buffers and connections are new.
         """
-        self.num_told += 1
-        if self.num_told > 1:
+        self.num_reports += 1
+        if self.num_reports > 1:
             known = nanoseconds if self.coded is None or tried else self.coded
             self.coded = known + _WEIGHT * (nanoseconds - known)
 

@@ -19,10 +19,19 @@ from torch import Tensor
 
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import CODES, OPERATIONS, RING, CodecRates, Line, LinkRates, fit_line
-from laconic.cost.comm.seconds import MIN_CODED_NBYTES, World, sent_nbytes
+from laconic.cost.comm.seconds import MIN_CODED_NBYTES, GroupShape, sent_nbytes
 from laconic.formats import lossless
 
-__all__ = ["Exchange", "Ranks", "brief_codecs", "brief_link", "codec_rates", "host_name", "pass_around", "world_of"]
+__all__ = [
+    "Exchange",
+    "Ranks",
+    "brief_codecs",
+    "brief_link",
+    "codec_rates",
+    "host_name",
+    "pass_around",
+    "group_shape_of",
+]
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 """All-gather of whole numbers: what every rank of a group passed, in rank order."""
@@ -119,8 +128,8 @@ def host_name() -> str:
     return f"{socket.gethostname()} {namespace}".strip()
 
 
-def world_of(hosts: Sequence[str]) -> World:
-    """The group as machines, from the host of each rank.
+def group_shape_of(hosts: Sequence[str]) -> GroupShape:
+    """Ranks and nodes of a group, from the host of each rank.
 
     Where nodes differ in their number of ranks, or ranks of a node do not follow each other, it counts as one rank per
     node: two levels are not possible there.
@@ -128,7 +137,7 @@ def world_of(hosts: Sequence[str]) -> World:
     nodes = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(nodes)
     regular = list(hosts) == [node for node in nodes for _ in range(per_node)]
-    return World(len(hosts), per_node if regular else 1)
+    return GroupShape(len(hosts), per_node if regular else 1)
 
 
 def codec_rates(ranks: Ranks, dtype: torch.dtype, sizes: Sequence[int]) -> dict[str, CodecRates]:

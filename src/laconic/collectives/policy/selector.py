@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from laconic.collectives import audit
 from laconic.collectives.policy.chooser import NOTE_NBYTES, Call, Chooser
-from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, host_name, world_of
+from laconic.collectives.policy.microbench import Ranks, brief_codecs, brief_link, group_shape_of, host_name
 from laconic.collectives.policy.raw_calls import RawCalls, Way, forget_ways, remember_way
 from laconic.collectives.runtime.background import original_of
 from laconic.cost.comm.rates import ITEM_NBYTES, SEND, WireRates, default_path
@@ -41,8 +41,8 @@ from laconic.cost.comm.seconds import (
     ONE_RANK,
     RAW,
     TOO_SMALL,
-    Choice,
-    World,
+    AlgorithmChoice,
+    GroupShape,
     left_raw,
     sent_nbytes,
 )
@@ -78,7 +78,7 @@ def choose(
     *,
     tag: str = "",
     device: torch.device = _CPU,
-) -> Choice:
+) -> AlgorithmChoice:
     """Choose for one message; every rank of `group` must ask the same at the same place of its calls.
 
     Args:
@@ -103,7 +103,7 @@ def choose(
 
 def foresee(
     operation: str, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, device: torch.device = _CPU
-) -> Choice:
+) -> AlgorithmChoice:
     """Choose by the rates of a prepared group alone; never communicates.
 
     The choice is the same on all its ranks, in whatever order and thread they ask, because nothing is learnt from
@@ -200,8 +200,8 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     if group.size() == 1:
         return
     ranks = Ranks(group, device)
-    world, rates = _agreed_rates(ranks)
-    _prepared.setdefault(group, {})[device.type] = world, _with_codecs(ranks, rates, _SENT)
+    group_shape, rates = _agreed_rates(ranks)
+    _prepared.setdefault(group, {})[device.type] = group_shape, _with_codecs(ranks, rates, _SENT)
     _raw.pop(group, None)
     forget_ways()
 
@@ -211,7 +211,7 @@ def observe(
     numel: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-    choice: Choice,
+    choice: AlgorithmChoice,
     raw_nbytes: int,
     message_nbytes: int,
     seconds: float,
@@ -264,7 +264,7 @@ _SENT = (torch.bfloat16, torch.float16, torch.float32)
 _lock = threading.Lock()
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Chooser]] = WeakKeyDictionary()
 """By type of device, and whether it is for sends."""
-_prepared: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[World, WireRates]]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[GroupShape, WireRates]]] = WeakKeyDictionary()
 _explicit: WireRates | None = None
 _SOURCE = "measured at first use"
 _measured: dict[str, dict[str, WireRates]] = {}
@@ -288,11 +288,11 @@ def _chooser_of(operation: str, group: dist.ProcessGroup, device: torch.device) 
         if prepared is None and sends:
             return None
         ranks = Ranks(group, device)
-        world, rates = _agreed_rates(ranks) if prepared is None else prepared
+        group_shape, rates = _agreed_rates(ranks) if prepared is None else prepared
         # Two ranks that send to each other share no order of calls with the rest of the group, and on CUDA the host
         # would wait for what others announce.
         choosers[key] = Chooser(
-            world,
+            group_shape,
             rates,
             None if sends else partial(_with_codec, ranks),
             learns=not sends and device.type != "cuda",
@@ -330,7 +330,7 @@ def _obvious(numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> str | 
     return TOO_SMALL if numel * dtype.itemsize < MIN_CODED_NBYTES else None
 
 
-def _agreed_rates(ranks: Ranks) -> tuple[World, WireRates]:
+def _agreed_rates(ranks: Ranks) -> tuple[GroupShape, WireRates]:
     """Find the group's machines and rates, by all ranks together.
 
     Rank 0's file where it has one, else rates measured for another group of this kind on these machines, or else rates
@@ -341,30 +341,30 @@ def _agreed_rates(ranks: Ranks) -> tuple[World, WireRates]:
         if one["error"]:
             raise ConfigError(f"rank {rank} of the group cannot read its rates: {one['error']}")
     hosts = [one["host"] for one in found]
-    world = world_of(hosts)
+    group_shape = group_shape_of(hosts)
     first = found[0]["rates"]
     if first is not None:
         rates = WireRates.from_dict(first)
         if not found[0]["checked"] or set(hosts) <= set(rates.hosts):  # else they are another cluster's
-            return world, rates
-    if world.kind in found[0]["measured"]:
-        rates = WireRates.from_dict(found[0]["measured"][world.kind])
+            return group_shape, rates
+    if group_shape.kind in found[0]["measured"]:
+        rates = WireRates.from_dict(found[0]["measured"][group_shape.kind])
         if set(hosts) <= set(rates.hosts):
-            return world, rates
+            return group_shape, rates
     codecs = {
         dtype: codes
         for one in found[0]["measured"].values()
         for dtype, codes in WireRates.from_dict(one).codecs.items()
     }
     rates = WireRates(
-        {world.kind: brief_link(ranks)},
+        {group_shape.kind: brief_link(ranks)},
         codecs,
         ranks.device.type,
         hosts=tuple(dict.fromkeys(hosts)),
         source=_SOURCE,
     )
     _remember(rates)
-    return world, rates
+    return group_shape, rates
 
 
 def _remember(rates: WireRates) -> None:

@@ -85,10 +85,8 @@ def run_here(job: Job[T], groups: Groups) -> T:
 
 
 def done(result: T) -> Work[T]:
-    """A reduction that is over, with its result."""
-    work: _ThreadWork[T] = _ThreadWork()
-    work.result.set_result(result)
-    return work
+    """A work that is over, with its result."""
+    return _FinishedWork(result)
 
 
 def run_in_background(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
@@ -160,8 +158,36 @@ class BackgroundWork(TensorsWork):
 # --- CPU: threads ---
 
 
+class _FinishedWork(Work[T]):
+    """A result that is there; most callers of a blocking call throw it away, so making one costs next to nothing."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        return self._result
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[T]:
+        return future_of(self._as_future())
+
+    def map(self, change: Callable[[T], S]) -> Work[S]:
+        mapped: _ThreadWork[S] = _ThreadWork()
+        _pass_on(change, mapped.result, self._as_future())
+        return mapped
+
+    def _as_future(self) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_result(self._result)
+        return future
+
+
 class _ThreadWork(Work[T]):
-    """A job of an executor's thread, or one that is done already; `callbacks` is its queue of callbacks."""
+    """A job of an executor's thread, or what became of a finished one; `callbacks` is its queue of callbacks."""
 
     def __init__(self, callbacks: CallbackQueue | None = None) -> None:
         self.result: Future[T] = Future()

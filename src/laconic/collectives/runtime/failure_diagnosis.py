@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from laconic.errors import CollectiveError
 
-__all__ = ["GRACE_SECONDS", "absent", "broke_off", "reason_of"]
+__all__ = ["absent", "broke_off", "reason_of"]
 
-GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0
 """Time to wait for entries of other ranks. Ranks that waited for each other give up at about the same time."""
 
 _POLL_SECONDS = 0.05
@@ -65,7 +65,7 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
     """Write down that this rank waited for `peer` in vain; return the group ranks of which each waited for the next.
 
     The first is `peer`. The last has written nothing, or is this rank or one of those before it: then all of them are
-    alive. Takes `GRACE_SECONDS` if a rank is silent. Best effort: the store may have gone with the rank that was lost,
+    alive. Takes `_GRACE_SECONDS` if a rank is silent. Best effort: the store may have gone with the rank that was lost,
     and then `peer` alone is returned.
     """
     chain = [peer]
@@ -76,7 +76,7 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
     # The store's answers come from another process, which may be the one that has stopped: do not wait for them.
     thread = threading.Thread(target=_follow_notes, args=(group, chain), name="laconic-diagnosis", daemon=True)
     thread.start()
-    thread.join(GRACE_SECONDS + 1.0)
+    thread.join(_GRACE_SECONDS + 1.0)
     return list(chain)
 
 
@@ -89,7 +89,7 @@ def absent(group: dist.ProcessGroup) -> list[int]:
     """Write down that a collective broke off here, and find the ranks that hold up the others.
 
     Returns:
-        Group ranks that have written no such entry within `GRACE_SECONDS`. Best effort; [] where they cannot be found.
+        Group ranks that have written no such entry within `_GRACE_SECONDS`. Best effort; [] where they cannot be found.
     """
     if group.size() == 2:
         return [1 - group.rank()]
@@ -97,12 +97,12 @@ def absent(group: dist.ProcessGroup) -> list[int]:
     found: list[int] = []
     thread = threading.Thread(target=_call_the_roll, args=(group, found), name="laconic-diagnosis", daemon=True)
     thread.start()
-    thread.join(GRACE_SECONDS + 1.0)
+    thread.join(_GRACE_SECONDS + 1.0)
     return list(found)
 
 
 def _call_the_roll(group: dist.ProcessGroup, found: list[int]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     try:
         store = group.get_group_store()
         store.set(_key(group.rank()), str(group.rank()))
@@ -125,7 +125,7 @@ def _wake(group: dist.ProcessGroup) -> None:
 
 
 def _follow_notes(group: dist.ProcessGroup, chain: list[int]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     try:
         store = group.get_group_store()
         store.set(_key(group.rank()), str(chain[0]))

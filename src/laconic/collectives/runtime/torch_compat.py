@@ -24,7 +24,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "all_to_all_told",
+    "all_to_all_messages",
     "all_to_all_uneven",
     "count_sent",
     "in_background",
@@ -67,7 +67,7 @@ def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Star
 def all_to_all_uneven(received: list[Tensor], sent: list[Tensor], group: dist.ProcessGroup) -> Started:
     """Exchange tensors: sent[r], contiguous, goes to rank r; received[r] comes from it. Both ranks know their sizes."""
     me = group.rank()
-    count_sent(sum(x.nbytes for place, x in enumerate(sent) if place != me))
+    count_sent(sum(x.nbytes for peer, x in enumerate(sent) if peer != me))
     if sent[me].device.type == "cpu":
         return _exchange(received, sent, group)
     return _started(dist.all_to_all(received, sent, group=group, async_op=True))
@@ -77,7 +77,7 @@ _HEAD_NBYTES = 1 << 15
 """First part of a message that carries its own length; a buffer of this size is ready for each peer."""
 
 
-def all_to_all_told(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def all_to_all_messages(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange byte strings of any length: sent[r], contiguous uint8, goes to rank r.
 
     Waits. One round for short messages on CPU tensors: gloo delivers a message into a longer buffer. Longer ones have a
@@ -88,16 +88,16 @@ def all_to_all_told(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Te
     """
     rank, world = group.rank(), group.size()
     if sent[rank].device.type != "cpu":
-        return _told_on_device(sent, group)
-    count_sent(sum(8 + x.numel() for place, x in enumerate(sent) if place != rank))
+        return _messages_on_device(sent, group)
+    count_sent(sum(8 + x.numel() for peer, x in enumerate(sent) if peer != rank))
     tag, more = _next_tag(group), _next_tag(group)
     froms = [(rank - distance) % world for distance in range(1, world)]
     buffers = {peer: torch.empty(_HEAD_NBYTES, dtype=torch.uint8) for peer in froms}
     heads = {peer: group.recv([buffer], peer, tag) for peer, buffer in buffers.items()}
     sends = []
     for peer in froms[::-1]:
-        said = torch.tensor([sent[peer].numel()]).view(torch.uint8)
-        sends.append(group.send([torch.cat((said, sent[peer][: _HEAD_NBYTES - 8]))], peer, tag))
+        prefix = torch.tensor([sent[peer].numel()]).view(torch.uint8)
+        sends.append(group.send([torch.cat((prefix, sent[peer][: _HEAD_NBYTES - 8]))], peer, tag))
         if sent[peer].numel() > _HEAD_NBYTES - 8:
             sends.append(group.send([sent[peer][_HEAD_NBYTES - 8 :]], peer, more))
     received, tails = list(sent), {}
@@ -116,11 +116,11 @@ def all_to_all_told(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Te
     return received
 
 
-def _told_on_device(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _messages_on_device(sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     lengths = torch.tensor([[x.numel()] for x in sent], device=sent[0].device)
-    told = torch.empty_like(lengths)
-    all_to_all(told, lengths, group).wait()
-    received = [sent[0].new_empty(length) for length in told.flatten().tolist()]
+    incoming = torch.empty_like(lengths)
+    all_to_all(incoming, lengths, group).wait()
+    received = [sent[0].new_empty(length) for length in incoming.flatten().tolist()]
     all_to_all_uneven(received, list(sent), group).wait()
     return received
 

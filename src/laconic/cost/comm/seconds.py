@@ -28,14 +28,13 @@ __all__ = [
     "MIN_CODED_NBYTES",
     "MIN_GAIN",
     "RAW",
-    "RINGS",
     "Candidate",
-    "Choice",
+    "AlgorithmChoice",
     "CodecRates",
     "Line",
     "LinkRates",
     "WireRates",
-    "World",
+    "GroupShape",
     "candidates",
     "chunk_numbers",
     "coded_seconds",
@@ -82,8 +81,8 @@ PROBE_CODED = "measuring what coding takes"
 
 
 @dataclass(frozen=True)
-class World:
-    """Machines of a group: the same number of ranks on each node, or 1 node."""
+class GroupShape:
+    """Ranks and nodes of a group: the same number of ranks on each node, or 1 node."""
 
     num_ranks: int
     ranks_per_node: int = 1
@@ -100,7 +99,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AlgorithmChoice:
     """The algorithm of one message."""
 
     codec: str
@@ -131,22 +130,22 @@ class Candidate(NamedTuple):
     ring: bool = False
 
 
-def left_raw(reason: str, seconds: float = 0.0) -> Choice:
+def left_raw(reason: str, seconds: float = 0.0) -> AlgorithmChoice:
     """The choice of a message that is sent uncoded."""
-    return Choice(RAW, 1, 1, seconds, seconds, reason)
+    return AlgorithmChoice(RAW, 1, 1, seconds, seconds, reason)
 
 
-def sent_nbytes(operation: str, nbytes: float, world: int) -> float:
+def sent_nbytes(operation: str, nbytes: float, num_ranks: int) -> float:
     """Bytes a process sends for an operation whose input has `nbytes`, by the bandwidth-optimal algorithm.
 
     For broadcast, gather and scatter, those of the process that sends or receives most.
     """
     if operation in ("all_gather", "gather"):
-        return nbytes * (world - 1)
+        return nbytes * (num_ranks - 1)
     if operation == "all_reduce":
-        return 2 * nbytes * (world - 1) / world
+        return 2 * nbytes * (num_ranks - 1) / num_ranks
     if operation in ("reduce_scatter", "all_to_all", "scatter"):
-        return nbytes * (world - 1) / world
+        return nbytes * (num_ranks - 1) / num_ranks
     return nbytes
 
 
@@ -154,11 +153,11 @@ def decide(
     operation: str,
     numel: int,
     dtype: str,
-    world: World,
+    group: GroupShape,
     rates: WireRates,
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
-) -> Choice:
+) -> AlgorithmChoice:
     """Choose the algorithm of one message.
 
     Args:
@@ -166,7 +165,7 @@ def decide(
         numel: elements of the input of one rank: the shard of all_gather, all chunks of reduce_scatter, all_to_all and
             scatter, the whole of the others.
         dtype: "bfloat16", ...
-        world: the group.
+        group: its ranks and nodes.
         rates: measured rates.
         ratio: original over message bytes by code, where it has been observed; else that of Gaussian data.
         levels: numbers of levels that the caller can carry out.
@@ -176,28 +175,30 @@ def decide(
     """
     if operation not in OPERATIONS:
         raise ConfigError(f"operation is {operation!r}, but it must be one of {', '.join(OPERATIONS)}")
-    if world.num_ranks == 1:
+    if group.num_ranks == 1:
         return left_raw(ONE_RANK)
-    call = _Call(operation, numel, dtype, world, rates, ratio, levels)
+    call = _Call(operation, numel, dtype, group, rates, ratio, levels)
     raw, chosen = _choose(call)
     reason = PAYS if chosen is not raw else _why_raw(call)
-    return Choice(chosen.codec, chosen.num_chunks, chosen.levels, chosen.seconds, raw.seconds, reason, chosen.ring)
+    return AlgorithmChoice(
+        chosen.codec, chosen.num_chunks, chosen.levels, chosen.seconds, raw.seconds, reason, chosen.ring
+    )
 
 
 def candidates(
     operation: str,
     numel: int,
     dtype: str,
-    world: World,
+    group: GroupShape,
     rates: WireRates,
     ratio: Mapping[str, float] | None = None,
     levels: tuple[int, ...] = (1,),
 ) -> Iterator[Candidate]:
     """The algorithms that `decide` compares, the simplest one first: raw, on the fewest levels."""
-    allowed = _possible(levels, operation, world, rates)
+    allowed = _possible(levels, operation, group, rates)
     nbytes = numel * ITEM_NBYTES.get(dtype, 1)
     for level in allowed:
-        yield Candidate(RAW, 1, level, _seconds_of(operation, nbytes, world, rates, None, 1.0, 1, level))
+        yield Candidate(RAW, 1, level, _seconds_of(operation, nbytes, group, rates, None, 1.0, 1, level))
     if dtype not in ITEM_NBYTES or nbytes < MIN_CODED_NBYTES:
         return
     codes = rates.codecs.get(dtype, {})
@@ -206,14 +207,14 @@ def candidates(
             if code not in codes:
                 continue
             shrinks = (ratio or {}).get(code, codes[code].ratio)
-            sent = sent_nbytes(operation, nbytes, world.num_ranks if level == 1 else world.num_nodes)
+            sent = sent_nbytes(operation, nbytes, group.num_ranks if level == 1 else group.num_nodes)
             for num_chunks in chunk_numbers(sent):
-                seconds = _seconds_of(operation, nbytes, world, rates, codes[code], shrinks, num_chunks, level)
+                seconds = _seconds_of(operation, nbytes, group, rates, codes[code], shrinks, num_chunks, level)
                 yield Candidate(code, num_chunks, level, seconds)
-                if level == 1 and operation in RINGS and world.num_ranks > 2:
-                    link = rates.link(world.kind).at(world.num_ranks)
+                if level == 1 and operation in _RINGS and group.num_ranks > 2:
+                    link = rates.link(group.kind).at(group.num_ranks)
                     if RING in link.travels:
-                        args = (operation, nbytes, world.num_ranks, link, codes[code], shrinks, num_chunks)
+                        args = (operation, nbytes, group.num_ranks, link, codes[code], shrinks, num_chunks)
                         yield Candidate(code, num_chunks, level, ring_seconds(*args), ring=True)
 
 
@@ -228,7 +229,7 @@ class _Call(NamedTuple):
     operation: str
     numel: int
     dtype: str
-    world: World
+    group: GroupShape
     rates: WireRates
     ratio: Mapping[str, float] | None
     levels: tuple[int, ...]
@@ -241,27 +242,27 @@ def _choose(call: _Call) -> tuple[Candidate, Candidate]:
     raw = min((c for c in found if c.codec == RAW), key=lambda candidate: candidate.seconds)
     raw = raw if raw.seconds < (1 - MIN_GAIN) * simple.seconds else simple
     coded = min((c for c in found if c.codec != RAW), key=lambda candidate: candidate.seconds, default=raw)
-    latency = call.rates.link(call.world.kind).at(call.world.num_ranks).line(call.operation).alpha_seconds
+    latency = call.rates.link(call.group.kind).at(call.group.num_ranks).line(call.operation).alpha_seconds
     return raw, coded if pays(coded.seconds, raw.seconds, latency) else raw
 
 
-def _possible(levels: tuple[int, ...], operation: str, world: World, rates: WireRates) -> tuple[int, ...]:
-    nested = world.num_nodes > 1 and world.ranks_per_node > 1 and {"node", "across"} <= set(rates.links)
+def _possible(levels: tuple[int, ...], operation: str, group: GroupShape, rates: WireRates) -> tuple[int, ...]:
+    nested = group.num_nodes > 1 and group.ranks_per_node > 1 and {"node", "across"} <= set(rates.links)
     possible = {1, 2} if nested and operation in _TWO_LEVEL else {1}
     return tuple(sorted(possible & set(levels))) or (1,)
 
 
 # --- seconds ---
 
-RINGS = ("reduce_scatter", "all_reduce")
+_RINGS = ("reduce_scatter", "all_reduce")
 """Operations that can go around a ring."""
 
 _TWO_LEVEL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def _inside(operation: str, nbytes: float, world: World) -> tuple[list[tuple[str, float]], float]:
+def _inside(operation: str, nbytes: float, group: GroupShape) -> tuple[list[tuple[str, float]], float]:
     """The raw operations inside a node with the bytes of their inputs, and those of the part between nodes."""
-    local, nodes = world.ranks_per_node, world.num_nodes
+    local, nodes = group.ranks_per_node, group.num_nodes
     if operation == "all_gather":
         return [("all_gather", nbytes * nodes)], nbytes
     if operation == "reduce_scatter":
@@ -274,34 +275,34 @@ def _inside(operation: str, nbytes: float, world: World) -> tuple[list[tuple[str
 def _seconds_of(
     operation: str,
     nbytes: float,
-    world: World,
+    group: GroupShape,
     rates: WireRates,
     codec: CodecRates | None,
     ratio: float,
     num_chunks: int,
     levels: int,
 ) -> float:
-    def flat(link: LinkRates, nbytes: float, world: int) -> float:
+    def flat(link: LinkRates, nbytes: float, num_ranks: int) -> float:
         if codec is None:
-            return link.line(operation).seconds(sent_nbytes(operation, nbytes, world))
-        return coded_seconds(operation, nbytes, world, link, codec, ratio, num_chunks)
+            return link.line(operation).seconds(sent_nbytes(operation, nbytes, num_ranks))
+        return coded_seconds(operation, nbytes, num_ranks, link, codec, ratio, num_chunks)
 
     if levels == 1:
-        return flat(rates.link(world.kind).at(world.num_ranks), nbytes, world.num_ranks)
-    inside, across_nbytes = _inside(operation, nbytes, world)
-    node = rates.link("node").at(world.ranks_per_node)
-    seconds = flat(rates.link("across").at(world.num_nodes), across_nbytes, world.num_nodes)
+        return flat(rates.link(group.kind).at(group.num_ranks), nbytes, group.num_ranks)
+    inside, across_nbytes = _inside(operation, nbytes, group)
+    node = rates.link("node").at(group.ranks_per_node)
+    seconds = flat(rates.link("across").at(group.num_nodes), across_nbytes, group.num_nodes)
     for name, size in inside:
-        seconds += node.line(name).seconds(sent_nbytes(name, size, world.ranks_per_node))
+        seconds += node.line(name).seconds(sent_nbytes(name, size, group.ranks_per_node))
     return seconds
 
 
 def coded_seconds(
-    operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
+    operation: str, nbytes: float, num_ranks: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
 ) -> float:
-    """Predicted time of one coded operation on one level, whose input on each of `world` ranks has `nbytes`."""
+    """Predicted time of one coded operation on one level, whose input on each of `num_ranks` ranks has `nbytes`."""
     alpha, coding, wire = 0.0, 0.0, 0.0
-    for phase in _phases(operation, nbytes, world):
+    for phase in _phases(operation, nbytes, num_ranks):
         decode = codec.decode_add if phase.sums else codec.decode
         coding += codec.encode.seconds(phase.encoded / num_chunks) + decode.seconds(phase.decoded / num_chunks)
         line = link.travel(phase.travels)
@@ -309,30 +310,30 @@ def coded_seconds(
         wire += line.seconds_per_byte * phase.sent / num_chunks / ratio
     slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + link.chunk_seconds
     extra = link.extra.get(operation)
-    unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, world))
+    unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, num_ranks))
     return alpha + coding + wire + (num_chunks - 1) * slot + unexplained
 
 
 def ring_seconds(
-    operation: str, nbytes: float, world: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
+    operation: str, nbytes: float, num_ranks: int, link: LinkRates, codec: CodecRates, ratio: float, num_chunks: int
 ) -> float:
     """Predicted time of one operation whose coded messages go around a ring.
 
     In each of W - 1 hops of a reduction a rank decodes a W-th, adds its own and encodes; an all-reduce goes around once
     more with the encoded sums.
     """
-    part = nbytes / world / num_chunks
+    part = nbytes / num_ranks / num_chunks
     hop = codec.encode.seconds(part) + codec.decode_add.seconds(part)
-    hops, coding = world - 1, (world - 1) * hop
+    hops, coding = num_ranks - 1, (num_ranks - 1) * hop
     if operation == "all_reduce":
-        hops += world - 1
-        coding += codec.encode.seconds(part) + (world - 1) * codec.decode.seconds(part)
+        hops += num_ranks - 1
+        coding += codec.encode.seconds(part) + (num_ranks - 1) * codec.decode.seconds(part)
     line = link.travel(RING)
     # All chunks go around at once: each rank's link and core do the hops of all of them.
     wire = hops * line.seconds_per_byte * part / ratio
-    slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + hops * link.chunk_seconds / (world - 1)
+    slot = max(coding, wire) + (1 - link.overlap) * min(coding, wire) + hops * link.chunk_seconds / (num_ranks - 1)
     extra = link.extra.get(operation)
-    unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, world))
+    unexplained = 0.0 if extra is None else extra.seconds(sent_nbytes(operation, nbytes, num_ranks))
     return hops * line.alpha_seconds + coding + wire + (num_chunks - 1) * slot + unexplained
 
 
@@ -346,10 +347,10 @@ class _Phase(NamedTuple):
     sums: bool = False
 
 
-def _phases(operation: str, nbytes: float, world: int) -> tuple[_Phase, ...]:
-    others = nbytes * (world - 1) / world
+def _phases(operation: str, nbytes: float, num_ranks: int) -> tuple[_Phase, ...]:
+    others = nbytes * (num_ranks - 1) / num_ranks
     if operation == "all_gather":
-        return (_Phase(nbytes, nbytes * (world - 1), nbytes * (world - 1), "all_gather"),)
+        return (_Phase(nbytes, nbytes * (num_ranks - 1), nbytes * (num_ranks - 1), "all_gather"),)
     if operation == "all_to_all":
         return (_Phase(others, others, others, "all_to_all"),)
     if operation == "reduce_scatter":
@@ -357,12 +358,12 @@ def _phases(operation: str, nbytes: float, world: int) -> tuple[_Phase, ...]:
     if operation == "all_reduce":
         return (
             _Phase(others, others, others, "all_to_all", sums=True),
-            _Phase(nbytes / world, others, others, "all_gather"),
+            _Phase(nbytes / num_ranks, others, others, "all_gather"),
         )
     if operation == "gather":
-        return (_Phase(nbytes, nbytes * (world - 1), nbytes * (world - 1), "gather"),)
+        return (_Phase(nbytes, nbytes * (num_ranks - 1), nbytes * (num_ranks - 1), "gather"),)
     if operation == "scatter":
-        return (_Phase(others, others, nbytes / world, "scatter"),)
+        return (_Phase(others, others, nbytes / num_ranks, "scatter"),)
     return (_Phase(nbytes, nbytes, nbytes, operation),)
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, Line, WireRates
-from laconic.cost.comm.seconds import RAW, Candidate, Choice, World, candidates, decide
+from laconic.cost.comm.seconds import RAW, AlgorithmChoice, Candidate, GroupShape, candidates, decide
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError
 
-__all__ = ["SWEEP_NBYTES", "columns", "explain_one", "explain_sweep", "format_seconds", "rates_text"]
+__all__ = ["columns", "explain_one", "explain_sweep", "format_seconds", "rates_text"]
 
-SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
+_SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
 """Sizes of `explain_sweep`: 4 KiB to 1 GiB."""
 
 
-def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: WireRates) -> str:
+def explain_one(operation: str, nbytes: int, dtype: str, group: GroupShape, rates: WireRates) -> str:
     """Every candidate for one message, best first, and the choice.
 
     Args:
-        operation, dtype, world, rates: as in `decide`.
+        operation, dtype, group, rates: as in `decide`.
         nbytes: of the input of one rank, see `decide`.
 
     Raises:
@@ -27,7 +27,7 @@ def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: Wi
     """
     numel = _numel(nbytes, dtype)
     levels = (1, 2)
-    choice = decide(operation, numel, dtype, world, rates, levels=levels)
+    choice = decide(operation, numel, dtype, group, rates, levels=levels)
     rows = [
         [
             c.codec + (", ring" if c.ring else ""),
@@ -36,28 +36,28 @@ def explain_one(operation: str, nbytes: int, dtype: str, world: World, rates: Wi
             format_seconds(c.seconds),
             f"{choice.raw_seconds / c.seconds:.2f}x",
         ]
-        for c in sorted(candidates(operation, numel, dtype, world, rates, levels=levels), key=_seconds)
+        for c in sorted(candidates(operation, numel, dtype, group, rates, levels=levels), key=_seconds)
     ]
-    title = f"{operation} of {format_nbytes(nbytes)} per rank, {dtype}, {_world_text(world)}"
+    title = f"{operation} of {format_nbytes(nbytes)} per rank, {dtype}, {_group_text(group)}"
     table = columns(["codec", "chunks", "levels", "predicted", "over raw"], rows)
     return f"{title}\n\n{table}\n\nchoice: {_choice_text(choice)}"
 
 
-def explain_sweep(operation: str, dtype: str, world: World, rates: WireRates) -> str:
+def explain_sweep(operation: str, dtype: str, group: GroupShape, rates: WireRates) -> str:
     """For each size the best prediction with each codec, and the choice.
 
     Raises:
         ConfigError: the operation or dtype is not known.
     """
     rows = []
-    for nbytes in SWEEP_NBYTES:
+    for nbytes in _SWEEP_NBYTES:
         numel = _numel(nbytes, dtype)
-        choice = decide(operation, numel, dtype, world, rates, levels=(1, 2))
-        found = list(candidates(operation, numel, dtype, world, rates, levels=(1, 2)))
+        choice = decide(operation, numel, dtype, group, rates, levels=(1, 2))
+        found = list(candidates(operation, numel, dtype, group, rates, levels=(1, 2)))
         best = [min((c.seconds for c in found if c.codec == codec), default=None) for codec in (RAW, *CODES)]
         cells = ["-" if seconds is None else format_seconds(seconds) for seconds in best]
         rows.append([format_nbytes(nbytes), *cells, _choice_text(choice)])
-    title = f"{operation}, {dtype}, {_world_text(world)}; sizes are those of one rank's input"
+    title = f"{operation}, {dtype}, {_group_text(group)}; sizes are those of one rank's input"
     return f"{title}\n\n{columns(['size', RAW, *CODES, 'choice'], rows, left=(4,))}"
 
 
@@ -112,11 +112,11 @@ def _gigabytes(line: Line) -> str:
     return f"{1e-9 / line.seconds_per_byte:.3f}" if line.seconds_per_byte else "-"
 
 
-def _world_text(world: World) -> str:
-    return f"{world.num_ranks} ranks on {world.num_nodes} node{'s' * (world.num_nodes > 1)}"
+def _group_text(group: GroupShape) -> str:
+    return f"{group.num_ranks} ranks on {group.num_nodes} node{'s' * (group.num_nodes > 1)}"
 
 
-def _choice_text(choice: Choice) -> str:
+def _choice_text(choice: AlgorithmChoice) -> str:
     way = choice.codec
     if choice.codec != RAW:
         way += f", {choice.num_chunks} chunk{'s' * (choice.num_chunks > 1)}"

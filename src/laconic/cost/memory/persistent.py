@@ -6,7 +6,7 @@ from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
 
-__all__ = ["adamw8bit_nbytes", "gradient_nbytes", "persistent_nbytes"]
+__all__ = ["gradient_nbytes", "persistent_nbytes"]
 
 
 def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
@@ -22,7 +22,7 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
         total["parameters"] += numel * element
         total["gradients"] += gradient_nbytes(numel, settings.gradient_bits, element)
         if settings.optimizer == "adamw8bit" and _has_8bit_moments(rows, columns):
-            total["optimizer"] += adamw8bit_nbytes(local_rows, columns)
+            total["optimizer"] += _adamw8bit_nbytes(local_rows, columns)
         else:
             total["optimizer"] += 2 * numel * (element if settings.optimizer == "adamw" else 4)
     return dict(total)
@@ -36,7 +36,7 @@ def gradient_nbytes(numel: int, bits: int, parameter_nbytes: int = 4) -> int:
     return numel + scales + (0 if bits == 8 else -(-numel // 2) + scales)
 
 
-def adamw8bit_nbytes(rows: int, columns: int) -> int:
+def _adamw8bit_nbytes(rows: int, columns: int) -> int:
     """Bytes of the two moments of a matrix in `laconic.optim.AdamW8bit`: codes, and an fp32 scale per 256 of a row."""
     return 2 * rows * (columns + -(-columns // 256) * 4)
 

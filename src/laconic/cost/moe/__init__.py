@@ -1,6 +1,6 @@
 """Cost model of mixture-of-experts layers: shapes, rates and the seconds of every route."""
 
-from laconic.cost.moe.fsmoe import FSMOE, fsmoe_route, layer_times, shares_a_wire
+from laconic.cost.moe.fsmoe import FSMOE, fsmoe_route, layer_times, shares_link
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes, saa_seconds
 from laconic.cost.moe.rates import Coding, MoERates, Price, default_moe_path
 from laconic.cost.moe.routes import Route, Step, fastest
@@ -26,5 +26,5 @@ __all__ = [
     "layer_times",
     "parm_routes",
     "saa_seconds",
-    "shares_a_wire",
+    "shares_link",
 ]

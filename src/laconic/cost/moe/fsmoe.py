@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
-from laconic.cost.moe.shape import LayerShape, group_world
+from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.schedule.moe import LayerTimes, best_degree, pipeline_seconds
 from laconic.topology import GridLayout
 
-__all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_a_wire"]
+__all__ = ["FSMOE", "fsmoe_route", "layer_times", "shares_link"]
 
 FSMOE = "fsmoe"
+"""Name of FSMoE's route through a layer."""
 
 
 def layer_times(
@@ -46,9 +47,9 @@ def layer_times(
     return _times(RouteBuilder(shape, grid, rates, coding, load, backward))
 
 
-def shares_a_wire(grid: GridLayout) -> bool:
+def shares_link(grid: GridLayout) -> bool:
     """Return whether all-to-alls and the gathers of shards would use the same links, so that they cannot overlap."""
-    return group_world(grid, "ep").num_nodes == 1 or group_world(grid, "esp").num_nodes > 1
+    return group_shape(grid, "ep").num_nodes == 1 or group_shape(grid, "esp").num_nodes > 1
 
 
 def fsmoe_route(
@@ -79,10 +80,10 @@ def fsmoe_route(
         ScheduleError: the degree is below 1.
     """
     build = RouteBuilder(shape, grid, rates, coding, load, backward)
-    times, one_wire = _times(build), shares_a_wire(grid)
+    times, shared_link = _times(build), shares_link(grid)
     if degree is None:
-        degree = best_degree(times, gradient_seconds, one_wire=one_wire).degree
-    seconds = pipeline_seconds(times, degree, gradient_seconds, one_wire=one_wire)
+        degree = best_degree(times, gradient_seconds, shared_link=shared_link).degree
+    seconds = pipeline_seconds(times, degree, gradient_seconds, shared_link=shared_link)
     share = 1 / grid.mp
     inner = _inner(build)
     steps = [

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from math import comb
 from typing import TYPE_CHECKING, Any
 
-from laconic.cost.comm.seconds import World
+from laconic.cost.comm.seconds import GroupShape
 from laconic.cost.moe.rates import Coding, MoERates
-from laconic.cost.moe.shape import world_of_group
+from laconic.cost.moe.shape import strided_group_shape
 from laconic.errors import ConfigError
 from laconic.topology import Levels, Stage
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DepthChoice",
     "LevelCost",
-    "LevelRows",
     "RowCounts",
     "best_depth",
     "busiest_rows",
@@ -52,7 +51,7 @@ __all__ = [
     "level_rows",
     "rows_between",
     "wire_rows",
-    "world_of_stage",
+    "stage_shape",
 ]
 
 
@@ -61,9 +60,9 @@ def counted_groups(levels: Levels) -> tuple[int, ...]:
     return (*levels.num_groups[1:], levels.num_ranks)
 
 
-def world_of_stage(levels: Levels, stage: Stage) -> World:
-    """Return the machines of the ranks that exchange rows in a stage."""
-    return world_of_group(levels.num_ranks, stage.stride, stage.fanout, levels.node_size)
+def stage_shape(levels: Levels, stage: Stage) -> GroupShape:
+    """Return number and nodes of the ranks that exchange rows in a stage."""
+    return strided_group_shape(levels.num_ranks, stage.stride, stage.fanout, levels.node_size)
 
 
 # --- rows ---
@@ -339,4 +338,4 @@ def _seconds(levels: Levels, stage: Stage, sent_nbytes: float, rates: MoERates, 
     if stage.fanout == 1:
         return 0.0
     nbytes = sent_nbytes * stage.fanout / (stage.fanout - 1)
-    return rates.price("all_to_all", stage.name, world_of_stage(levels, stage), nbytes, coding).seconds
+    return rates.price("all_to_all", stage.name, stage_shape(levels, stage), nbytes, coding).seconds

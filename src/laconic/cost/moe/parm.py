@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
-from laconic.cost.moe.shape import LayerShape, group_world
+from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.topology import GridLayout
 
 __all__ = ["BASELINE", "S1", "S2", "parm_routes", "saa_seconds"]
 
 BASELINE, S1, S2 = "baseline", "s1", "s2"
+"""Names of Parm's routes through a layer: the baseline and its two schedules."""
 
 
 def parm_routes(
@@ -95,14 +96,14 @@ def _s2(build: RouteBuilder) -> Route:
     gate, order, inverse = build.gate(1.0), build.order("order", 1.0), build.order("inverse order", 1.0)
     dispatch, experts, combine, total = _joint(build)
     gather = build.between("gather rows", "all_gather", "mp", build.shape.rows_nbytes / build.grid.mp)
-    joint, mp = group_world(build.grid, "joint"), group_world(build.grid, "mp")
+    joint, mp = group_shape(build.grid, "joint"), group_shape(build.grid, "mp")
     apart = joint.num_nodes > 1 and mp.num_nodes == 1  # two networks; on one, nothing overlaps
     last = dispatch if build.backward else combine
     saa = saa_seconds(last.seconds, gather.seconds, joint.num_ranks, build.rates.overlap if apart else 0.0)
-    hidden = last.seconds + gather.seconds - saa
+    overlapped = last.seconds + gather.seconds - saa
     if build.backward:
-        return Route(S2, (inverse, combine, experts, dispatch, total, gather, order, gate), hidden)
-    return Route(S2, (gate, order, dispatch, experts, combine, total, gather, inverse), hidden)
+        return Route(S2, (inverse, combine, experts, dispatch, total, gather, order, gate), overlapped)
+    return Route(S2, (gate, order, dispatch, experts, combine, total, gather, inverse), overlapped)
 
 
 def _joint(build: RouteBuilder) -> tuple[Step, Step, Step, Step]:

@@ -23,7 +23,7 @@ from laconic.cost.comm.rates import (
     read_line,
     read_link,
 )
-from laconic.cost.comm.seconds import RAW, World, chunk_numbers, coded_seconds, pays, sent_nbytes
+from laconic.cost.comm.seconds import RAW, GroupShape, chunk_numbers, coded_seconds, pays, sent_nbytes
 from laconic.cost.hardware.rates_file import (
     cached_path,
     check_format,
@@ -106,26 +106,28 @@ class MoERates:
         links = {kind: LinkRates(world, table, 0.0, 0.0) for kind, table in lines.items()}
         return cls(WireRates(links, {}), gemm, **others)
 
-    def link(self, group: str, world: World) -> LinkRates:
+    def link(self, group: str, group_shape: GroupShape) -> LinkRates:
         """Return the rates of a group: its own, or those of its kind."""
-        return (self.groups.get(group) or self.wire.link(world.kind)).at(world.num_ranks)
+        return (self.groups.get(group) or self.wire.link(group_shape.kind)).at(group_shape.num_ranks)
 
-    def price(self, operation: str, group: str, world: World, nbytes: float, coding: Coding | None = None) -> Price:
+    def price(
+        self, operation: str, group: str, group_shape: GroupShape, nbytes: float, coding: Coding | None = None
+    ) -> Price:
         """Predict one operation of a group.
 
         Args:
             operation: name of the collective.
             group: name of the group.
-            world: its ranks and nodes.
+            group_shape: its ranks and nodes.
             nbytes: of the input of one rank, as in `laconic.cost.comm.seconds.decide`.
             coding: if its input is coded.
 
         Raises:
             ConfigError: the code was not measured on that dtype.
         """
-        if world.num_ranks == 1:
+        if group_shape.num_ranks == 1:
             return Price(0.0, 0.0)
-        link, sent = self.link(group, world), sent_nbytes(operation, nbytes, world.num_ranks)
+        link, sent = self.link(group, group_shape), sent_nbytes(operation, nbytes, group_shape.num_ranks)
         raw = Price(link.line(operation).seconds(sent), sent)
         if coding is None:
             return raw
@@ -133,7 +135,7 @@ class MoERates:
         for code, codec in self._codecs(coding).items():
             ratio = codec.ratio if coding.ratio is None else coding.ratio
             for chunks in chunk_numbers(sent):
-                seconds = coded_seconds(operation, nbytes, world.num_ranks, link, codec, ratio, chunks)
+                seconds = coded_seconds(operation, nbytes, group_shape.num_ranks, link, codec, ratio, chunks)
                 found.append(Price(seconds, sent, code, chunks))
         coded = min(found, key=lambda price: price.seconds, default=raw)
         gains = pays(coded.seconds, raw.seconds, link.line(operation).alpha_seconds)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from laconic.cost.moe.rates import Coding, MoERates
-from laconic.cost.moe.shape import LayerShape, group_world
+from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.errors import ConfigError
 from laconic.schedule.moe_pipeline import ChunkTime
 from laconic.topology import GridLayout
@@ -42,7 +42,7 @@ class Route:
 
     name: str
     steps: tuple[Step, ...]
-    hidden_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
     """Seconds of the steps that overlap with others."""
     degree: int = 1
     """Number of chunks that its inner steps are cut into."""
@@ -50,7 +50,7 @@ class Route:
     @property
     def seconds(self) -> float:
         """Seconds of the layer: of all steps, less what overlaps."""
-        return sum(step.seconds for step in self.steps) - self.hidden_seconds
+        return sum(step.seconds for step in self.steps) - self.overlapped_seconds
 
     @property
     def sent_nbytes(self) -> float:
@@ -97,8 +97,8 @@ class RouteBuilder:
     def between(self, name: str, operation: str, group: str, nbytes: float) -> Step:
         """Price an operation of a group; nbytes: of one rank's input. Only all_to_all is coded."""
         coding = self.coding if operation == "all_to_all" else None
-        world = group_world(self.grid, group)
-        price, start = (self.rates.price(operation, group, world, size, coding) for size in (nbytes, 0.0))
+        members = group_shape(self.grid, group)
+        price, start = (self.rates.price(operation, group, members, size, coding) for size in (nbytes, 0.0))
         return Step(name, price.seconds, group, operation, price.sent_nbytes, price.code, start.seconds)
 
     def gate(self, share: float) -> Step:

@@ -1,4 +1,4 @@
-"""Candidate configurations of one layer on one grid, priced: `laconic.moe.autotune` chooses from them.
+"""Candidate configurations of one layer on one grid, with predicted seconds: `laconic.moe.autotune` chooses of them.
 
 Where each process has tokens and whole experts of its own (N_MP = N_ESP = 1), rows are sent in one exchange ("flat",
 with their duplicates) or in levels without ("depth 1", "depth 2", ...). Else the routes are Parm's baseline, S1 and S2
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from laconic.cost.comm.rates import Line
 from laconic.cost.comm.seconds import MIN_GAIN, RAW
 from laconic.cost.moe.fsmoe import fsmoe_route
-from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, rows_between, wire_rows, world_of_stage
+from laconic.cost.moe.hierarchy import RowCounts, busiest_rows, rows_between, stage_shape, wire_rows
 from laconic.cost.moe.parm import BASELINE, S1, S2, parm_routes
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.routes import Route, RouteBuilder, Step
@@ -35,23 +35,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FLAT",
-    "SHARDED",
-    "TIE",
     "OVERHEAD",
     "UNEXPLAINED",
     "Candidate",
     "LayerPlan",
-    "Pricing",
+    "CostModel",
     "best_candidate",
     "best_plan",
     "overhead_size",
 ]
 
-FLAT, SHARDED = "flat", "sharded"
+FLAT, _SHARDED = "flat", "sharded"
 OVERHEAD = "fixed overhead"
 UNEXPLAINED = "unexplained"
 
-TIE = 0.02
+_TIE = 0.02
 """Share of the time within which two candidates count as equally fast."""
 
 _ENTRY_NBYTES = 8
@@ -125,7 +123,7 @@ def best_candidate(candidates: Iterable[Candidate]) -> Candidate:
 
 
 def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
-    """Return the plainest of the plans that are as fast as the fastest: whole within `MIN_GAIN`, else within `TIE`.
+    """Return the plainest of the plans that are as fast as the fastest: whole within `MIN_GAIN`, else within `_TIE`.
 
     A more complicated plan has to win clearly, since neither predictions nor measurements are exact.
 
@@ -137,7 +135,7 @@ def best_plan(seconds: Mapping[LayerPlan, float]) -> LayerPlan:
     fastest = min(seconds, key=lambda plan: (seconds[plan], plan.plainness))
 
     def allowed(plan: LayerPlan) -> float:
-        return MIN_GAIN if plan.degree == 1 < fastest.degree else TIE
+        return MIN_GAIN if plan.degree == 1 < fastest.degree else _TIE
 
     near = (plan for plan in seconds if seconds[plan] <= (1 + allowed(plan)) * seconds[fastest])
     return min(near, key=lambda plan: plan.plainness)
@@ -165,8 +163,8 @@ def overhead_size(
 
 
 @dataclass(frozen=True)
-class Pricing:
-    """Prices plans of one layer on one grid for one routing.
+class CostModel:
+    """Predicts the seconds of plans of one layer on one grid for one routing.
 
     Attributes:
         counts: rows between ranks, where N_MP = N_ESP = 1; `RowCounts.uniform` if the routing is not known.
@@ -196,7 +194,7 @@ class Pricing:
         """List the paths that differ on this grid."""
         if self.counts is not None:
             return [FLAT, *(f"depth {depth}" for depth in self.counts.levels.depths)]
-        return [BASELINE, S1, S2, SHARDED]
+        return [BASELINE, S1, S2, _SHARDED]
 
     def candidates(self, codes: Sequence[str] = (RAW,)) -> list[Candidate]:
         """Price every path in every code that was measured, in levels also raw inside nodes, fastest first."""
@@ -222,15 +220,15 @@ class Pricing:
         if self.counts is not None:
             build = RouteBuilder(shape, grid, rates, backward=backward)
             route = self._counted(plan, build, self.counts)
-        elif path == SHARDED:
+        elif path == _SHARDED:
             route = fsmoe_route(shape, grid, rates, degree=1, backward=backward, coding=coding, load=load)
-            route = replace(route, name=SHARDED)
+            route = replace(route, name=_SHARDED)
         else:
             found = parm_routes(shape, grid, rates, backward=backward, coding=coding, load=load)
             (route,) = (one for one in found if one.name == path)
         kept = tuple(step for step in route.steps if step.seconds or step.operation or step.name == "experts")
-        wires = sum(step.seconds for step in kept if step.operation) - route.hidden_seconds
-        overhead = max(overhead, -wires)  # a line extrapolated far from its measurements
+        links = sum(step.seconds for step in kept if step.operation) - route.overlapped_seconds
+        overhead = max(overhead, -links)  # a line extrapolated far from its measurements
         return replace(route, steps=(*kept, Step(OVERHEAD, overhead)))
 
     def _coding(self, code: str) -> Coding | None:
@@ -241,12 +239,12 @@ class Pricing:
         coding, inner = self._coding(plan.code), self._coding(plan.inner_code or plan.code)
         if plan.path == FLAT:
             (stage,) = levels.stages(1)
-            wires = [self._wire(levels, stage, rows_between(counts, None), row_nbytes, coding, "ep")]
+            exchanges = [self._wire(levels, stage, rows_between(counts, None), row_nbytes, coding, "ep")]
         else:
             entries = float(counts.assignments.sum()) / max(1.0, float(counts.rows[levels.num_ranks].sum()))
             row_nbytes += 0 if build.backward else _ENTRY_NBYTES * entries / 2  # sent to the experts, not back
             stages = levels.stages(plan.depth or 1)
-            wires = [
+            exchanges = [
                 self._wire(levels, stage, rows_between(counts, stage), row_nbytes, code, stage.name)
                 for stage, code in zip(stages, (coding, *[inner] * (len(stages) - 1)), strict=True)
             ]
@@ -254,9 +252,9 @@ class Pricing:
             plan.path,
             (
                 build.gate(1.0),
-                *(replace(wire, name=f"dispatch {wire.name}".strip()) for wire in wires),
+                *(replace(one, name=f"dispatch {one.name}".strip()) for one in exchanges),
                 build.experts_of(float(counts.assignments.sum(axis=0).max())),
-                *(replace(wire, name=f"combine {wire.name}".strip()) for wire in reversed(wires)),
+                *(replace(one, name=f"combine {one.name}".strip()) for one in reversed(exchanges)),
             ),
         )
 
@@ -266,6 +264,6 @@ class Pricing:
         if stage.fanout == 1:
             return Step(stage.name, 0.0)
         nbytes = busiest_rows(between) * row_nbytes * stage.fanout / (stage.fanout - 1)
-        price = self.rates.price("all_to_all", group, world_of_stage(levels, stage), nbytes, coding)
+        price = self.rates.price("all_to_all", group, stage_shape(levels, stage), nbytes, coding)
         name = "" if group == "ep" else stage.name
         return Step(name, price.seconds, group, "all_to_all", price.sent_nbytes, price.code)

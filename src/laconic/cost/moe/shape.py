@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from laconic.cost.comm.seconds import World
+from laconic.cost.comm.seconds import GroupShape
 from laconic.errors import ConfigError
 from laconic.topology import GridLayout, groups_of_ranks
 
-__all__ = ["LayerShape", "group_world", "world_of_group"]
+__all__ = ["LayerShape", "group_shape", "strided_group_shape"]
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,21 @@ class LayerShape:
                 raise ConfigError(f"{name} is {value}, but it must be a multiple of {divisor} = {number}; change one")
 
 
-def group_world(grid: GridLayout, group: str) -> World:
-    """Return the machines of a group of GROUPS; of the one that spans most nodes, where groups differ."""
-    return world_of_group(grid.num_ranks, *grid.stride_and_size(group), grid.ranks_per_node or grid.num_ranks)
+def group_shape(grid: GridLayout, group: str) -> GroupShape:
+    """Return ranks and nodes of a group of GROUPS; of the one that spans most nodes, where groups differ."""
+    return strided_group_shape(grid.num_ranks, *grid.stride_and_size(group), grid.ranks_per_node or grid.num_ranks)
 
 
 @lru_cache(maxsize=4096)
-def world_of_group(num_ranks: int, stride: int, size: int, ranks_per_node: int) -> World:
-    """Return the machines of groups of `size` ranks that stand `stride` apart and tile `num_ranks`.
+def strided_group_shape(num_ranks: int, stride: int, size: int, ranks_per_node: int) -> GroupShape:
+    """Return ranks and nodes of groups of `size` ranks that stand `stride` apart and tile `num_ranks`.
 
     They are those of the group on most nodes. A group that does not lie evenly on its nodes counts as one rank per
     node, the slowest case.
     """
     groups = groups_of_ranks(num_ranks, stride, size)
     most = max(len({rank // ranks_per_node for rank in group}) for group in groups)
-    return World(size, size // most if size % most == 0 else 1)
+    return GroupShape(size, size // most if size % most == 0 else 1)
 
 
 def _check_whole(record: object, name: str, least: int) -> None:

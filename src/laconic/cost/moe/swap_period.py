@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laconic.cost.comm.seconds import World, sent_nbytes
+from laconic.cost.comm.seconds import GroupShape, sent_nbytes
 from laconic.cost.moe.rates import MoERates
 from laconic.errors import ConfigError
 
@@ -47,22 +47,27 @@ _TELLING = 2
 """Messages that announce the result: its length, and the result."""
 
 
-def move_seconds(nbytes: float, world: World, rates: MoERates, group: str = "ep") -> float:
+def move_seconds(nbytes: float, group_shape: GroupShape, rates: MoERates, group: str = "ep") -> float:
     """Predict two ranks of a group sending each other `nbytes` at once, on different nodes if the group has several.
 
     By the line of `send`, else all-to-all's. A group's `send` goes to the neighbour, which is mostly in the same node;
     so between nodes that of the group that joins them counts (inter1), or all-to-all's if that was not measured.
     """
-    line = rates.link(group, world).line("send")
-    if world.num_nodes == 1 or world.ranks_per_node == 1:
+    line = rates.link(group, group_shape).line("send")
+    if group_shape.num_nodes == 1 or group_shape.ranks_per_node == 1:
         return line.seconds(nbytes)
     across = rates.groups.get("inter1")
-    between = rates.link(group, world).line("all_to_all") if across is None else across.line("send")
+    between = rates.link(group, group_shape).line("all_to_all") if across is None else across.line("send")
     return max(line.seconds(nbytes), between.seconds(nbytes))
 
 
 def query_seconds(
-    num_tokens: int, num_experts: int, num_groups: Sequence[int], world: World, rates: MoERates, group: str = "ep"
+    num_tokens: int,
+    num_experts: int,
+    num_groups: Sequence[int],
+    group_shape: GroupShape,
+    rates: MoERates,
+    group: str = "ep",
 ) -> float:
     """Predict one query of a layer's routing: count a rank's tokens, add up all ranks' tables, announce the plan.
 
@@ -72,7 +77,7 @@ def query_seconds(
         num_tokens: of a rank.
         num_experts: E.
         num_groups: of the levels, see `LevelCost`.
-        world: ranks and nodes of the group.
+        group_shape: ranks and nodes of the group.
         rates: of the cluster.
         group: name of the group.
     """
@@ -80,8 +85,8 @@ def query_seconds(
     numbers = sum(g + num_experts * g + num_experts**2 for g in num_groups)
     products = rates.products_seconds(entries * (num_experts * len(num_groups) + sum(num_groups)), 2 * len(num_groups))
     touched = rates.copy.seconds(_TOUCHED_NBYTES * entries * len(num_groups))
-    line = rates.link(group, world).line("all_reduce")
-    added = line.seconds(sent_nbytes("all_reduce", 8.0 * numbers, world.num_ranks))
+    line = rates.link(group, group_shape).line("all_reduce")
+    added = line.seconds(sent_nbytes("all_reduce", 8.0 * numbers, group_shape.num_ranks))
     return products + touched + added + _TELLING * line.alpha_seconds
 
 

@@ -12,7 +12,7 @@ from laconic.cost.sizes import format_nbytes
 
 __all__ = ["candidates_text", "parts_of", "routes_text"]
 
-_PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unexplained", "hidden")
+_PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unexplained", "overlapped")
 
 
 def parts_of(route: Route) -> dict[str, float]:
@@ -24,7 +24,7 @@ def parts_of(route: Route) -> dict[str, float]:
         else:
             kind = step.name if step.name in ("experts", UNEXPLAINED) else "within the rank"
         parts[kind] += step.seconds
-    parts["hidden"] = -route.hidden_seconds
+    parts["overlapped"] = -route.overlapped_seconds
     return parts
 
 
@@ -117,8 +117,8 @@ def _whole(candidate: Candidate) -> Route:
     plan, forward, backward = candidate.plan, candidate.forward, candidate.backward
     code = "" if plan.rows == RAW else f", {plan.rows}"
     cut = "" if plan.degree == 1 else f", {plan.degree} chunks"
-    hidden = forward.hidden_seconds + backward.hidden_seconds
-    return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), hidden, plan.degree)
+    overlapped = forward.overlapped_seconds + backward.overlapped_seconds
+    return Route(f"{plan}{code}{cut}", (*forward.steps, *backward.steps), overlapped, plan.degree)
 
 
 def _reason(ordered: Sequence[Route]) -> str:
@@ -133,7 +133,7 @@ def _reason(ordered: Sequence[Route]) -> str:
     part = max(gains, key=lambda name: gains[name])
     saved = format_seconds(second.seconds - best.seconds)
     less = format_seconds(gains[part])
-    where = f"{less} more is hidden" if part == "hidden" else f"of {less} less for {part}"
+    where = f"{less} more is overlapped" if part == "overlapped" else f"of {less} less for {part}"
     return f"{best.name}: {saved} less than {second.name}, mostly because {where}"
 
 

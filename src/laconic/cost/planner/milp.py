@@ -18,9 +18,9 @@ from laconic.cost.memory.predict import predict
 from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
 from laconic.errors import PlanError
 
-__all__ = ["LAYER_INPUT", "Costs", "IntegerProgram"]
+__all__ = ["Costs", "IntegerProgram"]
 
-LAYER_INPUT = Choice("int8")
+_LAYER_INPUT = Choice("int8")
 """How a decoder layer that runs again in backward keeps its input."""
 
 _SCALE = 2.0**20
@@ -194,7 +194,7 @@ class IntegerProgram:
 
     def _the_peak_is_never_exceeded(self) -> Iterable[_Rule]:
         tp = self._job.layout.tensor_parallel
-        layer_input = recomputed_nbytes(self._job, LAYER_INPUT)
+        layer_input = recomputed_nbytes(self._job, _LAYER_INPUT)
         for state in self._states:
             for point in self._peak_points(state):
                 nbytes: dict[Hashable, float] = {}
@@ -263,7 +263,7 @@ class IntegerProgram:
     def _named(self, values: Mapping[Hashable, float]) -> tuple[dict[str, Choice], dict[int, Choice]]:
         """From counts to layers: those that run again first, then fewest bytes first."""
         recomputed = {
-            layer: LAYER_INPUT
+            layer: _LAYER_INPUT
             for stage in self._stages
             for kind, layers in _kinds(stage).items()
             for layer in layers[: round(values[_again(stage, kind)])]

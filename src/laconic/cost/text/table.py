@@ -10,10 +10,10 @@ from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["describe_job", "plan_text"]
+__all__ = ["plan_text"]
 
 
-def describe_job(job: Job) -> str:
+def _describe_job(job: Job) -> str:
     """Model, world, batch and settings in four lines."""
     shape, layout, settings, batch = job.shape, job.layout, job.settings, job.batch
     stages = f"{layout.stages} stages" if layout.stages > 1 else "no pipeline"
@@ -40,7 +40,7 @@ def describe_job(job: Job) -> str:
 
 def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
     """The plan for a terminal, in plain ASCII."""
-    parts = [describe_job(job), _memory_table(chosen), _choice_table(job, chosen)]
+    parts = [_describe_job(job), _memory_table(chosen), _choice_table(job, chosen)]
     error, time = f"{chosen.relative_error:.1%}", f"{chosen.time_share:.1%}"
     parts.append(
         f"policy {chosen.policy}: gradient off by about {error}, step about {time} longer than with everything exact"

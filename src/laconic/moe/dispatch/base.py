@@ -10,7 +10,7 @@ several:
 Forward goes out with rows and home with outputs. Backward goes out with the gradients of outputs and home with those of
 rows. Every step is linear and backward's are forward's transposes, so one transport serves both directions. A whole
 layer is one chunk, run by `laconic.moe.dispatch.staged`; several chunks are run at once by
-`laconic.moe.PipelineSchedule`.
+`laconic.moe.ChunkedSchedule`.
 """
 
 from __future__ import annotations

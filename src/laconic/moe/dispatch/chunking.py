@@ -106,12 +106,12 @@ class SlicedRows:
         by_chunk = self.table.view(num_ranks, num_places, degree, per_chunk).sum(3).permute(2, 0, 1)
         by_slice = self.arriving.sum((0, 1))
         # One transfer from the device for everything that the host has to know.
-        told = torch.cat((by_chunk.flatten(), by_slice)).tolist()
-        size, sizes = num_ranks * num_places, told[degree * num_ranks * num_places :]
+        numbers = torch.cat((by_chunk.flatten(), by_slice)).tolist()
+        size, sizes = num_ranks * num_places, numbers[degree * num_ranks * num_places :]
         homes = [None] if degree == 1 else rows_of_chunks(self.home, degree)
         found = []
         for i in range(degree):
-            flat = told[i * size : (i + 1) * size]
+            flat = numbers[i * size : (i + 1) * size]
             table = [flat[row : row + num_places] for row in range(0, size, num_places)]
             of_slices = sizes[i * per_chunk : (i + 1) * per_chunk]
             mine = self.arriving[:, :, i * per_chunk : (i + 1) * per_chunk]

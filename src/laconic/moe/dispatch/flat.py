@@ -199,10 +199,10 @@ def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Sl
         return SlicedRows(home, home[None], sizes[None], 0)
     by_place = counts.view(num_places, 1, num_local).expand(-1, num_shards, -1).reshape(world, num_local)
     # The sizes go along, so that every rank knows what all send.
-    told = exchange_counts(torch.cat((by_place, sizes.flatten().expand(world, -1)), 1), group)
+    exchanged = exchange_counts(torch.cat((by_place, sizes.flatten().expand(world, -1)), 1), group)
     first = group.rank() // num_shards * num_local
-    arriving = slice_sizes(told[:, :num_local], torch.arange(first, first + num_local, device=device), num_slices)
-    return SlicedRows(home, arriving, told[:, num_local:].view(world, num_places, num_slices), group.rank())
+    arriving = slice_sizes(exchanged[:, :num_local], torch.arange(first, first + num_local, device=device), num_slices)
+    return SlicedRows(home, arriving, exchanged[:, num_local:].view(world, num_places, num_slices), group.rank())
 
 
 def copied(rows: Tensor, sizes: Sequence[int], num_copies: int) -> Tensor:

@@ -27,7 +27,7 @@ from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 from laconic.topology import Levels, Stage
 
-__all__ = ["HierarchicalDispatcher", "LevelGroups"]
+__all__ = ["HierarchicalDispatcher"]
 
 
 class LevelGroups(Protocol):
@@ -111,12 +111,12 @@ class HierarchicalDispatcher(StagedDispatcher):
             ConfigError: on every rank, if the depth does not exist or ranks ask for different ones.
         """
         self.levels.stages(depth)
-        told: list[int] = [0] * self.group.size()
-        dist.all_gather_object(told, depth, group=self.group)
-        if len({*told}) > 1:
+        depths: list[int] = [0] * self.group.size()
+        dist.all_gather_object(depths, depth, group=self.group)
+        if len({*depths}) > 1:
             ranks = dist.get_process_group_ranks(self.group)
             raise ConfigError(
-                f"depth is {dict(zip(ranks, told, strict=True))} by rank, but all ranks must take the same; let"
+                f"depth is {dict(zip(ranks, depths, strict=True))} by rank, but all ranks must take the same; let"
                 " laconic.moe.agree_on_depth choose"
             )
         self._depth = depth

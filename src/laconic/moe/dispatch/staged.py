@@ -27,7 +27,7 @@ class _StagedState:
 class StagedDispatcher(ABC):
     """A dispatcher made of its `plan`: dispatch goes out in one chunk, combine comes home in one.
 
-    `laconic.moe.PipelineSchedule` runs the same plan in several chunks.
+    `laconic.moe.ChunkedSchedule` runs the same plan in several chunks.
     """
 
     @abstractmethod

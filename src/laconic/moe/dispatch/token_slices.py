@@ -101,10 +101,10 @@ class SlicedStage:
         parts = zip(fronts, plan.ids.split(plan.entry_splits), strict=True)
         with losses_named(group):
             messages = [torch.cat((bytes_of(front), bytes_of(ids))) for front, ids in parts]
-            told = torch_compat.all_to_all_told(messages, group)
+            received = torch_compat.all_to_all_messages(messages, group)
         num_front = fronts.shape[1] * fronts.itemsize
-        heard = torch.stack([one[:num_front] for one in told]).view(torch.int64)
-        table = heard[:, num_slices:].unflatten(1, (stage.fanout, -1)).permute(2, 0, 1).tolist()
+        fronts_received = torch.stack([one[:num_front] for one in received]).view(torch.int64)
+        table = fronts_received[:, num_slices:].unflatten(1, (stage.fanout, -1)).permute(2, 0, 1).tolist()
         found = SlicedStage(
             group,
             before,
@@ -113,10 +113,10 @@ class SlicedStage:
             sent_rows=rows.T.tolist(),
             sent_entries=entries.T.tolist(),
             received_rows=[[row[group.rank()] for row in of_slice] for of_slice in table],
-            received_entries=heard[:, :num_slices].T.tolist(),
+            received_entries=fronts_received[:, :num_slices].T.tolist(),
             table=table,
         )
-        ids = torch.cat([one[num_front:].view(plan.ids.dtype) for one in told])
+        ids = torch.cat([one[num_front:].view(plan.ids.dtype) for one in received])
         return found, found._after(ids)
 
     def _after(self, ids: Tensor) -> SlicedTokens:

@@ -31,7 +31,7 @@ Compute = Callable[[int, Buffers], Buffers]
 
 
 class PlanExecutor(Protocol):
-    """Runs exchange plans; implemented by `laconic.moe.PipelineSchedule`."""
+    """Runs exchange plans; implemented by `laconic.moe.ChunkedSchedule`."""
 
     @property
     def num_slices(self) -> int:
@@ -179,7 +179,7 @@ class _Joined(torch.autograd.Function):
     @first_derivatives(
         ScheduleError,
         "a second derivative (create_graph=True) reaches a layer in chunks, which has none; run the layer without a"
-        " PipelineSchedule for such steps",
+        " ChunkedSchedule for such steps",
     )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = ctx.run.backward(grads[0].contiguous())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from laconic.errors import ScheduleError
-from laconic.schedule.execute import Work
+from laconic.schedule.execute import TaskHandle
 
 __all__ = ["CudaStream"]
 
@@ -45,7 +45,7 @@ class CudaStream:
         """See `laconic.schedule.execute.Stream`; the stream waits for the caller's."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def submit(self, action: Callable[[], object], after: Sequence[Work]) -> Work:
+    def submit(self, action: Callable[[], object], after: Sequence[TaskHandle]) -> TaskHandle:
         """Issue the action now; on the device it runs after `after`."""
         with torch.cuda.stream(self._stream):
             for work in after:

@@ -1,8 +1,8 @@
-"""Dense gradients reduced in windows of the backward, as `laconic.schedule.fill_windows` plans them.
+"""Dense gradients reduced in idle slots of the backward, as `laconic.schedule.moe.fill_slots` plans them.
 
 A gradient waits from the moment when autograd has accumulated it. The pipelines of mixture layers
-(`laconic.moe.PipelineSchedule`) ask for work when the link between nodes is idle between their dispatches and their
-combines, and get the oldest waiting bytes, as many as the plan has for that window. The bytes planned for a dense part
+(`laconic.moe.ChunkedSchedule`) ask for work when the link between nodes is idle between their dispatches and their
+combines, and get the oldest waiting bytes, as many as the plan has for that slot. The bytes planned for a dense part
 are sent over the same link while that part computes. `finish` sends the rest.
 
 Gradients become ready in the order of the backward, which is the same on ranks that run the same model, and the plan
@@ -25,7 +25,7 @@ from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.errors import ModelError, ScheduleError
 from laconic.moe.pipeline.schedule import pipeline_streams
-from laconic.schedule.execute import Stream, Work
+from laconic.schedule.execute import Stream, TaskHandle
 from laconic.schedule.moe_gradients import GradientPlan
 from laconic.schedule.moe_pipeline import INTER
 
@@ -46,9 +46,9 @@ def mean_over(group: dist.ProcessGroup, *, codec: Codec | str = "auto") -> Reduc
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes reduced in one window."""
+    """Bytes reduced in one slot."""
 
-    window: str | None
+    slot: str | None
     """The part; None: after the last one."""
     nbytes: int
 
@@ -71,7 +71,7 @@ class _Waiting:
 
 @dataclass(eq=False)
 class _Batch:
-    """Work of one window: slices of gradients, (parameter, first element, past the last), and deferred actions."""
+    """Work of one slot: slices of gradients, (parameter, first element, past the last), and deferred actions."""
 
     pieces: list[tuple[nn.Parameter, int, int]] = field(default_factory=list)
     actions: list[Callable[[], object]] = field(default_factory=list)
@@ -82,12 +82,12 @@ class DenseGradients:
     """Averages gradients of dense parameters over ranks during backward.
 
         gradients = DenseGradients(dense_parameters, mean_over(grid.dp), plan)
-        layer.schedule = PipelineSchedule(2, 4, gradients=gradients, part="moe 3")     for every layer
+        layer.schedule = ChunkedSchedule(2, 4, gradients=gradients, part="moe 3")     for every layer
         loss.backward()
         gradients.finish()
 
     Attributes:
-        sent: what every window of the last backward reduced, in order, up to `finish`.
+        sent: what every slot of the last backward reduced, in order, up to `finish`.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class DenseGradients:
             parameters: whose gradients are reduced here and nowhere else; each is used in one backward once.
             reduce: called with slices of gradients in their dtype, in the stream's thread. Its result for one slice
                 must not depend on others (`mean_over`, with or without a codec of few bits).
-                None, with no parameters: only what is deferred is reduced (`reduce_in_windows`).
-            plan: bytes by window. None: every window takes all that waits, which needs no measuring.
+                None, with no parameters: only what is deferred is reduced (`reduce_in_slots`).
+            plan: bytes by slot. None: every slot takes all that waits, which needs no measuring.
             stream: the link between nodes; None: the one of `pipeline_streams`.
 
         Raises:
@@ -121,7 +121,7 @@ class DenseGradients:
         self._reduce, self.plan, self._stream = reduce, plan, stream
         self._waiting: deque[_Waiting] = deque()
         self._seen: set[nn.Parameter] = set()
-        self._works: list[Work] = []
+        self._works: list[TaskHandle] = []
         self._enabled = True
         self.sent: list[Sent] = []
         self._held: list[Tensor] = []
@@ -140,7 +140,7 @@ class DenseGradients:
     def defer(self, nbytes: int, action: Callable[[], object]) -> None:
         """Queue a reduction that can only be done as a whole.
 
-        It runs in the stream's thread, in the first window that has room for it, or in `finish`.
+        It runs in the stream's thread, in the first slot that has room for it, or in `finish`.
         """
         self._begin()
         self._waiting.append(_Waiting(1, nbytes, lambda first, last: action()))
@@ -154,7 +154,7 @@ class DenseGradients:
             num_units: units to reduce.
             unit_nbytes: bytes of a unit.
             action: action(first, last) reduces the units from `first` to before `last`, in the stream's thread; called
-                once for each window that has room for some.
+                once for each slot that has room for some.
             device: of the units.
         """
         self._begin()
@@ -165,8 +165,8 @@ class DenseGradients:
         """Keep tensors until `finish` has waited for the reductions that use them."""
         self._held += tensors
 
-    def window(self, part: str) -> Callable[[], object] | None:
-        """See `GradientWindows.window`: reduces what is planned for this part and ready.
+    def slot(self, part: str) -> Callable[[], object] | None:
+        """See `GradientSlots.slot`: reduces what is planned for this part and ready.
 
         Raises:
             ScheduleError: the plan has no such part.
@@ -179,16 +179,16 @@ class DenseGradients:
         return partial(self._run, batch)
 
     def after(self, part: str) -> None:
-        """See `GradientWindows.after`: reduces the bytes of the dense parts that follow while they compute."""
+        """See `GradientSlots.after`: reduces the bytes of the dense parts that follow while they compute."""
         if self.plan is None:
             return
-        names = [window.part for window in self.plan.windows]
-        for window in self.plan.windows[names.index(part) + 1 :]:
-            if window.degree is not None:
+        names = [slot.part for slot in self.plan.slots]
+        for slot in self.plan.slots[names.index(part) + 1 :]:
+            if slot.degree is not None:
                 break
-            batch = self._take(window.nbytes)
+            batch = self._take(slot.nbytes)
             if batch is not None:
-                self.sent.append(Sent(window.part, batch.nbytes))
+                self.sent.append(Sent(slot.part, batch.nbytes))
                 self._works.append(self._wire().submit(partial(self._run, batch), ()))
 
     def finish(self) -> None:
@@ -242,10 +242,10 @@ class DenseGradients:
         """Return the bytes planned for a part; None: no limit."""
         if self.plan is None:
             return None
-        found = [window.nbytes for window in self.plan.windows if window.part == part]
+        found = [slot.nbytes for slot in self.plan.slots if slot.part == part]
         if not found:
             raise ScheduleError(
-                f"part is {part!r}, but the plan has {[window.part for window in self.plan.windows]}; give the schedule"
+                f"part is {part!r}, but the plan has {[slot.part for slot in self.plan.slots]}; give the schedule"
                 " the name that its layer has in the plan"
             )
         return found[0]

@@ -1,4 +1,4 @@
-"""FSDP2's reduce-scatters in windows of the backward.
+"""FSDP2's reduce-scatters in gradient reduction slots.
 
 FSDP2 reduces a unit's gradients as soon as its backward has ended and leaves the result in place: the gradients of its
 sharded parameters are views of it. So the reduction may come later, in slices, as long as nobody reads those gradients
@@ -24,22 +24,22 @@ from laconic.errors import ModelError, ScheduleError
 from laconic.moe.layer import moe_layers
 from laconic.moe.pipeline.grad_reduce import DenseGradients
 
-__all__ = ["reduce_in_windows"]
+__all__ = ["reduce_in_slots"]
 
 
-def reduce_in_windows(model: nn.Module, gradients: DenseGradients) -> int:
-    """Let the FSDP2 units of a model, apart from those in experts, reduce in the windows of `gradients`.
+def reduce_in_slots(model: nn.Module, gradients: DenseGradients) -> int:
+    """Let the FSDP2 units of a model, apart from those in experts, reduce in slots of `gradients`.
 
     A unit keeps its reduction: torch's own reduce-scatter, that of `zip_collectives`, or the quantized one of
     `quantize_reduction`. All ranks call it together, after fully_shard and those. Micro-batches but the last must not
     reduce (`set_requires_gradient_sync(False)`), and gradients must be None before each backward that does.
 
     Returns:
-        The number of groups of parameters that reduce in windows; those on one rank have nothing to reduce.
+        The number of groups of parameters that reduce in slots; those on one rank have nothing to reduce.
 
     Raises:
         ModelError: a unit's result is needed at once (over a 2-D mesh (HSDP), with an all-reduce hook, a divide factor,
-            or offloaded to the host), or it reduces in windows already.
+            or offloaded to the host), or it reduces in slots already.
     """
     of_experts = {id(one) for layer in moe_layers(model).values() for one in layer.experts.modules()}
     own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -49,7 +49,7 @@ def reduce_in_windows(model: nn.Module, gradients: DenseGradients) -> int:
             continue
         for group in param_groups(unit):
             if isinstance(group._reduce_scatter_comm, _Deferred):
-                raise ModelError(f"unit {name or type(model).__name__!r} reduces in windows already; call it once")
+                raise ModelError(f"unit {name or type(model).__name__!r} reduces in slots already; call it once")
             if num_shards(group) == 1 and not replicates(group):
                 continue
             _check(name or type(model).__name__, group)
@@ -78,7 +78,7 @@ def _check(name: str, group: Any) -> None:
         else None
     )
     if why is not None:
-        raise ModelError(f"unit {name!r} {why}, or let it reduce outside of windows")
+        raise ModelError(f"unit {name!r} {why}, or let it reduce outside of reduction slots")
 
 
 class _Deferred(ReduceScatter):
@@ -128,4 +128,4 @@ class _Deferred(ReduceScatter):
             else None
         )
         if why is not None:
-            raise ScheduleError(f"unit {self._name!r} reduces in windows, but {why}")
+            raise ScheduleError(f"unit {self._name!r} reduces in slots, but {why}")

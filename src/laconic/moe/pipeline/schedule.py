@@ -38,20 +38,20 @@ from laconic.schedule.moe_pipeline import (
 )
 from laconic.schedule.streams import StreamPlan
 
-__all__ = ["GradientWindows", "PipelineSchedule", "issued_around_compute", "pipeline_streams"]
+__all__ = ["GradientSlots", "ChunkedSchedule", "issued_around_compute", "pipeline_streams"]
 
 
-class GradientWindows(Protocol):
+class GradientSlots(Protocol):
     """Reduces dense gradients while the link between nodes is idle; see `laconic.moe.pipeline.grad_reduce`."""
 
-    def window(self, part: str) -> Callable[[], object] | None:
+    def slot(self, part: str) -> Callable[[], object] | None:
         """Return the work between dispatches and combines of a part's backward; None if there is none."""
 
     def after(self, part: str) -> None:
         """Called when the part's backward has ended."""
 
 
-class PipelineSchedule:
+class ChunkedSchedule:
     """Cuts a layer's rows into chunks that are dispatched, computed and combined at once on several streams.
 
     The rows of each expert are cut, after the order and before its inverse (FSMoE's capacity axis); under
@@ -73,9 +73,9 @@ class PipelineSchedule:
         forward: int = 1,
         backward: int | None = None,
         *,
-        one_wire: bool = False,
+        shared_link: bool = False,
         times: tuple[LayerTimes, LayerTimes] | None = None,
-        gradients: GradientWindows | None = None,
+        gradients: GradientSlots | None = None,
         part: str = "",
         streams: Mapping[str, Stream] | None = None,
     ) -> None:
@@ -84,9 +84,9 @@ class PipelineSchedule:
         Args:
             forward, backward: numbers of chunks; backward None: as forward. The number of slices that experts run in is
                 the least common multiple of both.
-            one_wire: gathers among sharers wait for exchanges, as on one network.
+            shared_link: gathers among sharers wait for exchanges, as on one network.
             times: forward's and backward's, for the predicted seconds in the plans of `executions`.
-            gradients: reduces dense gradients in the window of `part`'s backward.
+            gradients: reduces dense gradients in the idle slot of `part`'s backward.
             part: name of the layer in the plan of `gradients`.
             streams: by INTER, INTRA and COMPUTE; None: `pipeline_streams` of the device, shared by all schedules.
 
@@ -97,7 +97,7 @@ class PipelineSchedule:
         for name, degree in (("forward", forward), ("backward", backward)):
             if degree < 1:
                 raise ScheduleError(f"{name} is {degree!r}, but a layer is cut into at least one chunk; raise it")
-        self.forward, self.backward, self.one_wire = forward, backward, one_wire
+        self.forward, self.backward, self.shared_link = forward, backward, shared_link
         self.times, self.gradients, self.part = times, gradients, part
         self.executions: dict[str, Execution] = {}
         self._streams = streams
@@ -109,15 +109,15 @@ class PipelineSchedule:
         backward: LayerTimes,
         *,
         gradient_seconds: float = 0.0,
-        one_wire: bool = False,
+        shared_link: bool = False,
         **options: Any,
-    ) -> PipelineSchedule:
+    ) -> ChunkedSchedule:
         """Make a schedule with the degrees that the simulator finds best for these times (`best_degree`)."""
         degrees = (
-            best_degree(forward, one_wire=one_wire).degree,
-            best_degree(backward, gradient_seconds, one_wire=one_wire).degree,
+            best_degree(forward, shared_link=shared_link).degree,
+            best_degree(backward, gradient_seconds, shared_link=shared_link).degree,
         )
-        return cls(*degrees, one_wire=one_wire, times=(forward, backward), **options)
+        return cls(*degrees, shared_link=shared_link, times=(forward, backward), **options)
 
     @property
     def num_slices(self) -> int:
@@ -157,12 +157,12 @@ class PipelineSchedule:
         back = direction == "backward"
         degree = self.backward if back else self.forward
         transport = plan.transport(degree, backward=back)
-        slot = self.gradients.window(self.part) if back and self.gradients is not None else None
+        slot = self.gradients.slot(self.part) if back and self.gradients is not None else None
         runner = ChunkRunner(transport, home, compute, degree, self.num_slices // degree)
         actions = runner.actions() | ({GRADIENTS: slot} if slot is not None else {})
         tasks = self._plan(degree, self.times and self.times[back], transport, 0.0 if slot else None)
         streams = self._streams or pipeline_streams(home[0].device)
-        if self.one_wire:
+        if self.shared_link:
             streams = {**streams, INTRA: streams[INTER]}
         self.executions[direction] = execute(tasks, actions, streams)
         if back and self.gradients is not None:
@@ -183,7 +183,7 @@ class PipelineSchedule:
             )
         if (times.share is not None) != transport.shares:
             times = replace(times, share=none if transport.shares else None)
-        tasks = pipeline_tasks(times, degree, gradient_seconds, one_wire=self.one_wire)
+        tasks = pipeline_tasks(times, degree, gradient_seconds, shared_link=self.shared_link)
         return issued_around_compute(StreamPlan(tuple(tasks)))
 
     def __getstate__(self) -> dict[str, Any]:

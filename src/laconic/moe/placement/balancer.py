@@ -8,8 +8,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from laconic.cost.comm.seconds import World
-from laconic.cost.moe.hierarchy import world_of_stage
+from laconic.cost.comm.seconds import GroupShape
+from laconic.cost.moe.hierarchy import stage_shape
 from laconic.cost.moe.rates import Coding, MoERates
 from laconic.cost.moe.swap_period import DIRECTIONS, SwapPeriod, move_seconds, query_distance, query_seconds
 from laconic.errors import ConfigError
@@ -113,9 +113,9 @@ class ExpertBalancer:
             (plan, self._move_seconds(layer, plan.pairs), self._distance(one, plan))
             for layer, one, plan in zip(due, asked, found, strict=True)
         ]
-        told = self._alike(first_answer(mine, group))
+        agreed = self._alike(first_answer(mine, group))
         swapped = []
-        for layer, one, (plan, cost_seconds, distance) in zip(due, asked, told, strict=True):
+        for layer, one, (plan, cost_seconds, distance) in zip(due, asked, agreed, strict=True):
             period, gain = self.periods[layer], DIRECTIONS * plan.gain_seconds
             period.cost_seconds = cost_seconds
             if self.policy == "always":
@@ -128,7 +128,7 @@ class ExpertBalancer:
                 swaps = False
             if swaps:
                 swapped.append(layer)
-        return {layer: plan for layer, (plan, *_) in zip(due, told, strict=True)}, tuple(swapped)
+        return {layer: plan for layer, (plan, *_) in zip(due, agreed, strict=True)}, tuple(swapped)
 
     def _query(self, number: int) -> RoutingQuery:
         layer, record = self.mover.layers[number], self._records[number].trained
@@ -151,7 +151,7 @@ class ExpertBalancer:
             asked.routing.num_tokens,
             asked.routing.num_experts,
             asked.num_groups,
-            self._world(asked.dispatcher),
+            self._group_shape(asked.dispatcher),
             self.rates,
         )
         return query_distance(seconds, DIRECTIONS * plan.before_seconds)
@@ -160,19 +160,19 @@ class ExpertBalancer:
         """Predict the seconds of exchanging the experts in these pairs of slots."""
         dispatcher = self.mover.layers[number].dispatcher
         assert isinstance(dispatcher, HierarchicalDispatcher)
-        nbytes, world = self.mover.expert_nbytes(number), self._world(dispatcher)
-        if world.num_nodes == 1:
-            return move_seconds(len(pairs) * nbytes, world, self.rates)
-        each = self.mover.placement(number).num_experts // world.num_nodes
+        nbytes, group_shape = self.mover.expert_nbytes(number), self._group_shape(dispatcher)
+        if group_shape.num_nodes == 1:
+            return move_seconds(len(pairs) * nbytes, group_shape, self.rates)
+        each = self.mover.placement(number).num_experts // group_shape.num_nodes
         crossing = sum(a // each != b // each for a, b in pairs)
-        seconds = move_seconds(crossing * nbytes, world, self.rates) if crossing else 0.0
+        seconds = move_seconds(crossing * nbytes, group_shape, self.rates) if crossing else 0.0
         if len(pairs) > crossing:
-            node = World(world.ranks_per_node, world.ranks_per_node)
+            node = GroupShape(group_shape.ranks_per_node, group_shape.ranks_per_node)
             seconds += move_seconds((len(pairs) - crossing) * nbytes, node, self.rates, "intra1")
         return seconds
 
-    def _world(self, dispatcher: HierarchicalDispatcher) -> World:
-        return world_of_stage(dispatcher.levels, dispatcher.levels.stages(1)[0])
+    def _group_shape(self, dispatcher: HierarchicalDispatcher) -> GroupShape:
+        return stage_shape(dispatcher.levels, dispatcher.levels.stages(1)[0])
 
     def _alike(self, mine: T) -> T:
         """Return the first replica's answer: ranks with the same experts move alike."""

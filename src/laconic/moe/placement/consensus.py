@@ -36,9 +36,9 @@ def gather_counts(dispatcher: HierarchicalDispatcher, routing: Routing, levels: 
     levels, group = levels or dispatcher.levels, dispatcher.group
     tokens, experts = (x.detach().cpu().numpy() for x in (routing.tokens, routing.experts))
     vector = torch.from_numpy(count_vector(tokens, experts, routing.num_experts, levels)).to(routing.experts.device)
-    told = vector.new_empty(group.size(), len(vector))
-    torch_compat.all_gather(told, vector, group).wait()
-    return RowCounts.of_vectors(told.cpu().numpy(), levels)
+    gathered = vector.new_empty(group.size(), len(vector))
+    torch_compat.all_gather(gathered, vector, group).wait()
+    return RowCounts.of_vectors(gathered.cpu().numpy(), levels)
 
 
 def agree_on_depth(
@@ -70,6 +70,6 @@ def agree_on_depth(
 
 def first_answer(mine: T, group: dist.ProcessGroup) -> T:
     """Return the value of the group's first rank; all ranks of the group call this together."""
-    told = [mine]
-    dist.broadcast_object_list(told, src=dist.get_process_group_ranks(group)[0], group=group)
-    return told[0]
+    answer = [mine]
+    dist.broadcast_object_list(answer, src=dist.get_process_group_ranks(group)[0], group=group)
+    return answer[0]

@@ -320,15 +320,15 @@ def _difference(facts: dict[str, Any], group: dist.ProcessGroup) -> ConfigError 
         return None
     texts: list[str] = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
-    ranks, told = dist.get_process_group_ranks(group), [json.loads(text) for text in texts]
-    first = told[0]
+    ranks, given = dist.get_process_group_ranks(group), [json.loads(text) for text in texts]
+    first = given[0]
     name, place = next(
         (name, place)
-        for place, other in enumerate(told)
+        for place, other in enumerate(given)
         for name in {**first, **other}
         if first.get(name) != other.get(name)
     )
     return ConfigError(
-        f"{name} is {first.get(name)} on rank {ranks[0]} and {told[place].get(name)} on rank {ranks[place]}, but"
+        f"{name} is {first.get(name)} on rank {ranks[0]} and {given[place].get(name)} on rank {ranks[place]}, but"
         " experts move only between ranks that agree; nothing has moved"
     )

@@ -13,7 +13,7 @@ from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
-__all__ = ["RecordedRouting", "RoutingRecord", "record_of"]
+__all__ = ["record_of"]
 
 _ID_NBYTES = 8
 """Bytes of an assignment sent with a row: the expert's number and a weight in fp32."""

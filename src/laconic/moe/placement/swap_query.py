@@ -76,9 +76,9 @@ def query_routing(
     open_, rounds = list(range(len(asked))), 0
     while open_ and rounds < num_pairs:
         counted = [_Counted.of(asked[i], slots[i]) for i in open_]
-        told = torch.cat([one.vector for one in counted])
-        torch_compat.all_reduce(told, group).wait()
-        parts = told.split([one.vector.numel() for one in counted])
+        total = torch.cat([one.vector for one in counted])
+        torch_compat.all_reduce(total, group).wait()
+        parts = total.split([one.vector.numel() for one in counted])
         answers = first_answer([one.plan(part, rates, coding) for one, part in zip(counted, parts, strict=True)], group)
         for i, plan in zip(open_, answers, strict=True):
             plans[i] = plans[i].then(plan) if i in plans else plan
@@ -132,13 +132,13 @@ class _Counted:
         rows = [group_rows(routing.tokens, at, routing.num_experts, g) for at in (slots, moved) for g in groups]
         return cls(asked, torch.cat(rows))
 
-    def plan(self, told: Tensor, rates: MoERates, coding: Coding | None) -> SwapPlan:
-        """Plan from `told`, the sum of all ranks' vectors."""
+    def plan(self, total: Tensor, rates: MoERates, coding: Coding | None) -> SwapPlan:
+        """Plan from `total`, the sum of all ranks' vectors."""
         groups, num_experts = self.asked.num_groups, self.asked.routing.num_experts
         if not self.asked.pairs:
-            tables = SwapTables(num_experts, groups, told)
+            tables = SwapTables(num_experts, groups, total)
             return plan_swaps(tables, self._costs({g: tables.load(g) for g in groups}, rates, coding))
-        now, then = told.split(sum(groups))
+        now, then = total.split(sum(groups))
         loads, moved = (dict(zip(groups, part.split(list(groups)), strict=True)) for part in (now, then))
         return weigh_pairs(self.asked.pairs, loads, moved, self._costs(loads, rates, coding))
 

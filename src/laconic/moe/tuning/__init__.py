@@ -1,1 +1,1 @@
-"""Choice of the fastest configuration of every layer: measuring, pricing, running the best few."""
+"""Choice of the fastest configuration of every layer: measuring, predicting, running the best few."""

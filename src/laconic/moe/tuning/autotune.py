@@ -20,30 +20,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.policy.microbench import Ranks, host_name, world_of
+from laconic.collectives.policy.microbench import Ranks, group_shape_of, host_name
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.moe.rates import MoERates, default_moe_path
 from laconic.cost.moe.routes import Route
-from laconic.cost.moe.search import Candidate, LayerPlan, Pricing, best_candidate, best_plan
+from laconic.cost.moe.search import Candidate, CostModel, LayerPlan, best_candidate, best_plan
 from laconic.cost.moe.table import candidates_text
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import ExpertsLayer, Parallelized
 from laconic.moe.layer import MoELayer, moe_layers
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.placement.consensus import first_answer, gather_counts
 from laconic.moe.placement.routing_record import record_of
 from laconic.moe.routing import Routing
 from laconic.moe.tuning.measure_cluster import measure_moe
 from laconic.moe.tuning.measure_dispatch import dispatcher_of, layout_of, levels_of
-from laconic.moe.tuning.measure_layer import race, shape_of
+from laconic.moe.tuning.measure_layer import benchmark_candidates, shape_of
 from laconic.topology import Levels
 
 __all__ = ["Autotuned", "LayerChoice", "autotune"]
 
 _EXACT = (Raw(), Lossless("tiered"))
-_RACED_WITHIN = 0.3
+_BENCHMARKED_WITHIN = 0.3
 """Share above the fastest beyond which a candidate is not run: predictions are seldom as far off."""
 
 
@@ -51,7 +51,7 @@ _RACED_WITHIN = 0.3
 class LayerChoice:
     """Choice for one layer; the same on all ranks."""
 
-    pricing: Pricing
+    cost_model: CostModel
     candidates: tuple[Candidate, ...]
     """Fastest first."""
     chosen: Candidate
@@ -83,20 +83,20 @@ class Autotuned:
         rates: MoERates | None,
         codecs: Sequence[Codec],
         degrees: Sequence[int],
-        num_raced: int,
+        num_benchmarked: int,
     ) -> None:
         self.layers, self.grid = dict(layers), grid
         self.choices: dict[str, LayerChoice] = {}
         self._codecs = {codec.name: codec for codec in codecs}
         self._degrees = tuple(degree for degree in degrees if degree > 1)
-        self._num_raced = num_raced
-        self._races: dict[tuple[object, ...], dict[LayerPlan, tuple[float, float]]] = {}
+        self._num_benchmarked = num_benchmarked
+        self._benchmarked: dict[tuple[object, ...], dict[LayerPlan, tuple[float, float]]] = {}
         self._records = {name: record_of(layer) for name, layer in self.layers.items()}
         world = dist.group.WORLD
         assert world is not None, "there is a grid"
         self._world = world
         self._ranks = Ranks(world, torch.device("cuda" if grid.dense_mesh.device_type == "cuda" else "cpu"))
-        self._per_node = world_of(self._ranks.texts(host_name())).ranks_per_node
+        self._per_node = group_shape_of(self._ranks.texts(host_name())).ranks_per_node
         self._leveled = self._with_levels()
         self._rates = rates
 
@@ -121,12 +121,12 @@ class Autotuned:
         if self.grid.layout.joint > 1:
             layer = self.layers[name]
             layer.dispatcher = dispatcher_of(self._leveled, plan, self._codecs)
-            layer.schedule = PipelineSchedule(plan.degree) if plan.degree > 1 else None
+            layer.schedule = ChunkedSchedule(plan.degree) if plan.degree > 1 else None
 
     def begin(self, example: Callable[[], object]) -> None:
         """Run the model once, and choose by what its layers saw; all ranks call it together."""
         for record in self._records.values():
-            record.keeps_input = self._num_raced > 0
+            record.keeps_input = self._num_benchmarked > 0
         with torch.no_grad():
             example()
         self.tune()
@@ -154,28 +154,30 @@ class Autotuned:
         else:
             by_rank = loads.view(layout.ep, -1).sum(1)
             load = max(1.0, float(by_rank.max() / by_rank.mean())) if float(by_rank.sum()) else 1.0
-        pricing = Pricing(shape, grid, self._rates, counts, load, dtype)
-        found = first_answer(tuple(pricing.candidates(self._known_codes(dtype))), self._world)
+        cost_model = CostModel(shape, grid, self._rates, counts, load, dtype)
+        found = first_answer(tuple(cost_model.candidates(self._known_codes(dtype))), self._world)
         kind = (type(layer.gate), type(layer.experts), shape, seen.dtype)
-        return self._race(name, kind, pricing, found)
+        return self._benchmark(name, kind, cost_model, found)
 
     def _sums(self, num_tokens: int, routing: Routing) -> tuple[float, Tensor]:
         """Sum the tokens and the rows of each expert over all ranks."""
         loads = routing.counts().double()
-        told = torch.cat([loads, loads.new_tensor([float(num_tokens)])])
-        torch_compat.all_reduce(told, self._world).wait()
-        return float(told[-1]), told[:-1]
+        total = torch.cat([loads, loads.new_tensor([float(num_tokens)])])
+        torch_compat.all_reduce(total, self._world).wait()
+        return float(total[-1]), total[:-1]
 
-    def _race(self, name: str, kind: tuple[object, ...], pricing: Pricing, found: tuple[Candidate, ...]) -> LayerChoice:
+    def _benchmark(
+        self, name: str, kind: tuple[object, ...], cost_model: CostModel, found: tuple[Candidate, ...]
+    ) -> LayerChoice:
         """Run the first few candidates, and the fastest in chunks.
 
         The mean of what the predictions missed in them is added to all. Layers of one kind with the same first few
         share the measurements of the first of them.
         """
-        limit = (1 + _RACED_WITHIN) * found[0].seconds
-        first = [one for one in found[: self._num_raced] if one.seconds <= limit]
+        limit = (1 + _BENCHMARKED_WITHIN) * found[0].seconds
+        first = [one for one in found[: self._num_benchmarked] if one.seconds <= limit]
         if self._records[name].input is None or not first:
-            return LayerChoice(pricing, found, best_candidate(found))
+            return LayerChoice(cost_model, found, best_candidate(found))
         measured = self._taken(name, kind, [one.plan for one in first])
         missed = [fmean(measured[one.plan][way] - _routes(one)[way].seconds for one in first) for way in (0, 1)]
         found = tuple(one.plus(*missed) for one in found)
@@ -187,19 +189,21 @@ class Autotuned:
             if fastest != whole:
                 best = replace(best, plan=fastest)
                 found, measured = (best, *found), measured | {plan: cut[plan] for plan in (whole, fastest)}
-        return LayerChoice(pricing, found, best, measured)
+        return LayerChoice(cost_model, found, best, measured)
 
     def _taken(
         self, name: str, kind: tuple[object, ...], plans: Sequence[LayerPlan]
     ) -> dict[LayerPlan, tuple[float, float]]:
         """Measure the seconds of the layer by each of these plans, forward and backward, on the example's tokens."""
         record, layer, plans = self._records[name], self.layers[name], tuple(plans)
-        if (kind, plans) not in self._races:
+        if (kind, plans) not in self._benchmarked:
             assert record.input is not None, "kept by the example's forward"
             given = record.get().routing if isinstance(layer, ExpertsLayer) else None
-            taken = race(layer, record.input, [partial(self.install, name, plan) for plan in plans], self._ranks, given)
-            self._races[kind, plans] = dict(zip(plans, taken, strict=True))
-        return self._races[kind, plans]
+            taken = benchmark_candidates(
+                layer, record.input, [partial(self.install, name, plan) for plan in plans], self._ranks, given
+            )
+            self._benchmarked[kind, plans] = dict(zip(plans, taken, strict=True))
+        return self._benchmarked[kind, plans]
 
     def _known_codes(self, dtype: str) -> list[str]:
         rates = self.rates
@@ -224,7 +228,7 @@ def autotune(
     rates: MoERates | None = None,
     codecs: Sequence[Codec] = _EXACT,
     degrees: Sequence[int] = (1, 2, 4, 8),
-    num_raced: int = 5,
+    num_benchmarked: int = 5,
     report: Callable[[str], object] | None = print,
 ) -> Autotuned:
     """Choose and install path, depth, code and degrees of every MoELayer of a model; all ranks call it together.
@@ -237,7 +241,7 @@ def autotune(
         codecs: of rows; the default ones change no bit. Others, as Blockwise(BlockFormat("int8")), round values.
         degrees: numbers of chunks that the fastest candidate is run in; 1 alone where transformers checkpoints layers
             without use_reentrant.
-        num_raced: at most so many of the candidates that are predicted to be fastest are run on the example, and the
+        num_benchmarked: at most so many of the candidates predicted to be fastest are run on the example, and the
             fastest of those is taken, whole unless chunks turn out clearly faster; what the predictions missed
             in them is added to all. 0 trusts the predictions, and tries no chunks.
         report: called with the table of candidates, the choice and the reason, on the first rank; None reports nothing.
@@ -261,8 +265,8 @@ def autotune(
     if not any(codec.name == "raw" for codec in codecs):
         codecs = (Raw(), *codecs)
     if _is_checkpointed(module):
-        degrees = (1,)  # such layers run whole, see PipelineSchedule
-    tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, num_raced)
+        degrees = (1,)  # such layers run whole, see ChunkedSchedule
+    tuned = Autotuned(layers, grid, _agreed(rates), codecs, degrees, num_benchmarked)
     tuned.begin(example if not isinstance(example, Tensor) else partial(module, example))
     if report is not None and dist.get_rank() == 0:
         report(str(tuned))
@@ -283,13 +287,13 @@ def _agreed(rates: MoERates | None) -> MoERates | None:
     """Return the first rank's rates, given or in its file."""
     world = dist.group.WORLD
     assert world is not None, "there is a grid"
-    told = None
+    stored = None
     if dist.get_rank() == 0:
         path = default_moe_path()
         found = rates if rates is not None else MoERates.load(path) if path.exists() else None
-        told = None if found is None else found.to_dict()
-    told = first_answer(told, world)
-    return None if told is None else MoERates.from_dict(told)
+        stored = None if found is None else found.to_dict()
+    stored = first_answer(stored, world)
+    return None if stored is None else MoERates.from_dict(stored)
 
 
 def _routes(candidate: Candidate) -> tuple[Route, Route]:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.codec import Codec, Lossless, Raw
-from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, host_name, world_of
+from laconic.collectives.policy.microbench import Ranks, codec_rates, gaussian, group_shape_of, host_name
 from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.rates import ITEM_NBYTES, CodecRates, Line, LinkRates, WireRates, fit_line
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.shape import LayerShape, group_world
+from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.errors import ConfigError
 from laconic.moe.experts.grouped_mm import grouped_mm
 from laconic.moe.parallel.grid import Grid
@@ -104,7 +104,7 @@ def measure_moe(
     )
     if not routes:
         return rates
-    per_node = world_of(ranks.texts(host_name())).ranks_per_node
+    per_node = group_shape_of(ranks.texts(host_name())).ranks_per_node
     travelling: list[Codec] = [Raw(), *codecs]
     if "tiered" in wire.codecs.get(str(dtype).removeprefix("torch."), {}):
         travelling.insert(1, Lossless("tiered"))
@@ -126,13 +126,13 @@ def groups_of(grid: Grid) -> dict[str, dist.ProcessGroup]:
 def _wire(ranks: Ranks, grid: Grid, links: Mapping[str, LinkRates], dtype: torch.dtype, quick: bool) -> WireRates:
     """Return links of the grid's groups by kind, and the codecs of one dtype."""
     hosts = ranks.texts(host_name())
-    world = world_of(hosts)
-    machines = layout_of(grid, world.ranks_per_node)
-    kinds = {group_world(machines, name).kind: link for name, link in links.items() if name in GROUPS}
+    whole = group_shape_of(hosts)
+    machines = layout_of(grid, whole.ranks_per_node)
+    kinds = {group_shape(machines, name).kind: link for name, link in links.items() if name in GROUPS}
     sizes = _CODEC_NBYTES[:2] if quick else _CODEC_NBYTES
     name = str(dtype).removeprefix("torch.")
     codecs = {name: codec_rates(ranks, dtype, sizes)} if name in ITEM_NBYTES else {}
-    layout = world.num_nodes, world.ranks_per_node
+    layout = whole.num_nodes, whole.ranks_per_node
     return WireRates(kinds, codecs, ranks.device.type, layout, tuple(dict.fromkeys(hosts)), "measure_moe")
 
 

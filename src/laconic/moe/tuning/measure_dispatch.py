@@ -22,8 +22,8 @@ from laconic.cost.comm.seconds import RAW
 from laconic.cost.moe.hierarchy import RowCounts, count_vector
 from laconic.cost.moe.overhead import Sample, fit_overhead
 from laconic.cost.moe.rates import MoERates
-from laconic.cost.moe.search import FLAT, Candidate, LayerPlan, Pricing, overhead_size
-from laconic.cost.moe.shape import LayerShape, group_world
+from laconic.cost.moe.search import FLAT, Candidate, CostModel, LayerPlan, overhead_size
+from laconic.cost.moe.shape import LayerShape, group_shape
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
 from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -93,19 +93,19 @@ def measure_routes(
     levels = levels_of(layout)
     shape = _short(shape, layout, rates)
     by_name = {codec.name: codec for codec in (Raw(), *codecs)}
-    paths = _pricing(shape, grid, layout, levels, rates, dtype, None).paths
+    paths = _cost_model(shape, grid, layout, levels, rates, dtype, None).paths
     plans = [LayerPlan(path, code=codec.name) for codec in codecs for path in paths]
     plans += [replace(one, inner_code=RAW) for one in plans if (one.depth or 1) > 1 and one.code != RAW]
     samples: dict[str, dict[str, list[Sample]]] = {}
     for case in _cases(shape):
         gate = _FixedGate(case, grid)
-        pricing = _pricing(case, grid, layout, levels, rates, dtype, gate)
+        cost_model = _cost_model(case, grid, layout, levels, rates, dtype, gate)
         layers = [MoELayer(gate, _Identity(), dispatcher=dispatcher_of(grid, plan, by_name)) for plan in plans]
         timed = [_timed(layer, case, dtype, ranks.device) for layer in layers]
         taken = seconds_in_turn(ranks, timed, repeats, _LONGEST_SECONDS)
         for plan, both in zip(plans, taken, strict=True):
-            size = overhead_size(plan.path, case, layout, pricing.counts)
-            _add(samples, pricing.candidate(plan), both, size)
+            size = overhead_size(plan.path, case, layout, cost_model.counts)
+            _add(samples, cost_model.candidate(plan), both, size)
     overheads = {name: {way: fit_overhead(some) for way, some in ways.items()} for name, ways in samples.items()}
     return replace(rates, overheads=overheads)
 
@@ -123,7 +123,7 @@ def _short(shape: LayerShape, grid: GridLayout, rates: MoERates) -> LayerShape:
 
     On slow networks fewer tokens show the overhead of routes more clearly.
     """
-    seconds = rates.price("all_to_all", "joint", group_world(grid, "joint"), shape.rows_nbytes).seconds
+    seconds = rates.price("all_to_all", "joint", group_shape(grid, "joint"), shape.rows_nbytes).seconds
     share = min(1.0, _LONGEST_EXCHANGE_SECONDS / seconds) if seconds > 0 else 1.0
     return replace(shape, num_tokens=max(min(shape.num_tokens, _LEAST_TOKENS), round(share * shape.num_tokens)))
 
@@ -137,11 +137,11 @@ def _add(
     """Add samples of the measured time less that of the links."""
     both = samples.setdefault(f"{candidate.plan.path} {candidate.plan.rows}", {"forward": [], "backward": []})
     for route, seconds, way in zip((candidate.forward, candidate.backward), taken, both, strict=True):
-        wires = sum(step.seconds for step in route.steps if step.operation) - route.hidden_seconds
-        both[way].append(Sample(*size, seconds - wires, seconds))
+        links = sum(step.seconds for step in route.steps if step.operation) - route.overlapped_seconds
+        both[way].append(Sample(*size, seconds - links, seconds))
 
 
-def _pricing(
+def _cost_model(
     shape: LayerShape,
     grid: Grid,
     layout: GridLayout,
@@ -149,20 +149,20 @@ def _pricing(
     rates: MoERates,
     dtype: torch.dtype,
     gate: _FixedGate | None,
-) -> Pricing:
+) -> CostModel:
     counts = None
     if layout.mp == layout.esp == 1:
         counts = RowCounts.uniform(shape.num_tokens, shape.num_experts, shape.top_k, levels)
         if gate is not None:
             routing = gate.routing(shape.num_tokens)
             vector = count_vector(routing.tokens.numpy(), routing.experts.numpy(), shape.num_experts, levels)
-            told = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64)
+            gathered = torch.empty(grid.ep.size(), len(vector), dtype=torch.int64)
             device = torch.device("cuda") if grid.dense_mesh.device_type == "cuda" else torch.device("cpu")
-            told = told.to(device)
-            torch_compat.all_gather(told, torch.from_numpy(vector).to(device), grid.ep).wait()
-            counts = RowCounts.of_vectors(told.cpu().numpy(), levels)
+            gathered = gathered.to(device)
+            torch_compat.all_gather(gathered, torch.from_numpy(vector).to(device), grid.ep).wait()
+            counts = RowCounts.of_vectors(gathered.cpu().numpy(), levels)
     name = str(dtype).removeprefix("torch.")
-    return Pricing(shape, layout, rates, counts, dtype=name)
+    return CostModel(shape, layout, rates, counts, dtype=name)
 
 
 def _timed(layer: MoELayer, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> Timed[Tensor]:

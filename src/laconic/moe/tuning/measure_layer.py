@@ -24,15 +24,15 @@ from laconic.formats.shards import local_part
 from laconic.moe.layer import MoELayer, num_experts_of
 from laconic.moe.routing import Routing
 
-__all__ = ["Timed", "medians", "race", "samples_in_turn", "seconds_in_turn", "shape_of"]
+__all__ = ["Timed", "benchmark_candidates", "medians", "samples_in_turn", "seconds_in_turn", "shape_of"]
 
 T = TypeVar("T")
 
 _REPEATS = 3
 _HEATS = ((3, 0.25), (4, 0.12), (8, 0.0))
-"""Repeats of each heat of a race, and the share by which candidates that stay may be slower than the fastest."""
-_RACE_SECONDS = 20.0
-"""Limit of a race; a heat beyond it is not run: on slow networks candidates differ by more than noise."""
+"""Repeats of each heat, and the share by which candidates that stay may be slower than the fastest."""
+_LIMIT_SECONDS = 20.0
+"""Limit of all heats; one beyond it is not run: on slow networks candidates differ by more than noise."""
 
 
 def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtype, num_shards: int = 1) -> LayerShape:
@@ -59,7 +59,7 @@ def shape_of(layer: MoELayer, num_tokens: int, model_dim: int, dtype: torch.dtyp
     return LayerShape(num_tokens, model_dim, hidden, gate.num_experts, top_k, gemms, dtype.itemsize, factor)
 
 
-def race(
+def benchmark_candidates(
     layer: MoELayer,
     x: Tensor,
     installs: Sequence[Callable[[], None]],
@@ -101,8 +101,8 @@ def _heats(ranks: Ranks, cases: Sequence[Timed[Any]]) -> list[tuple[float, float
     samples: list[list[tuple[float, float]]] = [[] for _ in cases]
     found, spent, left = [(0.0, 0.0)] * len(cases), 0.0, list(range(len(cases)))
     for heat, (repeats, slack) in enumerate(_HEATS):
-        # Seconds are agreed on, so that all ranks end the race together.
-        if heat and (len(left) == 1 or spent + repeats * sum(sum(found[i]) for i in left) > _RACE_SECONDS):
+        # Seconds are agreed on, so that all ranks end together.
+        if heat and (len(left) == 1 or spent + repeats * sum(sum(found[i]) for i in left) > _LIMIT_SECONDS):
             break
         taken = samples_in_turn(ranks, [cases[i] for i in left], repeats, warm_ups=int(heat == 0))
         for i, more in zip(left, taken, strict=True):
@@ -151,8 +151,8 @@ def samples_in_turn(
         for case, taken in zip(cases, found, strict=True):
             there, out = _clock(ranks, case.forward)
             back, _ = _clock(ranks, partial(case.backward, out))
-            told = ranks.exchange([round(there * 1e9), round(back * 1e9)])
-            there, back = (max(column) * 1e-9 for column in zip(*told, strict=True))
+            gathered = ranks.exchange([round(there * 1e9), round(back * 1e9)])
+            there, back = (max(column) * 1e-9 for column in zip(*gathered, strict=True))
             spent += there + back
             if round_number >= 0:
                 taken.append((there, back))

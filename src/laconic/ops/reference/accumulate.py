@@ -13,7 +13,7 @@ from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.schemas import check_accumulate_blockwise_, check_square_sum_blockwise
 
-__all__ = ["accumulate_blockwise_", "square_sum_blockwise", "tree_sum"]
+__all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
 
 
 @torch.no_grad()
@@ -62,10 +62,10 @@ def square_sum_blockwise(
         rest_scale = residual_scales.double()
         squares = squares + 2.0 * scale * rest_scale * (main * rest).sum(-1)
         squares = squares + rest_scale * rest_scale * (rest * rest).sum(-1)
-    return tree_sum(squares)
+    return _tree_sum(squares)
 
 
-def tree_sum(values: Tensor) -> Tensor:
+def _tree_sum(values: Tensor) -> Tensor:
     """The sum of `values` [n] as a binary tree over neighbours: the same bits however the work is divided."""
     if values.numel() == 0:
         return values.new_zeros(())

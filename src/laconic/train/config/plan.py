@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from laconic.activations import ActivationPlan
-    from laconic.train.distributed.layout import Layout
+    from laconic.train.distributed.parallel_state import ParallelState
 
 __all__ = ["activation_plan", "check_plan", "load_plan", "plan_settings"]
 
@@ -67,23 +67,23 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
 
 
 def check_plan(
-    plan: Plan, config: TrainConfig, layout: Layout, model_config: PretrainedConfig, chunked_loss: bool
+    plan: Plan, config: TrainConfig, parallel_state: ParallelState, model_config: PretrainedConfig, chunked_loss: bool
 ) -> None:
     """Check that a run is the one that `plan` was made for.
 
     Args:
         plan: the plan.
         config: settings of the run.
-        layout: processes of the run.
+        parallel_state: processes of the run.
         model_config: of the model that is trained.
         chunked_loss: whether the run computes its loss in chunks.
 
     Raises:
         PlanError: the run differs; the message names the first difference.
     """
-    replicas = layout.num_replicas
+    replicas = parallel_state.num_replicas
     world: dict[str, Any] = {
-        "stages": layout.num_stages,
+        "stages": parallel_state.num_stages,
         "data_parallel": replicas,
         "tensor_parallel": 1,
         "micro_batches": config.micro_batches,
@@ -92,7 +92,7 @@ def check_plan(
     }
     if replicas > 1:
         world["sharded"] = config.parallel == "fsdp"
-    if layout.num_stages > 1:
+    if parallel_state.num_stages > 1:
         world["stages_per_rank"] = config.pipeline.virtual_stages
         world["schedule"] = config.pipeline.schedule
         if config.pipeline.split:

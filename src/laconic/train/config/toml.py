@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from laconic.errors import ConfigError
-from laconic.train.config.dotted_names import nearest, nested_settings
+from laconic.train.config.dotted_names import nested_settings
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.values import RULES, refusal
 
@@ -32,7 +32,6 @@ __all__ = [
     "json_schema",
     "load_config",
     "merge",
-    "nearest",
     "read_toml",
     "save_config",
 ]

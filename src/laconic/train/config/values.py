@@ -122,12 +122,12 @@ def refusal(errors: Iterable[ErrorDetails], cls: type, source: str | None = None
         cls: the section whose values were validated.
         source: name of the file that the values came from, if any.
     """
-    told = [_told(error, cls, source) for error in errors]
-    more = [f"and {len(told) - _MAX_ERRORS} more"] if len(told) > _MAX_ERRORS else []
-    return ConfigError("; ".join(told[:_MAX_ERRORS] + more))
+    messages = [_wording(error, cls, source) for error in errors]
+    more = [f"and {len(messages) - _MAX_ERRORS} more"] if len(messages) > _MAX_ERRORS else []
+    return ConfigError("; ".join(messages[:_MAX_ERRORS] + more))
 
 
-def _told(error: ErrorDetails, cls: type, source: str | None) -> str:
+def _wording(error: ErrorDetails, cls: type, source: str | None) -> str:
     """Word one error."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind == "value_error":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from laconic.errors import DataError
 
-__all__ = ["TEXT_SUFFIXES", "find_files", "read_documents", "standard_library_files"]
+__all__ = ["find_files", "read_documents", "standard_library_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .js .mjs .jsx .ts .tsx .go .rs .rb .php .pl .lua "
     ".r .jl .m .swift .cs .fs .hs .ml .mli .el .clj .ex .exs .erl .sh .bash .sql .proto .cmake .css .scss .vue"
 )
-TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
+_TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _PIECE_NBYTES = 1 << 16
 # Tests of the standard library are two thirds of it, and full of generated tables and deliberately broken files.
@@ -37,7 +37,7 @@ _STANDARD_LIBRARY_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dis
 def find_files(paths: Sequence[str]) -> list[Path]:
     """The files that `paths` (files, directories, glob patterns) name, absolute, sorted, each once.
 
-    A directory contributes its files with a suffix in TEXT_SUFFIXES, at any depth, hidden ones left out. No paths mean
+    A directory contributes its files with a suffix in _TEXT_SUFFIXES, at any depth, hidden ones left out. No paths mean
     `standard_library_files()`.
 
     Raises:
@@ -157,7 +157,7 @@ def _text_files(root: Path) -> list[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         visible = [Path(folder, name) for name in names if not name.startswith(".")]
-        chosen = [file for file in visible if file.suffix.lower() in TEXT_SUFFIXES and file.is_file()]
+        chosen = [file for file in visible if file.suffix.lower() in _TEXT_SUFFIXES and file.is_file()]
         files += chosen
         skipped += len(visible) - len(chosen)
     if skipped:

@@ -1,1 +1,1 @@
-"""Distribution: processes of a run, their layout, wrappers of the model, consistency and traffic."""
+"""Distribution: processes of a run, their stages and replicas, wrappers of the model, consistency and traffic."""

@@ -21,7 +21,7 @@ from laconic.collectives.runtime import torch_compat
 from laconic.cost.comm.seconds import MIN_CODED_NBYTES, MIN_GAIN, NOT_PREPARED, RAW, TOO_SMALL
 from laconic.errors import ModelError
 from laconic.train.config.schema import TrainConfig
-from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 
 __all__ = ["STATE_FILE", "stage_codec", "zip_codec", "zip_model"]
@@ -42,7 +42,11 @@ def zip_codec(config: TrainConfig) -> Codec | str | None:
 
 
 def zip_model(
-    modules: Sequence[nn.Module], config: TrainConfig, world: World, layout: Layout, saved: str | None = None
+    modules: Sequence[nn.Module],
+    config: TrainConfig,
+    world: World,
+    parallel_state: ParallelState,
+    saved: str | None = None,
 ) -> tuple[list[str], str | None]:
     """Send the messages of the wrapped `modules` over the run's codec; all processes call it together.
 
@@ -52,7 +56,7 @@ def zip_model(
 
     Args:
         modules: wrapped in DDP or FSDP2.
-        config, world, layout: of the run.
+        config, world, parallel_state: of the run.
         saved: the state of the run that continues here, from its checkpoint.
 
     Returns:
@@ -60,16 +64,16 @@ def zip_model(
         so that a continued run makes the same sums.
     """
     codec = zip_codec(config)
-    if codec is None or layout.stage_group is None:
+    if codec is None or parallel_state.stage_group is None:
         return [], None
     state = None
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if codec == "auto" and ddp and config.reduce != "q8":
         kept = {} if saved is None else json.loads(saved)
-        if kept.get("num_replicas") != layout.num_replicas:
+        if kept.get("num_replicas") != parallel_state.num_replicas:
             # Stages may differ; they all do as the first process does, whose answer is saved.
-            coded, reason = world.gather(_sums_of_ddp(ddp, layout.stage_group, world.device))[0]
-            kept = {"num_replicas": layout.num_replicas, "coded": coded, "reason": reason}
+            coded, reason = world.gather(_sums_of_ddp(ddp, parallel_state.stage_group, world.device))[0]
+            kept = {"num_replicas": parallel_state.num_replicas, "coded": coded, "reason": reason}
         state = json.dumps(kept)
         if not kept["coded"]:
             return [f"DDP: all_reduce left to torch, {kept['reason']}"], state

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from laconic.gradients import quantize_reduction
 from laconic.moe.huggingface import Parallelized
 from laconic.train.config.schema import TrainConfig
-from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 from laconic.train.model_split import Gap, decoder_stack
 
@@ -40,7 +40,11 @@ __all__ = [
 
 
 def wrap_model(
-    model: nn.Module, config: TrainConfig, world: World, layout: Layout, experts: Parallelized | None = None
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    parallel_state: ParallelState,
+    experts: Parallelized | None = None,
 ) -> nn.Module:
     """`model`, already on `world.device` and the same on every replica, made data parallel; unchanged for one replica.
 
@@ -50,10 +54,10 @@ def wrap_model(
     shards them over the processes that have them.
     """
     bare = config.gradients.bits < 32 or config.moe.overlap_grad_reduce
-    if layout.stage_group is None or (config.parallel == "ddp" and bare):
+    if parallel_state.stage_group is None or (config.parallel == "ddp" and bare):
         return model
     spread = None if experts is None or experts.grid is None else experts
-    wrapped = _wrapped(model, layout.stage_group, config, world, spread)
+    wrapped = _wrapped(model, parallel_state.stage_group, config, world, spread)
     if config.reduce == "q8":
         quantize_reduction(wrapped)
     return wrapped

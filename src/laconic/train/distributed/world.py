@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 
 from laconic.errors import ConfigError
 
-__all__ = ["STORE_VARIABLE", "Place", "World", "join_world", "num_cores", "read_environment"]
+__all__ = ["STORE_VARIABLE", "RankInfo", "World", "join_world", "num_cores", "read_environment"]
 
 STORE_VARIABLE = "LACONIC_STORE"
 """Environment variable with the path of the file in which processes that laconic started on this machine meet; without
@@ -28,7 +28,7 @@ it they meet at MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The rank and world size that torchrun (or our launcher) gave this process."""
 
     rank: int
@@ -37,8 +37,8 @@ class Place:
     local_world_size: int
 
 
-def read_environment(environment: Mapping[str, str]) -> Place | None:
-    """This process's place by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; None without any of the first three.
+def read_environment(environment: Mapping[str, str]) -> RankInfo | None:
+    """Rank and world size by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; None without any of the first three.
 
     Raises:
         ConfigError: a variable is missing, not a number, or contradicts another; the message names it.
@@ -59,38 +59,38 @@ def read_environment(environment: Mapping[str, str]) -> Place | None:
             values[name] = int(text)
         except ValueError:
             raise ConfigError(f"{name} is {text!r} in the environment, but it must be an integer; {remedy}") from None
-    place = Place(
+    info = RankInfo(
         rank=values["RANK"],
         world_size=values["WORLD_SIZE"],
         local_rank=values["LOCAL_RANK"],
         local_world_size=values.get("LOCAL_WORLD_SIZE", values["WORLD_SIZE"]),
     )
     rules = [
-        ("WORLD_SIZE", place.world_size >= 1, "be at least 1"),
-        ("RANK", 0 <= place.rank < place.world_size, f"lie in [0, WORLD_SIZE) = [0, {place.world_size})"),
+        ("WORLD_SIZE", info.world_size >= 1, "be at least 1"),
+        ("RANK", 0 <= info.rank < info.world_size, f"lie in [0, WORLD_SIZE) = [0, {info.world_size})"),
         (
             "LOCAL_WORLD_SIZE",
-            1 <= place.local_world_size <= place.world_size,
-            f"lie in [1, WORLD_SIZE] = [1, {place.world_size}]",
+            1 <= info.local_world_size <= info.world_size,
+            f"lie in [1, WORLD_SIZE] = [1, {info.world_size}]",
         ),
         (
             "LOCAL_RANK",
-            0 <= place.local_rank < place.local_world_size,
-            f"lie in [0, LOCAL_WORLD_SIZE) = [0, {place.local_world_size})",
+            0 <= info.local_rank < info.local_world_size,
+            f"lie in [0, LOCAL_WORLD_SIZE) = [0, {info.local_world_size})",
         ),
-        ("LOCAL_RANK", place.local_rank <= place.rank, f"be at most RANK ({place.rank})"),
+        ("LOCAL_RANK", info.local_rank <= info.rank, f"be at most RANK ({info.rank})"),
     ]
     for name, holds, rule in rules:
         if not holds:
             raise ConfigError(f"{name} is {environment[name]} in the environment, but it must {rule}; {remedy}")
-    if place.world_size > 1 and STORE_VARIABLE not in environment:
+    if info.world_size > 1 and STORE_VARIABLE not in environment:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environment.get(name):
                 raise ConfigError(f"{name} is not set in the environment, but WORLD_SIZE is above 1; {remedy}")
         port = environment["MASTER_PORT"]
         if not (port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigError(f"MASTER_PORT is {port!r} in the environment, but it must be a port number; {remedy}")
-    return place
+    return info
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class World:
             dist.destroy_process_group()
 
 
-def join_world(place: Place | None, timeout_seconds: float) -> World:
+def join_world(info: RankInfo | None, timeout_seconds: float) -> World:
     """Find this process's device and, with more than one process, join the process group.
 
     NCCL carries CUDA tensors and gloo CPU tensors. A collective that waits longer than `timeout_seconds` fails. CPU
@@ -146,25 +146,25 @@ def join_world(place: Place | None, timeout_seconds: float) -> World:
     Raises:
         ConfigError: the machine has too few GPUs, the master port is taken, or not all processes join in time.
     """
-    place = place or Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    info = info or RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         num_devices = torch.cuda.device_count()
-        if place.local_rank >= num_devices:
+        if info.local_rank >= num_devices:
             raise ConfigError(
-                f"LOCAL_RANK is {place.local_rank}, but this machine ({socket.gethostname()}) has {num_devices} GPUs; "
+                f"LOCAL_RANK is {info.local_rank}, but this machine ({socket.gethostname()}) has {num_devices} GPUs; "
                 "start at most one process per GPU"
             )
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", info.local_rank)
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // place.local_world_size))
-    if place.world_size > 1:
-        _init_process_group(place, device, timeout_seconds)
+        torch.set_num_threads(max(1, num_cores() // info.local_world_size))
+    if info.world_size > 1:
+        _init_process_group(info, device, timeout_seconds)
     return World(
-        rank=place.rank,
-        size=place.world_size,
-        local_rank=place.local_rank,
+        rank=info.rank,
+        size=info.world_size,
+        local_rank=info.local_rank,
         device=device,
     )
 
@@ -176,20 +176,20 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _init_process_group(place: Place, device: torch.device, timeout_seconds: float) -> None:
+def _init_process_group(info: RankInfo, device: torch.device, timeout_seconds: float) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     file = os.environ.get(STORE_VARIABLE)
     where = f"in {file}" if file else f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = None
         if file is not None:
-            store = FileStore(file, place.world_size)
+            store = FileStore(file, info.world_size)
             store.set_timeout(timeout)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=info.rank,
+            world_size=info.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
@@ -201,6 +201,6 @@ def _init_process_group(place: Place, device: torch.device, timeout_seconds: flo
                 f"MASTER_PORT is {port}, but that port is in use on {address}; give another (torchrun --master-port)"
             ) from error
         raise ConfigError(
-            f"WORLD_SIZE is {place.world_size}, but rank {place.rank} on {socket.gethostname()} could not meet that "
+            f"WORLD_SIZE is {info.world_size}, but rank {info.rank} on {socket.gethostname()} could not meet that "
             f"many processes {where} within {timeout_seconds:g} s: {text.splitlines()[0]}"
         ) from error

@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from laconic.errors import ConfigError, LaconicError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
-from laconic.train.distributed.layout import check_division
+from laconic.train.distributed.parallel_state import check_division
 from laconic.train.distributed.world import join_world, num_cores, read_environment
 from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_rendezvous
 from laconic.train.launch.worker import leave, work
@@ -65,21 +65,21 @@ def launch(config: TrainConfig) -> int:
         ConfigError: the environment cannot be used.
         LaconicError: `run` raised it.
     """
-    place = read_environment(os.environ)
-    if place is not None and place.world_size > 1:
-        if place.rank == 0:
+    info = read_environment(os.environ)
+    if info is not None and info.world_size > 1:
+        if info.rank == 0:
             print(f"laconic: {_exposure(os.environ)}", file=sys.stderr)
-        ending = work(config, place, StopRequest())
+        ending = work(config, info, StopRequest())
         if ending.message is not None:
             print(ending.message, file=sys.stderr)
         leave(ending.code)
     if torch.cuda.is_available() and config.nproc > torch.cuda.device_count() > 0:
         print(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}", file=sys.stderr)
         config = replace(config, nproc=torch.cuda.device_count())
-    if place is not None or config.nproc == 1:
+    if info is not None or config.nproc == 1:
         from laconic.train.run import run  # slow to load, and a launcher does without
 
-        return run(config, join_world(place, config.rank_timeout_seconds), StopRequest())
+        return run(config, join_world(info, config.rank_timeout_seconds), StopRequest())
     _check_machine(config)
     return _launch_workers(replace(config, run_dir=config.run_dir or new_run_dir()))
 

@@ -17,9 +17,9 @@ from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launche
 
 if TYPE_CHECKING:
     from laconic.train.config.schema import TrainConfig
-    from laconic.train.distributed.world import Place
+    from laconic.train.distributed.world import RankInfo
 
-__all__ = ["WorkerResult", "leave", "main", "work"]
+__all__ = ["leave", "main", "work"]
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -35,7 +35,7 @@ class WorkerResult:
     """Message for the user, or None."""
 
 
-def work(config: TrainConfig, place: Place, stop: StopRequest) -> WorkerResult:
+def work(config: TrainConfig, info: RankInfo, stop: StopRequest) -> WorkerResult:
     """Run this process's part of a run. Records every error for torch's elastic agent and raises none."""
     import traceback
 
@@ -45,11 +45,11 @@ def work(config: TrainConfig, place: Place, stop: StopRequest) -> WorkerResult:
     from laconic.train.distributed.world import join_world
     from laconic.train.run import run
 
-    who = f"rank {place.rank} on {socket.gethostname()}"
+    who = f"rank {info.rank} on {socket.gethostname()}"
     handler = get_error_handler()
     handler.initialize()
     try:
-        world = join_world(place, config.rank_timeout_seconds)
+        world = join_world(info, config.rank_timeout_seconds)
         code = run(config, world, stop)
         world.leave()
         return WorkerResult(code)
@@ -90,9 +90,9 @@ def main() -> None:
     from laconic.train.config.toml import load_config
     from laconic.train.distributed.world import read_environment
 
-    place = read_environment(os.environ)
-    assert place is not None, "started by hand: use laconic train"
-    result = work(load_config(sys.argv[1]), place, stop)
+    info = read_environment(os.environ)
+    assert info is not None, "started by hand: use laconic train"
+    result = work(load_config(sys.argv[1]), info, stop)
     if result.code == EXIT_FAILED:  # the launcher prints rank and error; the traceback is printed here
         print(result.message, file=sys.stderr)
     leave(result.code)

@@ -9,7 +9,7 @@ from laconic.activations.plan import ATTENTION
 from laconic.cost import Plan, predict
 from laconic.errors import PlanError
 from laconic.train.config.schema import TrainConfig
-from laconic.train.distributed.layout import Layout
+from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.memory.check import MemoryCheck, check_memory, choices_of, job_of
 from laconic.train.trainer import Trainer
 
@@ -25,7 +25,7 @@ class Forecast:
     Does nothing for a model or a setting that the planner does not know.
 
     Args:
-        config, layout, trainer: of the run.
+        config, parallel_state, trainer: of the run.
         model_config: the model's Hugging Face configuration.
         plan: that the run follows, if any.
         split: layers of each chunk of a pipeline.
@@ -35,7 +35,7 @@ class Forecast:
     def __init__(
         self,
         config: TrainConfig,
-        layout: Layout,
+        parallel_state: ParallelState,
         model_config: dict[str, Any],
         trainer: Trainer,
         plan: Plan | None,
@@ -43,14 +43,14 @@ class Forecast:
         chunked_loss: bool = False,
     ) -> None:
         self.check: MemoryCheck | None = None
-        self._layout = layout
+        self._parallel_state = parallel_state
         self._trainer = trainer
         self._num_updates = 0
         chosen = config.activations
         if plan is None and chosen.mode != "sites":
             return
         planned = replace(config, pipeline=replace(config.pipeline, split=split))
-        world_size = layout.num_stages * layout.num_replicas
+        world_size = parallel_state.num_stages * parallel_state.num_replicas
         settings: dict[str, Any] = {"optimizer": config.optimizer.kind, "gradient_bits": config.gradients.bits}
         settings["loss"] = "chunked" if chunked_loss else "exact"
         try:
@@ -69,7 +69,7 @@ class Forecast:
         self._num_updates += 1
         if self._num_updates < _STEP:
             return
-        trainer, layout = self._trainer, self._layout
+        trainer, parallel_state = self._trainer, self._parallel_state
         trainer.before_update = None
         assert trainer.saved_nbytes is not None
         self.check = check_memory(
@@ -78,6 +78,6 @@ class Forecast:
             saved_nbytes=trainer.saved_nbytes,
             parameters=trainer.model.parameters(),
             optimizer=trainer.optimizer,
-            stages=range(layout.stage, self._job.layout.num_chunks, layout.num_stages),
-            rank=layout.stage,
+            stages=range(parallel_state.stage, self._job.layout.num_chunks, parallel_state.num_stages),
+            rank=parallel_state.stage,
         )

@@ -14,7 +14,7 @@ from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.gates.capacity import capacity_of, dropped
 from laconic.moe.hooks import Hook
 from laconic.moe.layer import MoELayer
-from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.routing import RoutedTokens, Routing
 from laconic.topology import Levels
 from laconic.train.distributed.world import World
@@ -172,7 +172,7 @@ def schedule_of(layer: MoELayer) -> str:
     words = ["one all-to-all", _code_of(dispatcher)]
     if isinstance(dispatcher, HierarchicalDispatcher):
         words[0] = f"depth {dispatcher.depth} of {dispatcher.levels.max_depth}"
-    if isinstance(schedule, PipelineSchedule):
+    if isinstance(schedule, ChunkedSchedule):
         words.append(f"{schedule.forward} chunks forward and {schedule.backward} backward")
     return ", ".join(words)
 

@@ -24,7 +24,7 @@ from laconic.moe.dispatch.hierarchical import HierarchicalDispatcher
 from laconic.moe.huggingface import Parallelized, parallelize
 from laconic.moe.layer import Schedule
 from laconic.moe.parallel.grid import Grid
-from laconic.moe.pipeline.schedule import PipelineSchedule
+from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.tuning.autotune import Autotuned, autotune
 from laconic.topology import Levels, are_nested
 from laconic.train.config.schema import TrainConfig
@@ -116,8 +116,8 @@ class SpreadExperts:
 
     def messages(self) -> list[str]:
         """Return the lines to log that are new since the last call."""
-        told, self._messages = self._messages, []
-        return told
+        new, self._messages = self._messages, []
+        return new
 
     def prepare(self, optimizer: torch.optim.Optimizer, saved: str | None = None) -> None:
         """Set up expert migration if the configuration asks for it; all processes call it together.
@@ -239,4 +239,4 @@ def row_codec(config: TrainConfig) -> Codec | str:
 
 def _schedule(config: TrainConfig) -> Schedule | None:
     chunks = config.moe.chunks
-    return PipelineSchedule(*chunks) if max(chunks, default=1) > 1 else None
+    return ChunkedSchedule(*chunks) if max(chunks, default=1) > 1 else None

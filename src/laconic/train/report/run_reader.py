@@ -21,7 +21,7 @@ from laconic.errors import DataError
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 
-__all__ = ["Run", "load_run", "load_runs"]
+__all__ = ["Run", "load_runs"]
 
 _FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
 _LOSSES = ("loss", "validation_loss")
@@ -209,14 +209,14 @@ class Run:
 
 
 def load_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """`load_run` of each directory, named by its last path component where that tells them apart."""
+    """`_load_run` of each directory, named by its last path component where that tells them apart."""
     paths = [Path(run_dir) for run_dir in run_dirs]
     if not paths:
         raise DataError("compare needs at least one run directory")
     names = [Path(os.path.abspath(path)).name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    return _in_one_unit([load_run(path, name) for path, name in zip(paths, names, strict=True)])
+    return _in_one_unit([_load_run(path, name) for path, name in zip(paths, names, strict=True)])
 
 
 def _in_one_unit(runs: list[Run]) -> list[Run]:
@@ -236,7 +236,7 @@ def _in_one_unit(runs: list[Run]) -> list[Run]:
     return found
 
 
-def load_run(path: Path, name: str) -> Run:
+def _load_run(path: Path, name: str) -> Run:
     """Read the run directory `path`.
 
     Raises:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from laconic.train.report.metrics import format_nbytes
 from laconic.train.report.run_reader import LOSS_WINDOW, Run
 
-__all__ = ["MISSING", "Cell", "Row", "config_differences", "summary_rows", "text_table"]
+__all__ = ["Row", "config_differences", "summary_rows", "text_table"]
 
-MISSING = "-"
+_MISSING = "-"
 """Stands where a run does not tell."""
 # Fields that differ between any two runs anyway.
 _NOT_COMPARED = ("run_dir", "resume")
@@ -46,7 +46,7 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
     nbytes = _Form(format_nbytes, relative=True, lower_is_better=True)
     # Losses of different tokenizers are comparable per byte of text only.
     unit = "" if all(run.loss_scale == 1.0 for run in runs) else ", bits per byte"
-    settings = tuple(Cell(run.activation_setting or MISSING) for run in runs)
+    settings = tuple(Cell(run.activation_setting or _MISSING) for run in runs)
     return [
         Row("activations kept as", settings),
         row("steps", lambda run: run.steps, _Form("{:,.0f}".format, relative=False, lower_is_better=None)),
@@ -79,7 +79,7 @@ def config_differences(runs: Sequence[Run]) -> list[Row]:
     rows = []
     for name in names:
         texts = [_config_text(run, name) for run in runs]
-        if len(set(texts) - {MISSING}) > 1:
+        if len(set(texts) - {_MISSING}) > 1:
             rows.append(Row(name, tuple(map(Cell, texts))))
     return rows
 
@@ -115,7 +115,7 @@ class _Form:
 
     def cell(self, value: float | None, first: float | None) -> Cell:
         if value is None:
-            return Cell(MISSING)
+            return Cell(_MISSING)
         text = self.write(value) if math.isfinite(value) else str(value)
         if first is None or not math.isfinite(first) or not math.isfinite(value):
             return Cell(text)
@@ -136,6 +136,6 @@ class _Form:
 
 def _config_text(run: Run, name: str) -> str:
     if not run.config:
-        return MISSING
+        return _MISSING
     value = run.config.get(name)
     return "not set" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Layout of a run: the pipeline stage of each process, and its replica of that stage.
+"""Parallel state of a process: its stage of the pipeline, its replica of that stage, and their process groups.
 
 World rank = stage x replicas + replica. Processes of one stage hold the same layers and share the batch (DDP or FSDP2
 between them); processes of one replica are the stages of one copy of the model and pass activations on. Without a
@@ -16,11 +16,11 @@ from laconic.errors import ConfigError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 
-__all__ = ["Layout", "check_division", "make_layout"]
+__all__ = ["ParallelState", "check_division", "make_parallel_state"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelState:
     """This process's stage and replica with their groups; a group is None where it would have one member."""
 
     num_stages: int = 1
@@ -35,8 +35,8 @@ class Layout:
     """First and last stage of this process's replica; None on the stages between."""
 
 
-def make_layout(config: TrainConfig, world: World) -> Layout:
-    """The layout of a run; all processes call it together, for it makes process groups.
+def make_parallel_state(config: TrainConfig, world: World) -> ParallelState:
+    """This process's parallel state; all processes call it together, for it makes process groups.
 
     Raises:
         ConfigError: the processes or the batch cannot be divided as the configuration asks.
@@ -45,7 +45,7 @@ def make_layout(config: TrainConfig, world: World) -> Layout:
     stages = config.pipeline.stages
     if stages == 1:
         group = dist.group.WORLD if world.size > 1 else None
-        return Layout(num_replicas=replicas, replica=world.rank, stage_group=group)
+        return ParallelState(num_replicas=replicas, replica=world.rank, stage_group=group)
 
     stage, replica = divmod(world.rank, replicas)
     timeout = timedelta(seconds=config.rank_timeout_seconds)
@@ -54,7 +54,7 @@ def make_layout(config: TrainConfig, world: World) -> Layout:
     stage_group = _group_of(same_stage, timeout) if replicas > 1 else None
     pipeline_group = _group_of(same_replica, timeout)
     embedding_group = pipeline_group if stages == 2 else _group_of([[row[0], row[-1]] for row in same_replica], timeout)
-    return Layout(stages, stage, replicas, replica, stage_group, pipeline_group, embedding_group)
+    return ParallelState(stages, stage, replicas, replica, stage_group, pipeline_group, embedding_group)
 
 
 def _group_of(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:

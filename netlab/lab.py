@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any
 
 from laconic.errors import ConfigError
-from laconic.testing.netlab import transfer
-from laconic.testing.netlab.link import End, Link, Traffic, check_rate, run_tool
-from laconic.testing.netlab.program import OnLine, Program, finish
+from netlab import transfer
+from netlab.link import End, Link, Traffic, check_rate, run_tool
+from netlab.program import OnLine, Program, finish
 
 __all__ = ["Lab", "why_not"]
 

@@ -4,14 +4,15 @@
         endings = finish(lab.start_ranks([sys.executable, "train.py"]), timeout_seconds=60)
         print(lab.traffic())
 
-    python -m laconic.testing.netlab --hosts 4 --rate 1gbit -- python train.py
+    python -m netlab --hosts 4 --rate 1gbit -- python train.py
 
 Hosts can be grouped in nodes, with fast links inside a node and slow ones between nodes. While a program runs, links
 can be cut, joined and slowed down, and processes stopped and killed. docs/netlab.md documents all of it.
+Tests and benchmarks use it; the wheel does not contain it.
 """
 
-from laconic.testing.netlab.lab import Lab, why_not
-from laconic.testing.netlab.link import Link, Traffic, bits_per_second_of
-from laconic.testing.netlab.program import Ending, Program, finish
+from netlab.lab import Lab, why_not
+from netlab.link import Link, Traffic, bits_per_second_of
+from netlab.program import Ending, Program, finish
 
 __all__ = ["Ending", "Lab", "Link", "Program", "Traffic", "bits_per_second_of", "finish", "why_not"]

@@ -1,7 +1,7 @@
-"""`python -m laconic.testing.netlab`: run a command on every host of a small network with slow links.
+"""`python -m netlab`: run a command on every host of a small network with slow links.
 
-    python -m laconic.testing.netlab --hosts 4 --rate 1gbit -- python train.py
-    python -m laconic.testing.netlab --hosts 4 --nodes 2 --rate 1gbit --node-rate 10gbit -- laconic train
+    python -m netlab --hosts 4 --rate 1gbit -- python train.py
+    python -m netlab --hosts 4 --nodes 2 --rate 1gbit --node-rate 10gbit -- laconic train
 
 The command gets the variables that torchrun sets. Its lines are printed as they come, with the rank in front; the last
 lines are the bytes that passed every link. Exit code: that of the first rank that failed, 0 when none did, 2 for bad
@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 
 from laconic.errors import ConfigError
-from laconic.testing.netlab.lab import Lab, why_not
-from laconic.testing.netlab.link import Traffic, bits_per_second_of
-from laconic.testing.netlab.program import Program
+from netlab.lab import Lab, why_not
+from netlab.link import Traffic, bits_per_second_of
+from netlab.program import Program
 
 # Time for the other ranks to end by themselves after one has failed: their own errors say more than a kill.
 _GRACE_SECONDS = 15.0
@@ -74,7 +74,7 @@ def _run(lab: Lab, command: Sequence[str], chosen: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m laconic.testing.netlab",
+        prog="python -m netlab",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options] -- COMMAND ...",
