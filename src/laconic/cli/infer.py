@@ -1,0 +1,142 @@
+"""`laconic infer plan`: whether and how to split a mixture-of-experts model's inference over workers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from laconic.cost.infer import (
+    MODELS,
+    Choice,
+    InferenceCostModel,
+    InferenceRates,
+    InferenceShape,
+    Search,
+    Workers,
+    Workload,
+    choose,
+    default_infer_path,
+)
+from laconic.cost.infer.table import candidate_name, choice_text, infer_rates_text
+from laconic.cost.sizes import parse_nbytes
+from laconic.errors import ConfigError, PlanError
+from laconic.schedule.gantt import save_gantt
+from laconic.schedule.inference import inference_plan
+from laconic.schedule.streams import Timeline, simulate
+
+__all__ = ["run"]
+
+_DRAWN_LAYERS = 3
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic infer` with `args`."""
+    parser = _parser()
+    if not args or args[0] in ("-h", "--help"):
+        print(parser.format_help())
+        return 0
+    if args[0] != "plan":
+        raise ConfigError(f"laconic infer {args[0]} is no command, it must be: laconic infer plan")
+    return _plan(parser.parse_args(args[1:]))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    path = Path(options.rates or default_infer_path())
+    if options.rates is None and not path.exists():
+        raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
+    rates = InferenceRates.load(path)
+    if options.show_rates:
+        print(f"rates of {path}\n\n{infer_rates_text(rates)}")
+        return 0
+    if options.model is None or options.workers is None or options.memory is None:
+        raise PlanError("a model, --workers and --memory are needed: laconic infer plan DIR --workers 8 --memory 48GB")
+    shape = InferenceShape.load(options.model, options.item_nbytes)
+    workers = Workers(options.workers, parse_nbytes(options.memory), options.attention_workers)
+    search = Search(options.max_micro_batches, options.max_slices)
+    shares = _shares(options.routing)
+    make = {"prefill": Workload.prefill, "decode": Workload.decode}
+    phases = [options.phase] if options.phase != "both" else list(make)
+    choices, models = {}, {}
+    for phase in phases:
+        work = make[phase](options.prompt, options.output, options.requests)
+        models[phase] = InferenceCostModel(shape, rates, work, shares)
+        choices[phase] = choose(models[phase], workers, search)
+    if options.json:
+        print(json.dumps({phase: _json(choice) for phase, choice in choices.items()}, indent=1))
+    else:
+        print("\n\n".join(choice_text(models[phase], workers, choice, phase) for phase, choice in choices.items()))
+    if options.gantt is not None:
+        drawn = dict(_timeline(phase, models[phase], choice) for phase, choice in choices.items())
+        save_gantt(drawn, options.gantt, f"{shape.name}, {_DRAWN_LAYERS} layers")
+        if not options.json:
+            print(f"\nwrote {options.gantt}")
+    return 0
+
+
+def _timeline(phase: str, model: InferenceCostModel, choice: Choice) -> tuple[str, Timeline]:
+    """Name and timeline of the chosen plan in its first layers; of the best split one, where that is not to split."""
+    split = [one for one in choice.candidates if one.split is not None]
+    if not split:
+        raise PlanError("gantt shows the four streams of a split run, but no split fits; give more memory or workers")
+    best = choice.best if choice.best.split is not None else split[0]
+    assert best.split is not None
+    times = model.block_times(best.batch, best.split, best.plan)
+    plan = inference_plan(times, best.plan, min(_DRAWN_LAYERS, model.shape.num_moe_layers))
+    return f"{phase}, {candidate_name(best)} {best.split}", simulate(plan)
+
+
+def _json(choice: Choice) -> dict[str, object]:
+    limit = choice.limits[choice.best]
+    return {
+        "split": choice.split_pays,
+        "best": choice.best.to_dict(),
+        "candidates": [one.to_dict() for one in choice.candidates],
+        "memory": {"batch": limit.batch, "worker": limit.worker, "kind": limit.kind, "nbytes": limit.nbytes},
+    }
+
+
+def _shares(path: str | None) -> tuple[float, ...]:
+    """Read a file of measured routing: a JSON list with one number per expert."""
+    if path is None:
+        return ()
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(f"routing {path} is not JSON: {error}") from error
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise PlanError(f"routing {path} must be a list of numbers, the share of rows that choose each expert")
+    return tuple(map(float, values))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laconic infer plan",
+        description="Decide whether attention and experts of a mixture-of-experts model should run on workers of their "
+        "own, on how many, and in which micro-batches and slices. Prints the best plan of every kind with its "
+        "predicted tokens/s, the fastest, and what memory limits. Arithmetic on what laconic profile --infer measured; "
+        "nothing runs.",
+    )
+    parser.add_argument("model", nargs="?", help=f"directory with a config.json, or one of {', '.join(MODELS)}")
+    add = parser.add_argument_group("workers").add_argument
+    add("--workers", type=int, metavar="N", help="processes or GPUs in all")
+    add("--memory", metavar="SIZE", help="of each, for example 48GB or 80GiB")
+    add("--attention-workers", type=int, metavar="N", help="fix how many run attention (default: as is best)")
+    add = parser.add_argument_group("requests").add_argument
+    add("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    add("--output", type=int, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")
+    add("--requests", type=int, metavar="N", help="requests that wait (default: as many as fit)")
+    add("--phase", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
+    add("--routing", metavar="FILE", help="JSON list: share of rows that choose each expert (default: uniform)")
+    add = parser.add_argument_group("search").add_argument
+    add("--max-micro-batches", type=int, default=8, metavar="N", help="largest r1 (default: %(default)s)")
+    add("--max-slices", type=int, default=16, metavar="N", help="largest r2 (default: %(default)s)")
+    add = parser.add_argument_group("rates").add_argument
+    add("--rates", metavar="FILE", help=f"written by laconic profile --infer (default: {default_infer_path()})")
+    add("--show-rates", action="store_true", help="print what was measured instead")
+    add("--item-nbytes", type=int, metavar="N", help="bytes of a weight (default: the configuration's dtype)")
+    add = parser.add_argument_group("output").add_argument
+    add("--gantt", metavar="FILE", help="draw the plan's first layers, for example plan.html")
+    add("--json", action="store_true", help="print the plans as JSON instead of tables")
+    return parser

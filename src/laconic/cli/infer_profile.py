@@ -1,0 +1,114 @@
+"""Measures what `laconic infer plan` needs: products of few and many rows, attention, and links between workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, combinations, cycle
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.cluster_profile import measure_link
+from laconic.collectives.policy.microbench import Ranks
+from laconic.cost.comm.rates import Line, fit_line
+from laconic.cost.infer.rates import InferenceRates, LinkPair
+from laconic.cost.moe.shape import LayerShape
+
+__all__ = ["fit_products", "measure_infer"]
+
+_ROWS, _QUICK_ROWS = (1, 4, 16, 64, 256), (1, 16, 64)
+_LENGTHS, _QUICK_LENGTHS = (128, 256, 512, 1024), (32, 64)
+_HEADS, _HEAD_DIM = 8, 64
+_SIZES, _QUICK_SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22)), (1 << 12, 1 << 16)
+_WEIGHTS_NBYTES, _QUICK_WEIGHTS_NBYTES = 1 << 28, 1 << 22
+"""Weights that take turns, so that caches hold none of them: each call reads its own from memory."""
+_LONGEST_SECONDS = 0.2
+
+
+def measure_infer(
+    shape: LayerShape, *, dtype: torch.dtype, device: torch.device, quick: bool = False
+) -> InferenceRates:
+    """Measure rates on all ranks of the world at once; all call it together and get the same.
+
+    Args:
+        shape: sizes of the products: model_dim x hidden_dim and back.
+        dtype: of weights and activations.
+        device: this process's.
+        quick: few sizes, for a smoke test.
+    """
+    assert dist.group.WORLD is not None
+    ranks = Ranks(dist.group.WORLD, device)
+    products = _products(ranks, shape, dtype, quick)
+    gemm, read = fit_products(products, dtype.itemsize)
+    attention = _attention(ranks, dtype, _QUICK_LENGTHS if quick else _LENGTHS)
+    sizes = _QUICK_SIZES if quick else _SIZES
+    send = measure_link(ranks, ranks.group, sizes, ("send",), _LONGEST_SECONDS).operations["send"]
+    source = (
+        f"measure_infer, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {ranks.world} ranks, {device.type}, "
+    )
+    source += str(dtype).removeprefix("torch.")
+    # On CPUs a product of groups is a loop over them.
+    return InferenceRates(
+        gemm, attention, LinkPair(send, send), read, grouped=device.type == "cuda", source=ranks.texts(source)[0]
+    )
+
+
+def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> tuple[Line, float]:
+    """Fit seconds = alpha + beta * rows * weights + gamma * bytes of the weights, by least squared relative errors.
+
+    Args:
+        points: rows, values of the weights and seconds of every product; at least three.
+        item_nbytes: of a weight.
+
+    Returns:
+        The line by multiply-adds, with its worst relative error, and gamma, in seconds per byte. None is negative.
+    """
+    columns = [[1.0, float(rows * weights), float(weights * item_nbytes)] for rows, weights, _ in points]
+    seconds = torch.tensor([taken for _, _, taken in points], dtype=torch.float64)
+    matrix = torch.tensor(columns, dtype=torch.float64) / seconds[:, None]
+    scale = matrix.norm(dim=0)
+    best, least = torch.zeros(3, dtype=torch.float64), float("inf")
+    # With three unknowns, the constrained optimum is the free one of some subset of them, the others being 0.
+    for kept in chain.from_iterable(combinations(range(3), count) for count in (1, 2, 3)):
+        chosen = list(kept)
+        solution = torch.linalg.lstsq(
+            (matrix / scale)[:, chosen], torch.ones(len(points), 1, dtype=torch.float64)
+        ).solution
+        tried = torch.zeros(3, dtype=torch.float64)
+        tried[chosen] = solution[:, 0] / scale[chosen]
+        residual = float((matrix @ tried - 1).norm())
+        if bool((tried >= 0).all()) and residual < least:
+            best, least = tried, residual
+    alpha, beta, gamma = best.tolist()
+    return Line(alpha, beta, float((matrix @ best - 1).abs().max())), gamma
+
+
+def _products(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, quick: bool) -> list[tuple[int, int, float]]:
+    """Rows, weights and seconds of products of the layer's size and of a quarter of it."""
+    found = []
+    for k, n in ((shape.model_dim, shape.hidden_dim), (shape.hidden_dim, max(1, shape.model_dim // 4))):
+        wanted = _QUICK_WEIGHTS_NBYTES if quick else _WEIGHTS_NBYTES
+        count = max(2, wanted // (k * n * dtype.itemsize))
+        weights = [torch.full((n, k), 0.01, dtype=dtype, device=ranks.device) for _ in range(count)]
+        for rows in _QUICK_ROWS if quick else _ROWS:
+            x = torch.ones(rows, k, dtype=dtype, device=ranks.device)
+            turn = cycle(weights)
+            found.append((rows, k * n, ranks.seconds_alone(partial(_product, x, turn))))
+    return found
+
+
+def _product(x: Tensor, weights: Iterator[Tensor]) -> Tensor:
+    return torch.nn.functional.linear(x, next(weights))
+
+
+def _attention(ranks: Ranks, dtype: torch.dtype, lengths: Sequence[int]) -> Line:
+    """Line of causal attention, by heads * pairs * (d_k + d_v) without masked pairs."""
+    points = []
+    for length in lengths:
+        q = torch.ones(1, _HEADS, length, _HEAD_DIM, dtype=dtype, device=ranks.device)
+        case = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+        points.append((_HEADS * length * length / 2 * 2 * _HEAD_DIM, ranks.seconds_alone(case)))
+    return fit_line(points)

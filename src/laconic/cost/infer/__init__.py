@@ -1,0 +1,25 @@
+"""Cost model and planner of mixture-of-experts inference on attention and expert workers (FinDEP, arXiv 2512.21487)."""
+
+from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
+from laconic.cost.infer.memory import Limit, largest_batch, worker_nbytes
+from laconic.cost.infer.planner import Candidate, Choice, Search, Workers, choose
+from laconic.cost.infer.rates import InferenceRates, default_infer_path
+from laconic.cost.infer.shape import MODELS, InferenceShape
+
+__all__ = [
+    "MODELS",
+    "Candidate",
+    "Choice",
+    "InferenceCostModel",
+    "InferenceRates",
+    "InferenceShape",
+    "Limit",
+    "Search",
+    "Split",
+    "Workers",
+    "Workload",
+    "choose",
+    "default_infer_path",
+    "largest_batch",
+    "worker_nbytes",
+]

@@ -1,0 +1,262 @@
+"""Seconds of the tasks of disaggregated inference: attention, shared experts, links, routed experts (FinDEP 4.1).
+
+Corrections and additions to the paper:
+
+- a gated expert has three products in alpha and in beta; the paper's folded constants drop the factor;
+- a batch of n rows activates E (1 - (1 - k/E)^n) of E experts, and each slice of the batch reads the weights of all
+  that it activates. In decode, slices of tokens therefore read weights again, and slices of experts do not;
+- an attention worker sends to, and an expert worker receives from, several others: the busier end decides;
+- in decode, attention reads its key-value cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, fsum, prod
+
+from laconic.cost.infer.rates import InferenceRates
+from laconic.cost.infer.shape import InferenceShape
+from laconic.errors import PlanError
+from laconic.schedule.inference import BlockTimes, InferencePlan
+
+__all__ = ["InferenceCostModel", "Split", "Workload", "active_experts", "reach"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of workers of the two roles, ag and eg."""
+
+    attention: int
+    experts: int
+
+    def __str__(self) -> str:
+        return f"{self.attention}:{self.experts}"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One pass of the model over the requests of a batch.
+
+    Raises:
+        PlanError: a number is not possible.
+    """
+
+    new_tokens: int
+    """Of each request in this pass: the length of its prompt in prefill, 1 in decode."""
+    context: int = 0
+    """Tokens of each request that are already in its cache."""
+    reserved: int | None = None
+    """Tokens of each request for which the cache has room; None: context and new tokens."""
+    requests: int | None = None
+    """Requests that wait; a pass takes no more. None: as many as fit."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("new_tokens", 1), ("context", 0)):
+            _check(name, getattr(self, name), least)
+        if self.reserved is not None:
+            _check("reserved", self.reserved, self.context + self.new_tokens)
+        if self.requests is not None:
+            _check("requests", self.requests, 1)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of a request for which memory is needed."""
+        return self.context + self.new_tokens if self.reserved is None else self.reserved
+
+    @classmethod
+    def prefill(cls, prompt: int, output: int = 1, requests: int | None = None) -> Workload:
+        """Prompts of `prompt` tokens, whose answers will have `output` tokens."""
+        return cls(prompt, 0, prompt + output, requests)
+
+    @classmethod
+    def decode(cls, prompt: int, output: int = 1, requests: int | None = None) -> Workload:
+        """One token of each request, in the middle of its answer."""
+        return cls(1, prompt + output // 2, prompt + max(1, output), requests)
+
+
+def active_experts(num_experts: float, probability: float, rows: float) -> float:
+    """Expect how many of `num_experts` experts have a row, if each row chooses each with this probability."""
+    if probability >= 1:
+        return num_experts if rows > 0 else 0.0
+    return float(num_experts * (1 - (1 - probability) ** rows))
+
+
+def reach(held: float, num_experts: int, top_k: int) -> float:
+    """Probability that a row needs a worker with `held` of the experts: 1 - C(E - held, k) / C(E, k).
+
+    `held` may be a fraction, the mean of groups that differ by one expert.
+    """
+    return 1 - prod(max(0.0, num_experts - held - i) / (num_experts - i) for i in range(top_k))
+
+
+@dataclass(frozen=True)
+class InferenceCostModel:
+    """Seconds of a model's tasks at given rates.
+
+    Raises:
+        PlanError: `shares` has not one entry from 0 to 1 per expert, or they do not add up to top_k.
+    """
+
+    shape: InferenceShape
+    rates: InferenceRates
+    workload: Workload
+    shares: Sequence[float] = ()
+    """Measured routing: the share of rows that choose each expert, adding up to top_k. Empty: uniform. Experts lie on
+    workers in order, and the busiest worker decides."""
+    deduplicated: bool = True
+    """A row travels once to a worker that has several of its experts, and its results return summed. Otherwise once per
+    expert, as in the paper."""
+    _known: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.shares:
+            return
+        shape = self.shape
+        if len(self.shares) != shape.num_experts or not all(0 <= share <= 1 for share in self.shares):
+            raise PlanError(
+                f"shares has {len(self.shares)} entries, but it must have one from 0 to 1 for each of num_experts = "
+                f"{shape.num_experts}"
+            )
+        if abs(fsum(self.shares) - shape.top_k) > 1e-6 * shape.top_k:
+            raise PlanError(
+                f"shares add up to {fsum(self.shares):g}, but each row has top_k = {shape.top_k} experts; divide the "
+                "rows of each expert by the number of rows"
+            )
+
+    def hosts(self, split: Split) -> int:
+        """Number of attention workers that have requests: fewer than there are, if fewer wait."""
+        return split.attention if self.workload.requests is None else min(split.attention, self.workload.requests)
+
+    def attention_seconds(self, batch: float) -> float:
+        """Predict attention with its projections and the router, for `batch` requests on one attention worker."""
+        shape, rates, work = self.shape, self.rates, self.workload
+        rows = batch * work.new_tokens
+        projections = rates.product_seconds(
+            rows,
+            shape.attention_parameters + shape.router_parameters,
+            shape.attention_products + 1,
+            shape.item_nbytes,
+        )
+        # Of the new tokens, each sees those before it: half of the square.
+        pairs = rows * shape.keys_seen(work.context + work.new_tokens / 2)
+        kernel = rates.attention.seconds(shape.num_heads * pairs * (shape.key_dim + shape.value_dim))
+        cached = batch * shape.keys_seen(work.context) * shape.cache_values * shape.item_nbytes
+        return projections + kernel + cached * rates.read_seconds_per_byte
+
+    def shared_seconds(self, batch: float) -> float:
+        """Predict the shared experts for `batch` requests on one attention worker; 0 without any."""
+        shape = self.shape
+        if not shape.shared_hidden:
+            return 0.0
+        rows = batch * self.workload.new_tokens
+        return self.rates.product_seconds(rows, shape.shared_parameters, shape.shared_products, shape.item_nbytes)
+
+    def experts_seconds(self, rows: float, workers: int, group: int = 0, num_groups: int = 1) -> float:
+        """Predict routed experts on the busiest of `workers`.
+
+        Args:
+            rows: tokens of all attention workers, before they are copied to their k experts.
+            workers: over which the experts are spread.
+            group, num_groups: which part of each worker's experts computes.
+        """
+        key = (rows, workers, group if self.shares else 0, num_groups)
+        if key not in self._known:
+            self._known[key] = max(
+                self._experts_on_one(rows, load, active)
+                for load, active in self._held(rows, workers, group, num_groups)
+            )
+        return self._known[key]
+
+    def _experts_on_one(self, rows: float, load: float, active: float) -> float:
+        """Seconds of a worker on which each row has `load` experts, and `active` experts have rows."""
+        shape, rates = self.shape, self.rates
+        calls = 3 * (1 if rates.grouped else active)
+        arithmetic = rows * load * shape.expert_parameters * rates.gemm.seconds_per_byte
+        read = active * (shape.expert_parameters + shape.expert_biases) * shape.item_nbytes
+        return calls * rates.gemm.alpha_seconds + arithmetic + read * rates.read_seconds_per_byte
+
+    def _held(self, rows: float, workers: int, group: int, num_groups: int) -> list[tuple[float, float]]:
+        """Expect, by worker and for its experts in this group, how many a row has and how many are active."""
+        shape = self.shape
+        most = ceil(shape.num_experts / workers)
+        if not self.shares:
+            held, chance = most / num_groups, shape.top_k / shape.num_experts
+            return [(held * chance, active_experts(held, chance, rows))]
+        found = []
+        for first in range(0, shape.num_experts, most):
+            worker = self.shares[first : first + most]
+            own = worker[len(worker) * group // num_groups : len(worker) * (group + 1) // num_groups]
+            found.append((fsum(own), fsum(active_experts(1, share, rows) for share in own)))
+        return found
+
+    def sent_nbytes(self, batch: float, split: Split, num_groups: int = 1) -> float:
+        """Predict bytes at the busier end of a link, for one of `num_groups` groups of experts and uniform routing.
+
+        Args:
+            batch: requests on each attention worker; a fraction for a slice of tokens.
+            split: the workers.
+            num_groups: into which each worker's experts are cut.
+        """
+        shape = self.shape
+        if self.deduplicated:
+            held = ceil(shape.num_experts / split.experts) / num_groups
+            copies = min(shape.top_k / num_groups, split.experts * reach(held, shape.num_experts, shape.top_k))
+        else:
+            copies = shape.top_k / num_groups
+        busier = max(1.0, self.hosts(split) / split.experts)
+        return batch * self.workload.new_tokens * copies * busier * shape.row_nbytes
+
+    def block_times(self, batch: float, split: Split, plan: InferencePlan) -> BlockTimes:
+        """Predict one layer with experts.
+
+        Args:
+            batch: m_a, requests of one micro-batch on one attention worker.
+            split: the workers.
+            plan: its number of slices and how they are cut.
+        """
+        slices, by_experts = plan.num_slices, plan.slicing == "experts"
+        rows = batch * self.workload.new_tokens * self.hosts(split)
+        if by_experts:
+            experts = tuple(self.experts_seconds(rows, split.experts, group, slices) for group in range(slices))
+            nbytes = self.sent_nbytes(batch, split, slices)
+        else:
+            experts = (self.experts_seconds(rows / slices, split.experts),) * slices
+            nbytes = self.sent_nbytes(batch / slices, split)
+        link = self.rates.link_of(split.attention, split.experts)
+        return BlockTimes(
+            self.attention_seconds(batch),
+            self.shared_seconds(batch),
+            (link.dispatch.seconds(nbytes),) * slices,
+            experts,
+            (link.combine.seconds(nbytes),) * slices,
+        )
+
+    def dense_times(self, batch: float) -> BlockTimes:
+        """Predict one layer with a feed-forward block in place of experts."""
+        rows = batch * self.workload.new_tokens
+        dense = self.rates.product_seconds(rows, self.shape.dense_parameters, 3, self.shape.item_nbytes)
+        return BlockTimes(self.attention_seconds(batch), dense, (), (), ())
+
+    def head_seconds(self, batch: float) -> float:
+        """Predict the output projection, for one token of each request; 0 where the shape has no vocabulary."""
+        shape = self.shape
+        if not shape.vocab_size:
+            return 0.0
+        return self.rates.product_seconds(batch, shape.vocab_size * shape.hidden_size, 1, shape.item_nbytes)
+
+    def layer_times(self, batch: float, split: Split, plan: InferencePlan) -> tuple[BlockTimes, ...]:
+        """Predict all layers: dense ones, taken to be the first, those with experts, and the output projection.
+
+        Args:
+            batch, split, plan: as in `block_times`.
+        """
+        shape = self.shape
+        dense = (self.dense_times(batch),) * shape.num_dense_layers if shape.num_dense_layers else ()
+        head = (BlockTimes(self.head_seconds(batch), 0.0, (), (), ()),) if shape.vocab_size else ()
+        return (*dense, *(self.block_times(batch, split, plan),) * shape.num_moe_layers, *head)
+
+
+def _check(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise PlanError(f"{name} is {value!r}, but it must be a whole number from {least} on")

@@ -1,0 +1,406 @@
+"""Chooses how workers share a model's inference: split or not, how many of each role, micro-batches, slices, order.
+
+Candidates, all priced by one `InferenceCostModel`:
+
+| kind | workers |
+|---|---|
+| `replicated` | each runs the whole model on its own requests |
+| `sharded` | each runs attention on its own requests and holds a share of the experts; two all-to-alls per layer |
+| `naive` | split, one micro-batch, one slice: at any time one side works |
+| `pppipe` | split, micro-batches in turn, shared experts inside attention (MegaScale-Infer) |
+| `findep` | split, micro-batches, slices and orders (FinDEP) |
+
+Workers form one group, or several equal ones that share nothing, each with all experts and its part of the requests.
+
+The rate is requests per second of one pass over all layers. For every task, seconds / m_a fall or stay when m_a grows;
+makespans are monotone in all seconds, and proportional when all grow alike; so for any r1, r2 and order the rate grows
+with m_a (FinDEP's theorems 1 and 2, here without its closed form). Therefore each r1 needs only the largest m_a that
+fits, and, where requests run out, the two around what each worker can get. What is left is searched best bound first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from math import ceil
+from typing import Any, Literal
+
+from laconic.cost.infer.costs import InferenceCostModel, Split
+from laconic.cost.infer.memory import Limit, largest_batch
+from laconic.errors import PlanError
+from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing, inference_seconds
+
+__all__ = [
+    "KINDS",
+    "Candidate",
+    "Choice",
+    "Search",
+    "Workers",
+    "choose",
+    "least_seconds",
+    "plans_of",
+    "priced",
+    "sharded_seconds",
+]
+
+Kind = Literal["replicated", "sharded", "naive", "pppipe", "findep"]
+KINDS: tuple[Kind, ...] = ("replicated", "sharded", "naive", "pppipe", "findep")
+"""From plain to complicated."""
+_Capacity = Callable[[InferenceCostModel, Split, int, bool], int]
+"""The largest m_a of a split at an r1, for workers that run the whole model or not."""
+_UNSPLIT: tuple[Kind, ...] = ("replicated", "sharded")
+_TIE = 1e-9
+"""Relative difference below which two rates are equal; the plainer plan wins."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Workers that are there.
+
+    Raises:
+        PlanError: a number is not possible.
+    """
+
+    total: int
+    memory_nbytes: int
+    """Of each."""
+    attention: int | None = None
+    """How many run attention, if they are split; None: as is best."""
+
+    def __post_init__(self) -> None:
+        if type(self.total) is not int or self.total < 1:
+            raise PlanError(f"total is {self.total!r}, but at least one worker is needed")
+        if self.attention is not None and not 1 <= self.attention < self.total:
+            raise PlanError(
+                f"attention is {self.attention} of {self.total} workers, but both roles need one: it must be from 1 to "
+                f"{self.total - 1}"
+            )
+        if self.memory_nbytes <= 0:
+            raise PlanError(f"memory_nbytes is {self.memory_nbytes}, but it must be positive")
+
+    def splits(self, num_experts: int) -> list[tuple[int, Split]]:
+        """List numbers of groups and splits of each: every worker has a role, and every expert worker an expert."""
+        if self.attention is not None:
+            ways = [(1, Split(self.attention, self.total - self.attention))]
+        else:
+            sizes = [(groups, self.total // groups) for groups in range(1, self.total + 1) if self.total % groups == 0]
+            ways = [(groups, Split(one, size - one)) for groups, size in sizes for one in range(1, size)]
+        return [(groups, split) for groups, split in ways if split.experts <= num_experts]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Limits of the search.
+
+    Raises:
+        PlanError: one is below 1, or nothing is left.
+    """
+
+    max_micro_batches: int = 8
+    max_slices: int = 16
+    orders: tuple[Order, ...] = ("ASAS", "AASS")
+    slicings: tuple[Slicing, ...] = ("tokens", "experts")
+
+    def __post_init__(self) -> None:
+        for name in ("max_micro_batches", "max_slices"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be a whole number from 1 on")
+        for name in ("orders", "slicings"):
+            if not getattr(self, name):
+                raise PlanError(f"{name} is empty, but at least one must be tried")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a pass, priced."""
+
+    kind: Kind
+    split: Split | None
+    """None: all workers run the whole model."""
+    batch: int
+    """m_a, requests of a micro-batch on each worker with attention."""
+    plan: InferencePlan
+    seconds: float
+    """Of a pass over all layers, by all micro-batches."""
+    num_requests: int
+    """That a pass serves."""
+    tokens_per_second: float
+    num_groups: int = 1
+    """Of workers; `split` and `batch` are those of each."""
+
+    @property
+    def requests_per_second(self) -> float:
+        """Passes of single requests per second."""
+        return self.num_requests / self.seconds
+
+    @property
+    def plainness(self) -> tuple[object, ...]:
+        """Sort key: less machinery first."""
+        plan = self.plan
+        machinery = (plan.num_micro_batches, plan.num_slices, plan.order != "ASAS", plan.slicing != "tokens")
+        return KINDS.index(self.kind), *machinery, self.split.attention if self.split else 0, -self.batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the candidate as JSON values."""
+        return {
+            "kind": self.kind,
+            "attention_workers": self.split.attention if self.split else None,
+            "expert_workers": self.split.experts if self.split else None,
+            "batch": self.batch,
+            **asdict(self.plan),
+            "seconds": self.seconds,
+            "num_requests": self.num_requests,
+            "tokens_per_second": self.tokens_per_second,
+            "num_groups": self.num_groups,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan, and the best candidate of every kind that fits."""
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    """Fastest first; `findep` once for each slicing."""
+    limits: Mapping[Candidate, Limit] = field(default_factory=dict)
+    """What memory allows each candidate at its r1."""
+
+    @property
+    def split_pays(self) -> bool:
+        """Whether the chosen plan splits attention from experts."""
+        return self.best.split is not None
+
+
+def choose(model: InferenceCostModel, workers: Workers, search: Search | None = None) -> Choice:
+    """Choose the fastest candidate; of equals, the plainest.
+
+    Args:
+        model: seconds and bytes.
+        workers: that are there.
+        search: limits; None: the default ones.
+
+    Raises:
+        PlanError: not even one request fits in any way.
+    """
+    search = search or Search()
+    found: list[Candidate] = []
+    failed: list[str] = []
+
+    def capacity(model: InferenceCostModel, split: Split, r1: int, whole: bool) -> int:
+        limit = largest_batch(model, split, workers.memory_nbytes, r1, whole=whole)
+        if r1 == 1 and not limit.batch:
+            failed.append(f"{f'unsplit, experts over {split.experts}' if whole else f'split {split}'}, {limit}")
+        return limit.batch
+
+    for kind in _UNSPLIT:
+        found += _best(_unsplit(model, workers, kind, capacity))
+    found += _best_split(model, workers, "naive", plans_of("naive", "tokens", search), capacity)
+    found += _best_split(model, workers, "pppipe", plans_of("pppipe", "tokens", search), capacity)
+    for slicing in search.slicings:
+        plans = plans_of("findep", slicing, search, shared=model.shape.shared_hidden > 0)
+        found += _best_split(model, workers, "findep", plans, capacity)
+    if not found:
+        raise PlanError(
+            f"{model.shape.name or 'the model'} does not fit on {workers.total} workers of {workers.memory_nbytes:,} "
+            f"bytes with even one request; {'; '.join(failed[:3])}; give more workers or memory, or shorter requests"
+        )
+    found.sort(key=lambda one: (-one.tokens_per_second, one.plainness))
+    return Choice(_plainest(found), tuple(found), {one: _limit(model, workers, one) for one in found})
+
+
+def _limit(model: InferenceCostModel, workers: Workers, one: Candidate) -> Limit:
+    group = _group(model, one.num_groups)
+    split = one.split or _whole(group, workers.total // one.num_groups)
+    r1, memory = one.plan.num_micro_batches, workers.memory_nbytes
+    return largest_batch(group, split, memory, r1, whole=one.split is None)
+
+
+def plans_of(kind: Kind, slicing: Slicing, search: Search, *, shared: bool = True) -> list[InferencePlan]:
+    """List the plans of a kind that the search allows, each once.
+
+    Args:
+        kind: of a split candidate.
+        slicing: one of the search's; a single slice counts as the first of them.
+        search: limits.
+        shared: whether there are shared experts; without, as with one micro-batch, all orders are the same.
+    """
+    most = range(1, search.max_micro_batches + 1)
+    if kind == "naive":
+        return [InferencePlan(shared_first=True)]
+    if kind == "pppipe":
+        return [InferencePlan(r1, shared_first=True) for r1 in most]
+    fewest = 1 if slicing == search.slicings[0] else 2
+    return [
+        InferencePlan(r1, r2, order, slicing)
+        for r1 in most
+        for r2 in range(fewest, search.max_slices + 1)
+        for order in (search.orders if shared and r1 > 1 else search.orders[:1])
+    ]
+
+
+def priced(
+    model: InferenceCostModel, kind: Kind, split: Split, batch: int, plan: InferencePlan, num_groups: int = 1
+) -> Candidate:
+    """Price a split candidate by simulating all its layers.
+
+    Args:
+        model: seconds and bytes.
+        kind: name of the candidate.
+        split, batch: workers, and m_a, of each group.
+        plan: of each group.
+        num_groups: that share the requests.
+    """
+    group = _group(model, num_groups)
+    layers = group.layer_times(batch, split, plan)
+    seconds = inference_seconds(layers, plan, len(layers))
+    return _candidate(model, kind, split, group.hosts(split), batch, plan, seconds, num_groups)
+
+
+def _candidate(
+    model: InferenceCostModel,
+    kind: Kind,
+    split: Split | None,
+    hosts: int,
+    batch: int,
+    plan: InferencePlan,
+    seconds: float,
+    num_groups: int = 1,
+) -> Candidate:
+    """A candidate of `hosts` workers with requests in each group; requests beyond those that wait are not counted."""
+    waiting, served = model.workload.requests, num_groups * hosts * batch * plan.num_micro_batches
+    served = served if waiting is None else min(served, waiting)
+    rate = served * model.workload.new_tokens / seconds
+    return Candidate(kind, split, batch, plan, seconds, served, rate, num_groups)
+
+
+def _batches(model: InferenceCostModel, hosts: int, r1: int, most: int) -> Iterator[int]:
+    """The m_a of which one is the best for this r1, see the module's docstring."""
+    if model.workload.requests is not None:
+        needed = ceil(model.workload.requests / hosts / r1)
+        if needed <= most:
+            yield needed
+            most = needed - 1
+    if most:
+        yield most
+
+
+def _best_split(
+    model: InferenceCostModel, workers: Workers, kind: Kind, plans: Iterable[InferencePlan], capacity: _Capacity
+) -> list[Candidate]:
+    """The best split candidate of a kind, in a list; an empty one if none fits."""
+    by_r1: dict[int, list[InferencePlan]] = {}
+    for plan in plans:
+        by_r1.setdefault(plan.num_micro_batches, []).append(plan)
+    bounded = []
+    for num_groups, split in workers.splits(model.shape.num_experts):
+        group = _group(model, num_groups)
+        hosts, held = group.hosts(split), ceil(model.shape.num_experts / split.experts)
+        for r1, of_r1 in by_r1.items():
+            for batch in _batches(group, hosts, r1, capacity(group, split, r1, False)):
+                rates: dict[int, float] = {}
+                for plan in of_r1:
+                    most = held if plan.slicing == "experts" else batch * model.workload.new_tokens
+                    if plan.num_slices > most:
+                        continue
+                    if plan.num_slices not in rates:
+                        seconds = least_seconds(group, batch, split, plan)
+                        bound = _candidate(model, kind, split, hosts, batch, plan, seconds, num_groups)
+                        rates[plan.num_slices] = bound.tokens_per_second
+                    bounded.append((rates[plan.num_slices], split, batch, plan, num_groups))
+    bounded.sort(key=lambda one: -one[0])
+    found: list[Candidate] = []
+    fastest = 0.0
+    for rate, split, batch, plan, num_groups in bounded:
+        if rate < fastest * (1 - _TIE):
+            break
+        found.append(priced(model, kind, split, batch, plan, num_groups))
+        fastest = max(fastest, found[-1].tokens_per_second)
+    return _best(found)
+
+
+def least_seconds(model: InferenceCostModel, batch: int, split: Split, plan: InferencePlan) -> float:
+    """A bound that no order beats: what each stream has to do, and one micro-batch on its own way.
+
+    Nothing travels before all micro-batches have passed the dense layers, and the output projection of the last one
+    comes after all that travels.
+    """
+    times, num_layers, r1 = model.block_times(batch, split, plan), model.shape.num_moe_layers, plan.num_micro_batches
+    before, after = 0.0, model.head_seconds(batch)
+    if model.shape.num_dense_layers:
+        dense = model.dense_times(batch)
+        before = model.shape.num_dense_layers * r1 * (dense.attention + dense.shared)
+    core = num_layers * r1 * (times.attention + times.shared) + r1 * after
+    busiest = r1 * max(map(sum, (times.dispatch, times.experts, times.combine)))
+    own = times.attention + times.dispatch[0] + sum(times.experts) + times.combine[-1]
+    return before + max(core, num_layers * max(busiest, own) + after)
+
+
+def _group(model: InferenceCostModel, num_groups: int) -> InferenceCostModel:
+    """The costs of one of several groups, with its part of the requests."""
+    waiting = model.workload.requests
+    if waiting is None or num_groups == 1:
+        return model
+    return replace(model, workload=replace(model.workload, requests=ceil(waiting / num_groups)))
+
+
+def _whole(group: InferenceCostModel, size: int) -> Split:
+    """The workers of an unsplit group in both roles."""
+    return Split(group.hosts(Split(size, size)), size)
+
+
+def _unsplit(model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity) -> Iterator[Candidate]:
+    """Candidates in which all workers run the whole model."""
+    total, num_layers = workers.total, model.shape.num_moe_layers
+    sizes = range(2, min(total, model.shape.num_experts) + 1) if kind == "sharded" else (1,)
+    for size, r1 in product(sizes, (1, 2) if kind == "sharded" else (1,)):
+        if total % size:
+            continue
+        group = _group(model, total // size)
+        split = _whole(group, size)
+        for batch in _batches(group, split.attention, r1, capacity(group, split, r1, True)):
+            times = group.block_times(batch, split, InferencePlan())
+            if kind == "sharded":
+                seconds = sharded_seconds(times, r1, num_layers)
+            else:
+                seconds = num_layers * (times.attention + times.shared + times.experts[0])
+            if model.shape.num_dense_layers:
+                dense = model.dense_times(batch)
+                seconds += r1 * model.shape.num_dense_layers * (dense.attention + dense.shared)
+            seconds += r1 * model.head_seconds(batch)
+            plan = InferencePlan(r1)
+            yield _candidate(model, kind, None, split.attention, batch, plan, seconds, total // size)
+
+
+def sharded_seconds(times: BlockTimes, num_micro_batches: int, num_layers: int) -> float:
+    """Makespan where every worker runs attention, shared and routed experts, and all-to-alls run beside.
+
+    Per layer the processor runs attention and shared experts of each micro-batch, then the routed experts of each, as
+    two-batch overlap does. An all-to-all takes both directions of a link, so that all of them share one stream. One
+    micro-batch overlaps its shared experts with its rows' way, and nothing else.
+    """
+    core = link = 0.0
+    ready = [0.0] * num_micro_batches
+    for _ in range(num_layers):
+        arrived = []
+        for m in range(num_micro_batches):
+            core = max(core, ready[m]) + times.attention
+            link = max(link, core) + times.dispatch[0]
+            arrived.append(link)
+            core += times.shared
+        for m in range(num_micro_batches):
+            core = max(core, arrived[m]) + times.experts[0]
+            ready[m] = link = max(link, core) + times.combine[0]
+    return max(core, link)
+
+
+def _best(candidates: Iterable[Candidate]) -> list[Candidate]:
+    found = list(candidates)
+    return [_plainest(found)] if found else []
+
+
+def _plainest(candidates: list[Candidate]) -> Candidate:
+    """The plainest of those that are as fast as the fastest."""
+    fastest = max(one.tokens_per_second for one in candidates)
+    near = (one for one in candidates if one.tokens_per_second >= fastest * (1 - _TIE))
+    return min(near, key=lambda one: one.plainness)

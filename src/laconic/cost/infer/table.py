@@ -1,0 +1,134 @@
+"""A choice of the inference planner as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from laconic.cost.comm.rates import Line
+from laconic.cost.infer.costs import InferenceCostModel, Workload
+from laconic.cost.infer.planner import Candidate, Choice, Workers
+from laconic.cost.infer.rates import InferenceRates
+from laconic.cost.sizes import format_nbytes
+
+__all__ = ["candidate_name", "choice_text", "infer_rates_text"]
+
+_NAMES = {
+    "replicated": "unsplit, replicas",
+    "sharded": "unsplit, experts sharded",
+    "naive": "naive",
+    "pppipe": "PPPipe",
+    "findep": "FinDEP",
+}
+
+
+def candidate_name(candidate: Candidate) -> str:
+    """Name a candidate in a table: "FinDEP, slices of experts"."""
+    sliced = candidate.kind == "findep" and candidate.plan.num_slices > 1
+    return _NAMES[candidate.kind] + (f", slices of {candidate.plan.slicing}" if sliced else "")
+
+
+def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, title: str) -> str:
+    """Draw the table of candidates, fastest first, then the chosen plan and what memory limits, in plain ASCII."""
+    header = [
+        "",
+        "workers",
+        "m_a",
+        "r1",
+        "r2",
+        "order",
+        "ms per pass",
+        "requests",
+        "tokens/s",
+        "against best",
+    ]
+    rows = [_row(one, choice.candidates[0], workers.total) for one in choice.candidates]
+    best, split = choice.best, choice.best.split
+    lines = [title, describe(model, workers), "", *_columns(header, rows), ""]
+    if split is None:
+        groups = f"{best.num_groups} x {workers.total // best.num_groups} workers"
+        plan = f"do not split: {candidate_name(best)}, {groups}, {best.batch} requests per worker and micro-batch"
+        others = [one for one in choice.candidates if one.split is not None]
+        if others:
+            slower = best.tokens_per_second / others[0].tokens_per_second
+            plan += f"; the best split is slower by {slower:.2f}x"
+        else:
+            plan += "; no split fits"
+    else:
+        how = best.plan
+        plan = (
+            f"split: {best.num_groups} x {split.attention} attention and {split.experts} expert workers, "
+            f"r1 = {how.num_micro_batches} micro-batches of {best.batch} requests per attention worker, "
+            f"r2 = {how.num_slices} slices of {how.slicing}, order {how.order}"
+        )
+        whole = [one for one in choice.candidates if one.split is None]
+        if whole:
+            plan += f"; {best.tokens_per_second / whole[0].tokens_per_second:.2f}x of the best unsplit run"
+        else:
+            plan += "; unsplit, no request fits"
+    limit = choice.limits[best]
+    lines += [f"plan: {plan}", f"memory allows {limit.batch} requests per micro-batch; full is the {limit}"]
+    return "\n".join(lines)
+
+
+def describe(model: InferenceCostModel, workers: Workers) -> str:
+    """Say in two lines what is planned."""
+    shape = model.shape
+    shared = f", {shape.shared_hidden} wide shared experts" if shape.shared_hidden else ""
+    return (
+        f"{shape.name or 'model'}: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_experts} experts "
+        f"{shape.expert_hidden} wide, top-{shape.top_k}{shared}; {shape.num_parameters / 1e9:.4g} billion parameters\n"
+        f"{workers.total} workers of {format_nbytes(workers.memory_nbytes)}; {_workload(model.workload)}"
+    )
+
+
+def _workload(work: Workload) -> str:
+    waiting = "as many requests as fit" if work.requests is None else f"{work.requests} requests"
+    step = f"prompts of {work.new_tokens} tokens" if not work.context else f"decode, {work.context} tokens cached"
+    return f"{waiting}, {step}"
+
+
+def _row(one: Candidate, best: Candidate, total: int) -> list[str]:
+    plan = one.plan
+    cut = [str(plan.num_slices), plan.order] if one.kind == "findep" else ["-", "-"]
+    return [
+        candidate_name(one),
+        f"{one.num_groups} x {one.split or total // one.num_groups}",
+        str(one.batch),
+        str(plan.num_micro_batches),
+        *cut,
+        f"{one.seconds * 1e3:.2f}",
+        str(one.num_requests),
+        f"{one.tokens_per_second:,.1f}",
+        f"{one.tokens_per_second / best.tokens_per_second:.3f}",
+    ]
+
+
+def infer_rates_text(rates: InferenceRates) -> str:
+    """Draw the rates as a table."""
+    products, kernel, reading = rates.gemm, rates.attention, rates.read_seconds_per_byte
+    rows = [
+        _rate("matrix product", products, "mul-adds"),
+        _rate("attention", kernel, "mul-adds"),
+        ["weights and caches", "", _per_second(reading, "B"), ""],
+    ]
+    for name, pair in {"any split": rates.link, **rates.links}.items():
+        rows.append(_rate(f"link to experts, {name}", pair.dispatch, "B"))
+        rows.append(_rate(f"link home, {name}", pair.combine, "B"))
+    experts = "one call for all experts of a worker" if rates.grouped else "a call for each active expert"
+    table = _columns(["", "start-up us", "per second", "worst error"], rows)
+    return "\n".join([*table, f"experts: {experts}", rates.source])
+
+
+def _rate(name: str, line: Line, unit: str) -> list[str]:
+    return [name, f"{line.alpha_seconds * 1e6:.1f}", _per_second(line.seconds_per_byte, unit), f"{line.error:.0%}"]
+
+
+def _per_second(seconds: float, unit: str) -> str:
+    return f"{1e-9 / seconds:,.2f} G{unit}" if seconds else "free"
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    table = [header, *rows]
+    widths = [max(len(row[index]) for row in table) for index in range(len(header))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

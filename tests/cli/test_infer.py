@@ -1,0 +1,155 @@
+"""`laconic infer plan` and `laconic profile --infer`: tables, JSON, charts, measured rates, refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laconic.cli.infer_profile import fit_products
+from laconic.cli.main import main
+from laconic.cost.infer import InferenceRates
+from tests.cost.infer_models import RATES
+from tests.distributed.processes import environment, finish, start
+
+MODEL = ["infer", "plan", "qwen3-235b-a22b"]
+SMALL = ["--workers", "16", "--memory", "80GB", "--prompt", "1024", "--output", "64", "--requests", "64"]
+
+
+@pytest.fixture
+def rates(tmp_path: Path) -> list[str]:
+    RATES.save(tmp_path / "rates.json")
+    return ["--rates", str(tmp_path / "rates.json")]
+
+
+def test_both_phases_are_planned_and_drawn(
+    rates: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chart = tmp_path / "plan.html"
+    assert main([*MODEL, *SMALL, *rates, "--gantt", str(chart)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "prefill\nqwen3-235b-a22b: 94 layers, hidden 4096, 128 experts 1536 wide, top-8; 235.1 billion"
+    )
+    assert out.count("plan: ") == out.count("memory allows ") == 2
+    assert "\ndecode\n" in out
+    assert out.endswith(f"wrote {chart}\n")
+    page = chart.read_text()
+    assert "experts 0.0.0" in page
+    assert all(f": {stream}<" in page for stream in ("attention", "a2e", "experts", "e2a"))
+
+
+def test_json_has_the_plan_and_all_candidates(rates: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, *SMALL, *rates, "--phase", "decode", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["decode"]
+    plan = found["decode"]
+    assert plan["best"] in plan["candidates"]
+    assert plan["split"] == (plan["best"]["attention_workers"] is not None)
+    assert plan["memory"]["nbytes"][plan["memory"]["worker"]]["weights"] > 0
+
+
+def test_measured_routing_and_fixed_workers_are_used(
+    rates: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rate(*more: str) -> float:
+        fixed = [
+            "--attention-workers",
+            "8",
+            "--phase",
+            "decode",
+            "--json",
+            "--max-micro-batches",
+            "2",
+            "--max-slices",
+            "2",
+        ]
+        assert main([*MODEL, *SMALL, *rates, *fixed, *more]) == 0
+        found = json.loads(capsys.readouterr().out)["decode"]["candidates"]
+        assert {one["attention_workers"] for one in found} <= {8, None}
+        return max(one["tokens_per_second"] for one in found if one["kind"] == "findep")
+
+    routing = tmp_path / "routing.json"
+    routing.write_text(json.dumps([1.0] * 7 + [1 / 121] * 121))
+    assert rate("--routing", str(routing)) < rate()
+
+
+def test_rates_can_be_printed(rates: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", "plan", *rates, "--show-rates"]) == 0
+    out = capsys.readouterr().out
+    assert "link to experts, any split" in out
+    assert "1,000.00 Gmul-adds" in out
+    assert out.endswith("made up\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["infer", "serve"], "laconic infer serve is no command"),
+        (["infer", "plan"], "a model, --workers and --memory are needed"),
+        (
+            ["infer", "plan", "nothing", "--workers", "2", "--memory", "1GB"],
+            "model is 'nothing', but it must be a directory",
+        ),
+        ([*MODEL, "--workers", "2", "--memory", "1GB"], "does not fit on 2 workers"),
+        ([*MODEL, "--workers", "2", "--memory", "1GB", "--output", "-9"], "must be a whole number"),
+    ],
+)
+def test_refusals_are_one_line(
+    rates: list[str], args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*args, *rates]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_wrong_routing_file_is_refused(rates: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "routing.json"
+    for text, message in (
+        ("[", "is not JSON"),
+        ('["a"]', "must be a list of numbers"),
+        ("[1]", "shares has 1 entries"),
+    ):
+        file.write_text(text)
+        assert main([*MODEL, *SMALL, *rates, "--routing", str(file)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_missing_rates_name_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LACONIC_INFER_RATES", str(tmp_path / "none.json"))
+    assert main([*MODEL, *SMALL]) == 2
+    assert "measure with laconic profile --infer" in capsys.readouterr().err
+
+
+def test_products_are_fitted_to_their_three_rates() -> None:
+    points = [
+        (rows, weights, 1e-5 + 2e-12 * rows * weights + 3e-10 * weights * 4)
+        for rows in (1, 8, 64, 512)
+        for weights in (1 << 16, 1 << 20)
+    ]
+    line, read = fit_products(points, 4)
+    assert (line.alpha_seconds, line.seconds_per_byte, read) == pytest.approx((1e-5, 2e-12, 3e-10))
+    assert line.error < 1e-9
+    # Times that fall with size have no such rates; none of the fitted ones is negative.
+    line, read = fit_products([(1, 100, 5e-6), (10, 100, 4e-6), (1, 1000, 3e-6)], 4)
+    assert min(line.alpha_seconds, line.seconds_per_byte, read) >= 0
+
+
+def test_two_local_processes_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "rates.json"
+    sizes = ["--model-dim", "256", "--hidden-dim", "512", "--dtype", "float32"]
+    ending = finish(
+        start(["-m", "laconic", "profile", "--infer", "--quick", *sizes, "--infer-out", str(file)], environment())
+    )
+    assert ending.code == 0, ending.err
+    assert f"wrote {file}; see laconic infer plan" in ending.out
+    rates = InferenceRates.load(file)
+    assert rates.gemm.seconds_per_byte + rates.read_seconds_per_byte > 0
+    assert rates.link.dispatch.seconds(1 << 20) > 0
+    assert not rates.grouped
+    assert main([*MODEL, *SMALL, "--rates", str(file)]) == 0
+    assert "plan: " in capsys.readouterr().out

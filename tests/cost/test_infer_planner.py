@@ -1,0 +1,294 @@
+"""The inference planner: equal to brute force, monotone where FinDEP's theorems say so, honest about not splitting."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from laconic.cost.comm.rates import Line
+from laconic.cost.infer import (
+    InferenceCostModel,
+    InferenceRates,
+    InferenceShape,
+    Search,
+    Split,
+    Workers,
+    Workload,
+    choose,
+    largest_batch,
+    worker_nbytes,
+)
+from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, plans_of, priced, sharded_seconds
+from laconic.cost.infer.rates import LinkPair
+from laconic.cost.infer.table import choice_text, infer_rates_text
+from laconic.errors import PlanError
+from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
+from laconic.schedule.streams import StreamPlan, Task, simulate
+from tests.cost.infer_models import RATES, model_of
+
+SEARCH = Search(max_micro_batches=3, max_slices=4)
+LARGE = 10**9
+
+rates_of = st.builds(
+    lambda gemm, attention, link, read, grouped: InferenceRates(
+        Line(*gemm), Line(*attention), LinkPair(Line(*link), Line(*link)), read, grouped=grouped
+    ),
+    st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-10)),
+    st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-10)),
+    st.tuples(st.floats(0, 1e-3), st.floats(1e-11, 1e-7)),
+    st.floats(0, 1e-9),
+    st.booleans(),
+)
+workloads = st.one_of(
+    st.builds(Workload.prefill, st.integers(1, 200), st.just(8), st.none() | st.integers(1, 40)),
+    st.builds(Workload.decode, st.integers(1, 200), st.just(8), st.none() | st.integers(1, 40)),
+)
+
+
+def all_split_candidates(model: InferenceCostModel, workers: Workers, search: Search) -> list[Candidate]:
+    """Every split, r1, m_a, r2, order and slicing that memory allows, priced one by one."""
+    found = []
+    for groups, split in workers.splits(model.shape.num_experts):
+        waiting = model.workload.requests
+        group = replace(model, workload=replace(model.workload, requests=waiting and -(-waiting // groups)))
+        plans = [plan for slicing in search.slicings for plan in plans_of("findep", slicing, search)]
+        for plan in [*plans, *plans_of("pppipe", "tokens", search)]:
+            most = largest_batch(group, split, workers.memory_nbytes, plan.num_micro_batches).batch
+            kind = "pppipe" if plan.shared_first else "findep"
+            for batch in range(1, most + 1):
+                held = -(-model.shape.num_experts // split.experts)
+                cuts = held if plan.slicing == "experts" else batch * model.workload.new_tokens
+                if plan.num_slices <= cuts:
+                    found.append(priced(model, kind, split, batch, plan, groups))
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6), st.sampled_from([0, 128]))
+def test_it_is_brute_force(rates: InferenceRates, work: Workload, total: int, room: int, shared: int) -> None:
+    model = model_of(work, rates, shared_hidden=shared)
+    # Memory for a few requests beside the weights of the fullest split.
+    memory = int(_bytes_of(model, Split(1, total - 1), 0) + room * _step(model, Split(1, total - 1)) * 1.01)
+    workers = Workers(total, memory)
+    every = all_split_candidates(model, workers, SEARCH)
+    assume(every and len(every) < 6000)
+    choice = choose(model, workers, SEARCH)
+    for kind in ("pppipe", "findep"):
+        best = max(one.tokens_per_second for one in every if one.kind == kind)
+        found = max(one.tokens_per_second for one in choice.candidates if one.kind == kind)
+        assert found == pytest.approx(best, rel=1e-6)
+    assert choice.best.tokens_per_second == pytest.approx(max(one.tokens_per_second for one in choice.candidates))
+
+
+def _bytes_of(model: InferenceCostModel, split: Split, batch: int) -> float:
+    return max(sum(of.values()) for of in worker_nbytes(model, split, batch).values())
+
+
+def _step(model: InferenceCostModel, split: Split) -> float:
+    return _bytes_of(model, split, 2) - _bytes_of(model, split, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rates_of, workloads, st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 3), st.integers(1, 4),
+    st.sampled_from(["ASAS", "AASS"]), st.sampled_from(["tokens", "experts"]), st.booleans(),
+)  # fmt: skip
+def test_the_rate_grows_with_the_batch(
+    rates: InferenceRates, work: Workload, ag: int, eg: int, batch: int, r1: int, r2: int, order: str, slicing: str,
+    shared_first: bool,
+) -> None:  # fmt: skip
+    """Theorems 1 and 2, for every order, both slicings and activated experts."""
+    model = model_of(replace(work, requests=None), rates)
+    plan = InferencePlan(r1, r2, order, slicing, shared_first)  # type: ignore[arg-type]
+    few, more = (priced(model, "findep", Split(ag, eg), size, plan).tokens_per_second for size in (batch, batch + 1))
+    assert more >= few * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rates_of, workloads, st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 5), st.integers(1, 4)
+)
+def test_the_rate_does_not_fall_with_micro_batches(
+    rates: InferenceRates, work: Workload, ag: int, eg: int, batch: int, r1: int, r2: int
+) -> None:
+    """Theorem 3, for order ASAS."""
+    model = model_of(replace(work, requests=None), rates)
+    few, more = (
+        priced(model, "findep", Split(ag, eg), batch, InferencePlan(n, r2)).tokens_per_second for n in (r1, r1 + 1)
+    )
+    assert more >= few * (1 - 1e-9)
+
+
+def test_one_long_prompt_pays_for_a_split_and_slow_links_never_do() -> None:
+    """One prompt leaves an unsplit run nothing to overlap with; slices overlap its way with its experts."""
+    work = Workload.prefill(4096, 1, requests=1)
+    slow_products = model_of(work, replace(RATES, gemm=Line(1e-5, 2e-11)))
+    split = choose(slow_products, Workers(4, LARGE))
+    assert split.split_pays
+    assert split.best.plan.num_slices > 1
+    assert (way := split.best.split) is not None
+    text = choice_text(slow_products, Workers(4, LARGE), split, "")
+    assert f"plan: split: {split.best.num_groups} x {way.attention} attention and {way.experts} expert workers" in text
+    slow = replace(RATES, link=LinkPair(Line(0.1, 1e-6), Line(0.1, 1e-6)))
+    for other in (work, Workload.decode(256, 64, requests=64)):
+        whole = choose(model_of(other, slow), Workers(4, LARGE))
+        assert not whole.split_pays
+        assert whole.best.kind == "replicated"
+        text = choice_text(model_of(other, slow), Workers(4, LARGE), whole, "")
+        assert "plan: do not split: unsplit, replicas" in text
+
+
+def test_a_model_too_large_for_one_worker_is_spread() -> None:
+    model = model_of(Workload.prefill(64))
+    whole = model.shape.num_parameters * model.shape.item_nbytes
+    choice = choose(model, Workers(4, int(whole * 0.8)))
+    assert "replicated" not in {one.kind for one in choice.candidates}
+    assert {"sharded", "naive", "pppipe", "findep"} == {one.kind for one in choice.candidates}
+    with pytest.raises(
+        PlanError, match=r"does not fit on 4 workers .* with even one request; unsplit, experts over 1, "
+    ):
+        choose(model, Workers(4, whole // 10))
+
+
+def test_candidates_of_more_freedom_are_never_slower() -> None:
+    for work in (Workload.prefill(128), Workload.decode(128, 32)):
+        choice = choose(model_of(work), Workers(5, 200_000_000))
+        rates = {kind: max(o.tokens_per_second for o in choice.candidates if o.kind == kind) for kind in KINDS}
+        assert rates["naive"] <= rates["pppipe"] <= rates["findep"] * (1 + 1e-9)
+        listed = [one.tokens_per_second for one in choice.candidates]
+        assert listed == sorted(listed, reverse=True)
+
+
+def test_no_more_requests_are_counted_than_wait() -> None:
+    for requests in (1, 3, 7):
+        choice = choose(model_of(Workload.decode(64, 8, requests)), Workers(3, LARGE))
+        for one in choice.candidates:
+            assert one.num_requests <= requests
+            assert one.tokens_per_second == pytest.approx(one.num_requests / one.seconds)
+            assert one.requests_per_second == pytest.approx(one.tokens_per_second)
+
+
+def test_fixed_numbers_of_workers_are_kept() -> None:
+    choice = choose(model_of(Workload.prefill(64)), Workers(5, LARGE, attention=3))
+    assert {(one.num_groups, one.split) for one in choice.candidates if one.split} == {(1, Split(3, 2))}
+
+
+def test_all_splits_of_all_groups_are_tried() -> None:
+    assert Workers(5, LARGE).splits(16) == [(1, Split(n, 5 - n)) for n in range(1, 5)]
+    assert Workers(4, LARGE).splits(16) == [(1, Split(n, 4 - n)) for n in range(1, 4)] + [(2, Split(1, 1))]
+    assert Workers(40, LARGE).splits(3)[:3] == [(1, Split(37, 3)), (1, Split(38, 2)), (1, Split(39, 1))]
+
+
+def test_groups_share_nothing() -> None:
+    """Eight workers in two groups do twice what four do."""
+    work = Workload.decode(64, 8)
+    four = priced(model_of(work), "findep", Split(2, 2), 5, InferencePlan(2))
+    eight = priced(model_of(work), "findep", Split(2, 2), 5, InferencePlan(2), num_groups=2)
+    assert eight.tokens_per_second == pytest.approx(2 * four.tokens_per_second)
+    few = replace(work, requests=3)
+    shared = priced(model_of(few), "findep", Split(2, 2), 1, InferencePlan(), num_groups=2)
+    assert shared.num_requests == 3
+
+
+def test_every_candidate_fits_as_its_limit_says() -> None:
+    model, workers = model_of(Workload.decode(512, 64)), Workers(4, 60_000_000)
+    choice = choose(model, workers)
+    for one in choice.candidates:
+        limit = choice.limits[one]
+        assert 1 <= one.batch <= limit.batch
+        assert all(sum(of.values()) <= workers.memory_nbytes for of in limit.nbytes.values())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sharded_layers_are_the_simulation_of_their_tasks(count: int) -> None:
+    times = BlockTimes(3.0, 1.0, (2.5,), (4.0,), (1.5,))
+    tasks = []
+    for layer in range(3):
+        before = [f"combine {layer - 1}.{{}}"] if layer else []
+        for m in range(count):
+            tasks.append(Task(f"attention {layer}.{m}", "core", 3.0, tuple(name.format(m) for name in before)))
+            tasks.append(Task(f"dispatch {layer}.{m}", "link", 2.5, (tasks[-1].name,)))
+            tasks.append(Task(f"shared {layer}.{m}", "core", 1.0))
+        for m in range(count):
+            tasks.append(Task(f"experts {layer}.{m}", "core", 4.0, (f"dispatch {layer}.{m}",)))
+            tasks.append(Task(f"combine {layer}.{m}", "link", 1.5, (tasks[-1].name,)))
+    assert sharded_seconds(times, count, 3) == simulate(StreamPlan(tuple(tasks))).makespan_seconds
+
+
+def test_seconds_of_a_candidate_are_those_of_its_tasks() -> None:
+    model = model_of(Workload.prefill(64), num_dense_layers=1, dense_hidden=100)
+    choice = choose(model, Workers(4, 50_000_000), SEARCH)
+    for one in choice.candidates:
+        if one.split is None:
+            continue
+        layers = model.layer_times(one.batch, one.split, one.plan)
+        assert len(layers) == 1 + 3 + 1  # dense, with experts, output projection
+        plan = inference_plan(layers, one.plan, len(layers))
+        assert one.seconds == pytest.approx(simulate(plan).makespan_seconds)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Workers(0, 1), "total is 0"),
+        (lambda: Workers(4, 1, attention=4), "attention is 4 of 4 workers"),
+        (lambda: Workers(4, 0), "memory_nbytes is 0"),
+        (lambda: Search(max_slices=0), "max_slices is 0"),
+        (lambda: Search(orders=()), "orders is empty"),
+    ],
+)
+def test_impossible_searches_are_refused(make: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_thirty_two_workers_are_planned_quickly() -> None:
+    """Under one second by a wide margin where it runs alone; processor time here, with room for slow machines."""
+    shape = InferenceShape.load("qwen3-235b-a22b")
+    rates = InferenceRates(
+        Line(2e-5, 4e-15), Line(2e-5, 4e-15), LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13
+    )
+    for work in (Workload.prefill(4096, 1024), Workload.decode(4096, 1024)):
+        started = time.process_time()
+        choice = choose(InferenceCostModel(shape, rates, work), Workers(32, 80 * 10**9))
+        assert time.process_time() - started < 10
+        assert choice.best.tokens_per_second > 0
+
+
+def test_tables_say_what_was_chosen_and_what_limits() -> None:
+    model, workers = model_of(Workload.decode(512, 64)), Workers(4, 60_000_000)
+    choice = choose(model, workers, SEARCH)
+    text = choice_text(model, workers, choice, "decode")
+    lines = text.splitlines()
+    assert lines[0] == "decode"
+    assert lines[-1].startswith(
+        f"memory allows {choice.limits[choice.best].batch} requests per micro-batch; full is the "
+    )
+    assert lines[-2].startswith("plan: do not split" if choice.best.split is None else "plan: split: ")
+    table = text.split("\n\n")[1].splitlines()
+    assert len(table) == 2 + len(choice.candidates)
+    assert table[2].endswith("1.000")
+    json.dumps([one.to_dict() for one in choice.candidates])
+    assert "link home, any split" in infer_rates_text(RATES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rates_of, workloads, st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 2), st.integers(0, 1)
+)
+def test_no_plan_is_faster_than_its_bound(
+    rates: InferenceRates, work: Workload, ag: int, eg: int, batch: int, dense: int, words: int
+) -> None:
+    model = model_of(work, rates, num_dense_layers=dense, dense_hidden=100, vocab_size=1000 * words)
+    for slicing, r1, r2, order, first in product(
+        ("tokens", "experts"), (1, 3), (1, 4), ("ASAS", "AASS"), (False, True)
+    ):
+        plan = InferencePlan(r1, r2, order, slicing, first)  # type: ignore[arg-type]
+        least = least_seconds(model, batch, Split(ag, eg), plan)
+        assert least <= priced(model, "findep", Split(ag, eg), batch, plan).seconds * (1 + 1e-9)
