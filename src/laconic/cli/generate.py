@@ -1,0 +1,82 @@
+"""`laconic generate`: greedy text from a model on attention workers and expert workers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from laconic.cli.engine_flags import add_engine_flags, start_engine
+from laconic.errors import ConfigError
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic generate` with `args`."""
+    options = _parser().parse_args(args)
+    prompts = _prompts(options)
+    encode, decode = _tokenizer(Path(options.model))
+    with start_engine(options) as engine:
+        if not options.json:
+            print(f"{engine}\n")
+        generations = [engine.submit(encode(prompt), options.max_new_tokens) for prompt in prompts]
+        for prompt, generation in zip(prompts, generations, strict=True):
+            tokens = generation.result()
+            if options.json:
+                print(json.dumps({"prompt": prompt, "text": decode(tokens), "tokens": tokens}))
+            else:
+                print(f"{prompt}{decode(tokens)}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laconic generate",
+        description="Generate greedily with a Hugging Face model whose experts are in processes of their own.",
+    )
+    add_engine_flags(parser)
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
+    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt a line; empty lines are skipped")
+    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="of each prompt (default: 32)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, tokens")
+    return parser
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    prompts: list[str] = list(options.prompt)
+    if options.prompts is not None:
+        try:
+            lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prompts is {options.prompts!r}, which is not UTF-8 text: {error.reason}") from None
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError("there is no prompt; give --prompt TEXT, or --prompts FILE with at least one line")
+    return prompts
+
+
+def _tokenizer(model_dir: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    """Return what turns text into tokens and tokens into text: the model's own tokenizer, or bytes for one of bytes."""
+    from laconic.infer.transformers_seam import check_transformers, read_config
+
+    check_transformers()
+    config = read_config(model_dir)
+    from laconic.train.data.tokenizer import BytesTokenizer
+    from laconic.train.model_source import own_tokenizer
+
+    if own_tokenizer(str(model_dir)) == "bytes" and config.get_text_config().vocab_size == BytesTokenizer.vocab_size:
+        plain = BytesTokenizer()
+        return lambda text: plain.encode(text).tolist(), plain.decode
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # foreign code may raise anything
+        raise ConfigError(f"the tokenizer in {str(model_dir)!r} cannot be loaded: {error}") from error
+    return (
+        lambda text: list(tokenizer(text)["input_ids"]),
+        lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+    )

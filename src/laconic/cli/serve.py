@@ -1,0 +1,129 @@
+"""`laconic serve`: a model over HTTP, as OpenAI's clients expect it."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from laconic.cli.engine_flags import add_engine_flags, start_engine
+from laconic.errors import ConfigError
+
+__all__ = ["run"]
+
+_KEY_VARIABLE = "LACONIC_API_KEY"
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic serve` with `args`."""
+    options = _parser().parse_args(args)
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"the server needs {' and '.join(missing)}: pip install 'laconic[serve]'")
+    api_key = _api_key(options.api_key_file)
+    if api_key is None and not _is_loopback(options.host):
+        raise ConfigError(
+            f"--host is {options.host!r}, which other machines can reach, but there is no API key; give --api-key-file"
+            f" FILE or the variable {_KEY_VARIABLE}"
+        )
+    # The server drains at SIGTERM, then raises it again: the engine's workers are to be ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    listening = _listen(options.host, options.port)
+    try:
+        _serve(options, api_key, listening)
+    finally:
+        listening.close()
+    return 0
+
+
+def _serve(options: argparse.Namespace, api_key: str | None, listening: socket.socket) -> None:
+    import uvicorn
+
+    from laconic.infer.server import ServerSettings, create_app, load_text_tokenizer
+    from laconic.infer.transformers_seam import check_transformers, read_config
+
+    check_transformers()
+    model_dir = Path(options.model)
+    config = read_config(model_dir).get_text_config()
+    tokenizer = load_text_tokenizer(model_dir)
+    settings = ServerSettings(
+        model_name=options.name or model_dir.resolve().name,
+        api_key=api_key,
+        max_model_tokens=getattr(config, "max_position_embeddings", None),
+        max_waiting=options.max_waiting,
+    )
+    with start_engine(options) as engine:
+        app = create_app(engine, tokenizer, settings)
+        address = listening.getsockname()
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        print(f"{engine}\n{settings.model_name} is served at http://{host}:{address[1]}/v1", flush=True)
+        uvicorn_config = uvicorn.Config(
+            app,
+            log_level="warning",
+            lifespan="off",
+            # Longer than clients keep idle connections, so that none sends a request while the server hangs up.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=options.drain_seconds,
+        )
+        uvicorn.Server(uvicorn_config).run(sockets=[listening])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="laconic serve",
+        description="Serve a Hugging Face model, its experts in processes of their own, as OpenAI's API does.",
+    )
+    add_engine_flags(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("--name", help="what clients call the model (default: the directory's name)")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    server.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
+    server.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help=f"file with the key that clients must send (default: the variable {_KEY_VARIABLE}, if it is set)",
+    )
+    server.add_argument(
+        "--max-waiting", type=int, default=128, metavar="N", help="requests that wait for room; more get 429"
+    )
+    server.add_argument(
+        "--drain-seconds", type=int, default=30, metavar="S", help="for requests to end at a stop (default: 30)"
+    )
+    return parser
+
+
+def _api_key(file: str | None) -> str | None:
+    if file is None:
+        return os.environ.get(_KEY_VARIABLE)
+    key = Path(file).read_text(encoding="utf-8", errors="replace").strip()
+    if not key:
+        raise ConfigError(f"--api-key-file is {file!r}, which is empty; write a key into it")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port, before a model is loaded for it."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}, but it must be from 0 to 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host is {host!r}, which is no address of this machine: {error.strerror}") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--port is {port}, but another process listens there; give another, or 0") from None
+        raise ConfigError(f"cannot listen at {host!r}, port {port}: {error.strerror}") from None

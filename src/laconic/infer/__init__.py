@@ -1,0 +1,14 @@
+"""Inference of mixture-of-experts models on attention workers and expert workers (FinDEP, arXiv 2512.21487).
+
+>>> from laconic.infer import Engine
+>>> with Engine("path/to/model", attention=1, experts=1) as engine:  # doctest: +SKIP
+...     engine.generate([[1, 2, 3]], max_new_tokens=8)
+"""
+
+from __future__ import annotations
+
+from laconic.infer.engine import Engine, Generation, WorkerReport
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.schedule.inference import InferencePlan
+
+__all__ = ["ChosenToken", "Engine", "Generation", "InferencePlan", "Sampling", "WorkerReport"]

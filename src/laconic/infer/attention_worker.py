@@ -1,0 +1,154 @@
+"""An attention worker: everything of a model but its experts, and the requests of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from laconic.infer.links import GlooExpertLink
+from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
+from laconic.infer.shared_experts import overlap_shared, shared_experts
+from laconic.infer.transformers_seam import (
+    CacheLimits,
+    Finished,
+    Requests,
+    find_experts,
+    load_attention_model,
+    pad_narrow_values,
+    read_config,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from laconic.infer.sampling import ChosenToken, Sampling
+    from laconic.infer.settings import WorkerSettings
+
+__all__ = ["AttentionWorker", "put_remote_experts"]
+
+
+class AttentionWorker:
+    """Serves requests with a model whose experts are elsewhere, or with a whole one if there are no expert workers.
+
+    Args:
+        settings: of this worker.
+        dtype: of the weights; None takes the checkpoint's.
+        meet: joins the process groups a2e and e2a, once the model is loaded.
+        on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
+        on_token: called, on any thread, with a request's name and each token it is given.
+        on_lost: called, on any thread, when an expert worker is lost, with what became of it.
+
+    Attributes:
+        eos_token_ids: tokens that end every request.
+        nbytes: bytes of all parameters here.
+        notes: sentences for the user.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        dtype: torch.dtype | None,
+        meet: Callable[[], tuple[ProcessGroup, ProcessGroup]],
+        on_finished: Callable[[Finished], None],
+        on_token: Callable[[str, ChosenToken], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
+        self._links: list[GlooExpertLink] = []
+        self.notes: list[str] = []
+        if split.experts == 0:
+            model: Any = load_attention_model(model_dir, dtype, None)
+        else:
+            _, blocks = find_experts(read_config(model_dir), dtype)
+            ranges = [
+                [split.expert_range(worker, block.num_experts) for worker in range(split.experts)]
+                for block in blocks.values()
+            ]
+            experts = RemoteExperts(self._links, ranges, plan)
+            model = load_attention_model(model_dir, dtype, lambda layer, _: RemoteLayer(experts, layer))
+            _, left = put_remote_experts(model, experts)
+            if left:
+                self.notes.append(
+                    f"shared experts of {', '.join(left[:3])}{' and others' * (len(left) > 3)} run where the model runs"
+                    " them, not while rows are away"
+                )
+            a2e, e2a = meet()
+            self._links += [
+                GlooExpertLink(
+                    a2e,
+                    e2a,
+                    split.rank_of_expert_worker(number),
+                    f"expert worker {number}",
+                    settings.answer_timeout_seconds,
+                    on_lost,
+                )
+                for number in range(split.experts)
+            ]
+        pad_narrow_values(model.config)
+        self.nbytes = sum(p.nbytes for p in model.parameters())
+        limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
+        self._requests = [
+            Requests(model, limits, self._end(on_finished), on_token) for _ in range(plan.num_micro_batches)
+        ]
+        self.eos_token_ids = self._requests[0].eos_token_ids
+        self._micro_batch_of: dict[str, int] = {}
+
+    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
+        """Add a request to the micro-batch that has the fewest."""
+        counts = [0] * len(self._requests)
+        for number in list(self._micro_batch_of.values()):
+            counts[number] += 1
+        number = counts.index(min(counts))
+        self._micro_batch_of[name] = number
+        self._requests[number].add(name, prompt, sampling)
+
+    def cancel(self, name: str) -> None:
+        """Forget a request, if it has not ended."""
+        if (number := self._micro_batch_of.pop(name, None)) is not None:
+            self._requests[number].cancel(name)
+
+    def close(self) -> None:
+        """End the managers and say stop to the expert workers."""
+        for requests in self._requests:
+            requests.stop()
+        for link in self._links:
+            link.close()
+
+    def _end(self, on_finished: Callable[[Finished], None]) -> Callable[[Finished], None]:
+        def end(finished: Finished) -> None:
+            if self._micro_batch_of.pop(finished.name, None) is not None:
+                on_finished(finished)
+
+        return end
+
+
+def put_remote_experts(model: Any, experts: RemoteExperts) -> tuple[list[str], list[str]]:
+    """Connect a model, whose experts have been replaced by RemoteLayers, with the turns of its micro-batches.
+
+    Returns:
+        Names of blocks whose shared experts run while rows are with the experts, and of those where they stay.
+    """
+    moved: list[str] = []
+    left: list[str] = []
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, RemoteLayer):
+            owner = name.rpartition(".")[0]
+            block = model.get_submodule(owner)
+            if overlap_shared(block, layer, model.config.get_text_config().hidden_size, model.dtype):
+                moved.append(owner)
+            elif shared_experts(block):
+                left.append(owner)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        experts.begin_forward(int(kwargs["cu_seq_lens_q"][-1]))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        experts.end_forward()
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+    return moved, left

@@ -1,0 +1,477 @@
+"""Engine: starts the workers of a model, hands them requests and gives back tokens.
+
+The workers are processes of this machine that meet in a private file and talk over the loopback interface. The engine
+itself holds no weights: it writes requests to the attention workers and reads what they finish, as lines of JSON over
+pipes. When a worker ends that should not, its pipe closes; all requests in flight fail with its name at once, and the
+other workers are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.settings import WorkerSettings
+from laconic.infer.split import Split
+from laconic.infer.token_engine import TokenListener
+from laconic.infer.transformers_seam import TRIED, CacheLimits, check_transformers, find_experts, read_config
+from laconic.schedule.inference import InferencePlan
+
+__all__ = ["Engine", "Generation", "WorkerReport"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_LAST_WORDS_SECONDS = 1.0
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """A worker and what it holds.
+
+    Attributes:
+        role: "attention" or "expert".
+        number: among the workers of this role, from 0.
+        pid: of its process.
+        nbytes: bytes of the parameters it holds.
+    """
+
+    role: str
+    number: int
+    pid: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.role} worker {self.number} (pid {self.pid}): {self.nbytes / 2**20:.1f} MiB of weights"
+
+
+class Generation:
+    """A request that an engine has taken."""
+
+    def __init__(self, engine: Engine, name: str, cache_tokens: int, listener: TokenListener | None) -> None:
+        self._engine, self._name, self._cache_tokens, self._listener = engine, name, cache_tokens, listener
+        self._future: Future[list[int]] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, by its last token, an error or `cancel`."""
+        return self._future.done()
+
+    def result(self, timeout_seconds: float | None = None) -> list[int]:
+        """Wait for the new tokens; they end with the end-of-sequence token if it came.
+
+        Raises:
+            CollectiveError: a worker was lost, or the request failed in one.
+            CancelledError: it was cancelled.
+            TimeoutError: it takes longer than `timeout_seconds`.
+        """
+        return self._future.result(timeout_seconds)
+
+    def cancel(self) -> bool:
+        """End the request where it is; returns False if it has ended already."""
+        return self._engine._cancel(self)
+
+    def _end(self, tokens: list[int]) -> None:
+        self._future.set_result(tokens)
+        if self._listener is not None:
+            self._listener.on_end(None)
+
+    def _fail(self, error: LaconicError) -> None:
+        self._future.set_exception(error)
+        if self._listener is not None:
+            self._listener.on_end(error)
+
+
+class Engine:
+    """Generation with a mixture-of-experts model on attention workers and expert workers.
+
+    `generate` and `submit` are greedy, `stream` samples. In float32 greedy tokens are those of transformers'
+    `generate`. One attention worker and one expert worker without slices add the products of a row in transformers'
+    order; more workers or slices add them in another, which moves the last bits of a logit.
+
+    Use it in a `with` block, or call `close`.
+
+    Args:
+        model_dir: directory with config.json and safetensors files.
+        attention: number of workers that hold everything but the experts; requests are divided between them.
+        experts: number of workers that hold the experts, each a range of every layer's. 0 serves whole models.
+        plan: micro-batches, slices and order; None is one micro-batch in one slice.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
+        cache_tokens: tokens, of prompts and answers, in the cache of each micro-batch.
+        batch_tokens: tokens that one forward takes at most; longer prompts are cut.
+        answer_timeout_seconds: for expert workers to answer; one that takes longer is lost.
+        threads: that each worker computes with; None divides the machine's cores.
+        start_timeout_seconds: for all workers to load their weights and meet.
+
+    Attributes:
+        split: the workers there are. A model without experts has no expert workers, whatever was asked for.
+        plan: the plan that runs.
+        notes: what differs from what was asked for, sentences for the user.
+        workers: reports of all workers.
+
+    Raises:
+        ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
+        ModelError: the directory holds no model that can be served.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        *,
+        attention: int = 1,
+        experts: int = 1,
+        plan: InferencePlan | None = None,
+        dtype: str = "auto",
+        cache_tokens: int = 4096,
+        batch_tokens: int = 256,
+        answer_timeout_seconds: float = 120.0,
+        threads: int | None = None,
+        start_timeout_seconds: float = 300.0,
+    ) -> None:
+        # 1. Everything that can be refused without a process.
+        check_transformers()
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype is {dtype!r}, but it must be one of {', '.join(_DTYPES)}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads is {threads}, but it must be at least 1; leave it out to divide the cores")
+        if answer_timeout_seconds <= 0:
+            raise ConfigError(f"answer_timeout_seconds is {answer_timeout_seconds}, but it must be above 0")
+        CacheLimits(cache_tokens, batch_tokens)
+        self._limits = (cache_tokens, batch_tokens)
+        self.plan = plan or InferencePlan()
+        self.notes: tuple[str, ...] = ()
+        self.split = self._check_split(Path(model_dir), Split(attention, experts))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+        # 2. The workers.
+        self._lock = threading.Lock()
+        self._writing = [threading.Lock() for _ in range(self.split.num_workers)]
+        self._generations: dict[str, tuple[Generation, int]] = {}
+        self._counter = 0
+        self._ready: list[dict[str, Any] | None] = [None] * self.split.num_workers
+        self._ready_count = threading.Semaphore(0)
+        self._lost: LaconicError | None = None
+        self._closing = False
+        self._scratch = tempfile.TemporaryDirectory(prefix="laconic-infer-")
+        settings = [
+            WorkerSettings(
+                rank=rank,
+                model_dir=str(Path(model_dir).absolute()),
+                store=str(Path(self._scratch.name) / "store"),
+                split=self.split,
+                plan=self.plan,
+                dtype=dtype,
+                cache_tokens=cache_tokens,
+                batch_tokens=batch_tokens,
+                answer_timeout_seconds=answer_timeout_seconds,
+                threads=threads or max(1, cores // self.split.num_workers),
+            )
+            for rank in range(self.split.num_workers)
+        ]
+        self._processes = [self._start(each) for each in settings]
+        self._readers = [
+            threading.Thread(target=self._read, args=(rank,), name=f"laconic-worker-{rank}", daemon=True)
+            for rank in range(self.split.num_workers)
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._wait_until_ready(start_timeout_seconds)
+        self.workers = tuple(self._report(rank) for rank in range(self.split.num_workers))
+        # All attention workers hold the same blocks.
+        self.notes += tuple(str(note) for note in (self._ready[0] or {}).get("notes", ()))
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int = 20) -> Generation:
+        """Ask for at most `max_new_tokens` tokens after the tokens `prompt`; returns at once.
+
+        Raises:
+            ConfigError: the request is empty, has tokens that the model has not, or does not fit into the cache.
+            CollectiveError: a worker has been lost, or the engine is closed.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, but it must be at least 1")
+        return self._add(prompt, Sampling(max_new_tokens=max_new_tokens), None)
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener) -> Generation:
+        """Ask for tokens after the tokens `prompt`, which `listener` hears of as they come; returns at once.
+
+        Raises:
+            ConfigError: the request is empty, has tokens that the model has not, or does not fit into the cache.
+            CollectiveError: a worker has been lost, or the engine is closed.
+        """
+        return self._add(prompt, sampling, listener)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        return self._limits[0]
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the caches of all micro-batches of all attention workers hold."""
+        return self._limits[0] * self.plan.num_micro_batches * self.split.attention
+
+    @property
+    def free_cache_tokens(self) -> int:
+        """What requests in flight, each with its prompt and its longest answer, leave of `cache_tokens`.
+
+        It is negative if more have been submitted than fit at once; some of them wait then.
+        """
+        with self._lock:
+            return self.cache_tokens - sum(generation._cache_tokens for generation, _ in self._generations.values())
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end any request."""
+        ready = self._ready[0]  # the first rank is an attention worker's
+        assert ready is not None
+        return frozenset(ready["eos_token_ids"])
+
+    @property
+    def error(self) -> LaconicError | None:
+        """What ended the engine; None while it takes requests."""
+        return self._lost
+
+    def _add(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> Generation:
+        if not prompt:
+            raise ConfigError("the prompt has 0 tokens, but it must have at least 1")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise ConfigError(
+                f"the prompt has tokens from {min(prompt)} to {max(prompt)}, but this model's are from 0 to"
+                f" {self._vocabulary - 1}; use the tokenizer of the model"
+            )
+        if (needed := len(prompt) + sampling.max_new_tokens) > self._limits[0]:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} need {needed} tokens"
+                f" in the cache, but cache_tokens is {self._limits[0]}; start the engine with more"
+            )
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            counts = [0] * self.split.attention
+            for _, rank in self._generations.values():
+                counts[rank] += 1
+            rank = counts.index(min(counts))
+            name = f"request-{self._counter}"
+            self._counter += 1
+            generation = Generation(self, name, needed, listener)
+            self._generations[name] = (generation, rank)
+        command = {"do": "request", "name": name, "prompt": list(prompt), "sampling": sampling.to_options()}
+        self._tell(rank, command | {"stream": listener is not None})
+        return generation
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 20) -> list[list[int]]:
+        """Return the new tokens of each prompt, in order; the engine runs all of them together.
+
+        Raises:
+            ConfigError: a request is empty or does not fit into the cache.
+            CollectiveError: a worker was lost.
+        """
+        return [each.result() for each in [self.submit(prompt, max_new_tokens) for prompt in prompts]]
+
+    def close(self) -> None:
+        """End all workers; requests in flight fail."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._fail_all(CollectiveError("the engine is closed"))
+        for rank in range(self.split.attention):
+            self._tell(rank, {"do": "stop"})
+        for process in self._processes:
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._end_processes()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return "\n".join([*(str(worker) for worker in self.workers), *self.notes])
+
+    def _check_split(self, model_dir: Path, split: Split) -> Split:
+        """Check that the model can be served by these workers, and return those that will."""
+        config = read_config(model_dir)
+        self._vocabulary: int = config.get_text_config().vocab_size
+        _, blocks = find_experts(config)
+        if not blocks and split.experts:
+            self.notes += (
+                f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
+                " attention worker holds all of it",
+            )
+            split = Split(split.attention, 0)
+        if split.experts:
+            for block in blocks.values():
+                split.expert_range(0, block.num_experts)
+            if config.model_type not in TRIED:
+                self.notes += (
+                    f"{config.model_type} is served split, but has not been tried; compare some of its tokens with"
+                    " those of experts=0",
+                )
+        return split
+
+    def _start(self, settings: WorkerSettings) -> subprocess.Popen[str]:
+        environment = dict(os.environ)
+        if "GLOO_SOCKET_IFNAME" not in environment:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        return subprocess.Popen(
+            [sys.executable, "-m", "laconic.infer.worker", settings.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the engine, which then stops them
+        )
+
+    def _wait_until_ready(self, timeout_seconds: float) -> None:
+        try:
+            for _ in self._processes:
+                if not self._ready_count.acquire(timeout=timeout_seconds):
+                    waiting = [self._name(rank) for rank, said in enumerate(self._ready) if said is None]
+                    raise CollectiveError(
+                        f"{', '.join(waiting)} did not start within {timeout_seconds:.0f} s; see its output, or give"
+                        " start_timeout_seconds"
+                    )
+                if self._lost is not None:
+                    raise self._lost
+        except BaseException:
+            self._closing = True
+            self._end_processes()
+            raise
+
+    def _report(self, rank: int) -> WorkerReport:
+        role, number = self.split.role(rank)
+        said = self._ready[rank]
+        assert said is not None
+        return WorkerReport(role, number, self._processes[rank].pid, said["nbytes"])
+
+    def _name(self, rank: int) -> str:
+        role, number = self.split.role(rank)
+        return f"{role} worker {number}"
+
+    def _tell(self, rank: int, command: dict[str, Any]) -> None:
+        stream = self._processes[rank].stdin
+        assert stream is not None
+        with self._writing[rank]:
+            try:
+                stream.write(json.dumps(command) + "\n")
+                stream.flush()
+            except (OSError, ValueError):
+                return  # it has ended, and its reader says so
+
+    def _cancel(self, generation: Generation) -> bool:
+        with self._lock:
+            known = self._generations.pop(generation._name, None)
+        if known is None:
+            return False
+        self._tell(known[1], {"do": "cancel", "name": generation._name})
+        generation._future.set_exception(CancelledError())
+        return True
+
+    def _read(self, rank: int) -> None:
+        """Read the events of one worker until it ends."""
+        process = self._processes[rank]
+        assert process.stdout is not None
+        error: LaconicError | None = None
+        for line in process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if event["is"] == "ready":
+                self._ready[rank] = event
+                self._ready_count.release()
+            elif event["is"] == "token":
+                self._hear(event)
+            elif event["is"] == "finished":
+                self._finish(event)
+            else:
+                kind = ModelError if event["refused"] else CollectiveError
+                error = kind(f"{self._name(rank)}: {event['error']}")
+        if self._closing:
+            return
+        self._lose(error or CollectiveError(f"{self._name(rank)} {self._ending(process)}; its requests are lost"))
+
+    def _ending(self, process: subprocess.Popen[str]) -> str:
+        try:
+            code = process.wait(_LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"(pid {process.pid}) closed its output"
+        if code >= 0:
+            return f"(pid {process.pid}) ended with exit code {code}"
+        hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"(pid {process.pid}) was killed by {signal.Signals(-code).name}{hint}"
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            known = self._generations.get(event["name"])
+        if known is not None and known[0]._listener is not None:
+            top = tuple((token, logprob) for token, logprob in event["top"])
+            known[0]._listener.on_token(ChosenToken(event["token"], event["logprob"], top))
+
+    def _finish(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            known = self._generations.get(event["name"])
+            if known is None:
+                return
+            if event["error"] is None:
+                del self._generations[event["name"]]
+        if event["error"] is None:
+            known[0]._end(event["tokens"])
+            return
+        # The links of an attention worker notice a lost expert worker as soon as its pipe does: the pipe knows why.
+        for reader in self._readers:
+            if reader is not threading.current_thread():
+                reader.join(_LAST_WORDS_SECONDS / len(self._readers))
+        with self._lock:
+            known = self._generations.pop(event["name"], None)
+        if known is not None:
+            known[0]._fail(self._lost or CollectiveError(f"{event['name']} failed: {event['error']}"))
+
+    def _lose(self, error: LaconicError) -> None:
+        with self._lock:
+            first = self._lost is None
+            self._lost = self._lost or error
+        if first:
+            self._fail_all(error)
+            for process in self._processes:
+                process.kill()
+            for _ in self._processes:
+                self._ready_count.release()
+
+    def _fail_all(self, error: LaconicError) -> None:
+        with self._lock:
+            self._lost = self._lost or error
+            failed = [generation for generation, _ in self._generations.values()]
+            self._generations.clear()
+        for generation in failed:
+            generation._fail(error)
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for reader in self._readers:
+            reader.join()
+        for process in self._processes:
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):  # what was buffered for a process that has ended
+                        stream.close()
+        self._scratch.cleanup()

@@ -1,0 +1,48 @@
+"""What an expert worker computes: its experts of each layer on rows from attention workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.infer.messages import Rows
+from laconic.moe.huggingface.experts import FusedExperts
+
+__all__ = ["ExpertShare"]
+
+
+class ExpertShare:
+    """A range of the experts of every layer."""
+
+    def __init__(self, layers: Sequence[FusedExperts]) -> None:
+        """Take each layer's local experts."""
+        self._layers = list(layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(p.nbytes for layer in self._layers for p in layer.parameters())
+
+    @torch.no_grad()
+    def run(self, rows: Rows) -> Tensor:
+        """Return, for each row, the weighted sum of the outputs of its choices that are here; [m, M].
+
+        Products are added in float32, in the order of the row's choices, as transformers' grouped experts do, and
+        rounded once.
+        """
+        # 1. One row per choice that is here, sorted by expert.
+        (num_rows, top_k), width = rows.experts.shape, rows.hidden.shape[1]
+        layer, choices = self._layers[rows.layer], rows.experts.flatten().long()
+        here = (choices >= 0).nonzero().squeeze(1)
+        numbers, order = choices[here].sort(stable=True)
+        places = here[order]
+        counts = torch.bincount(numbers, minlength=layer.num_experts)
+
+        # 2. The experts, and each output back at its choice's place.
+        outputs = layer(rows.hidden[places // top_k], counts)
+        sum_dtype = torch.promote_types(outputs.dtype, torch.float32)
+        terms = torch.zeros(num_rows * top_k, width, dtype=sum_dtype)
+        terms[places] = outputs.to(sum_dtype) * rows.weights.flatten()[places, None].to(sum_dtype)
+        return terms.view(num_rows, top_k, width).sum(1).to(rows.hidden.dtype)

@@ -1,0 +1,244 @@
+"""Links between one attention worker and one expert worker, over two process groups so that directions do not wait.
+
+Rows go out over the group "a2e", sums come back over "e2a". A link has one thread for what arrives, and sends nothing
+that the other side does not expect: an expert worker answers every message with one of the same layer, micro-batch and
+slice, in the order of arrival. A peer that ends breaks the connection; every waiting and later call of the link then
+raises CollectiveError at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.runtime.failure_diagnosis import reason_of
+from laconic.errors import CollectiveError
+from laconic.infer.messages import (
+    HEADER_LENGTH,
+    ROWS,
+    STOP,
+    SUMS,
+    Header,
+    Rows,
+    pack_rows,
+    pack_sums,
+    unpack_rows,
+)
+
+__all__ = ["ExpertLink", "GlooExpertLink", "LocalLink", "serve"]
+
+FOREVER = timedelta(days=3650)
+"""Time-out of the groups: a worker may be idle as long as it likes, and one that ends is noticed by its connection."""
+
+_TAG = 0
+_IN_FLIGHT = 8
+
+
+class ExpertLink(Protocol):
+    """An expert worker as an attention worker sees it."""
+
+    def send(self, rows: Rows) -> None:
+        """Send rows without waiting for their answer.
+
+        Raises:
+            CollectiveError: the expert worker is lost.
+        """
+        ...
+
+    def receive(self, rows: Rows) -> Tensor:
+        """Wait for the answer [m, M] to `rows`, which were sent before.
+
+        Raises:
+            CollectiveError: the expert worker is lost.
+        """
+        ...
+
+
+class LocalLink:
+    """An expert worker in this process: `run` computes when rows are sent. For tests of what is above the links."""
+
+    def __init__(self, run: Callable[[Rows], Tensor]) -> None:
+        """Take the function of an ExpertShare."""
+        self._run = run
+        self._answers: dict[tuple[int, int], Tensor] = {}
+
+    def send(self, rows: Rows) -> None:
+        """See ExpertLink; the rows pass through the bytes of a message."""
+        header, body = pack_rows(rows)
+        self._answers[rows.micro_batch, rows.slice] = self._run(unpack_rows(header, body))
+
+    def receive(self, rows: Rows) -> Tensor:
+        """See ExpertLink."""
+        return self._answers.pop((rows.micro_batch, rows.slice))
+
+
+class GlooExpertLink:
+    """The attention worker's end of a link over gloo.
+
+    Args:
+        a2e, e2a: process groups of all workers, in one order of ranks.
+        peer: rank of the expert worker.
+        name: of the expert worker, for messages.
+        timeout_seconds: for an answer; an expert worker that takes longer is lost.
+        on_lost: called once, on any thread, with what became of the expert worker.
+    """
+
+    def __init__(
+        self,
+        a2e: dist.ProcessGroup,
+        e2a: dist.ProcessGroup,
+        peer: int,
+        name: str,
+        timeout_seconds: float = 120.0,
+        on_lost: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._a2e, self._e2a, self._peer, self._name = a2e, e2a, peer, name
+        self._timeout_seconds, self._on_lost = timeout_seconds, on_lost
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._sent: dict[tuple[int, int], _Sending] = {}
+        self._answers: dict[tuple[int, int], tuple[Header, Tensor]] = {}
+        self._lost: str | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._receive_all, name=f"laconic-{name}", daemon=True).start()
+
+    def send(self, rows: Rows) -> None:
+        """See ExpertLink."""
+        header, body = pack_rows(rows)
+        place = (rows.micro_batch, rows.slice)
+        with self._sending:
+            self._check()
+            try:
+                self._sent[place] = _start_send(self._a2e, self._peer, header, body)
+            except RuntimeError as error:
+                self._lose(reason_of(error))
+                self._check()
+
+    def receive(self, rows: Rows) -> Tensor:
+        """See ExpertLink."""
+        place = (rows.micro_batch, rows.slice)
+        with self._changed:
+            answered = self._changed.wait_for(
+                lambda: place in self._answers or self._lost is not None, self._timeout_seconds
+            )
+        if not answered:
+            self._lose(f"it did not answer within {self._timeout_seconds:g} s")
+        with self._changed:
+            self._check()
+            header, body = self._answers.pop(place)
+            del self._sent[place]
+        if (header.layer, header.num_rows) != (rows.layer, len(rows.hidden)):
+            raise CollectiveError(
+                f"{self._name} answered {header.num_rows} rows of layer {header.layer} where {len(rows.hidden)} of"
+                f" layer {rows.layer} were sent; run the same version of laconic on all workers"
+            )
+        return body.view(header.dtype).view(header.num_rows, header.width)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Tell the expert worker that nothing more comes, and wait for its farewell."""
+        with self._sending:
+            if self._lost is None:
+                try:
+                    farewell = _start_send(self._a2e, self._peer, Header(STOP))
+                    self._closed.wait(timeout_seconds)
+                    del farewell
+                except RuntimeError:
+                    return  # it has ended already
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                header, body = _receive(self._e2a, self._peer)
+                if header.kind == STOP:
+                    self._closed.set()
+                    return
+                if header.kind != SUMS:
+                    raise CollectiveError(f"{self._name} sent a message of kind {header.kind}, not sums")
+                with self._changed:
+                    self._answers[header.micro_batch, header.slice] = (header, body)
+                    self._changed.notify_all()
+        except Exception as error:
+            self._lose(reason_of(error))
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            first = self._lost is None
+            self._lost = self._lost or f"{self._name} is lost: {reason}"
+            self._changed.notify_all()
+        self._closed.set()
+        if first:
+            self._on_lost(self._lost)
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise CollectiveError(self._lost)
+
+
+def serve(a2e: dist.ProcessGroup, e2a: dist.ProcessGroup, peers: list[int], run: Callable[[Rows], Tensor]) -> None:
+    """Answer the rows of all attention workers, in the order of arrival, until each has said stop or is lost.
+
+    Args:
+        a2e, e2a: process groups of all workers, in one order of ranks.
+        peers: ranks of the attention workers.
+        run: computes the answer [m, M] to rows.
+    """
+    inbox: queue.SimpleQueue[tuple[int, Rows | None]] = queue.SimpleQueue()
+
+    def receive_from(peer: int) -> None:
+        try:
+            while (message := _receive(a2e, peer))[0].kind == ROWS:
+                inbox.put((peer, unpack_rows(*message)))
+            _wait(_start_send(e2a, peer, Header(STOP)))
+        except RuntimeError:
+            pass  # the attention worker has ended: nobody waits for answers
+        finally:
+            inbox.put((peer, None))
+
+    for peer in peers:
+        threading.Thread(target=receive_from, args=(peer,), name=f"laconic-attention-{peer}", daemon=True).start()
+    open_links = set(peers)
+    in_flight: deque[_Sending] = deque()
+    while open_links:
+        peer, rows = inbox.get()
+        if rows is None:
+            open_links.discard(peer)
+            continue
+        header, body = pack_sums(rows, run(rows))
+        try:
+            in_flight.append(_start_send(e2a, peer, header, body))
+            if len(in_flight) > _IN_FLIGHT:
+                _wait(in_flight.popleft())
+        except RuntimeError:
+            continue  # the receiving thread reports the peer as gone
+
+
+_Sending = list[tuple[dist.Work, Tensor]]
+"""What is being sent: gloo reads the tensors until they have arrived, so they stay referenced."""
+
+
+def _start_send(group: dist.ProcessGroup, peer: int, header: Header, body: Tensor | None = None) -> _Sending:
+    parts = [header.to_tensor()] if body is None or body.numel() == 0 else [header.to_tensor(), body]
+    return [(group.send([part], peer, _TAG), part) for part in parts]
+
+
+def _wait(sending: _Sending) -> None:
+    for work, _ in sending:
+        work.wait()
+
+
+def _receive(group: dist.ProcessGroup, peer: int) -> tuple[Header, Tensor]:
+    tensor = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+    group.recv([tensor], peer, _TAG).wait()
+    header = Header.from_tensor(tensor)
+    body = torch.empty(header.nbytes, dtype=torch.uint8)
+    if header.nbytes:
+        group.recv([body], peer, _TAG).wait()
+    return header, body

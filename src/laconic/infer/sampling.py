@@ -1,0 +1,186 @@
+"""How the next token is chosen from a row of logits: greedily, or at random among the most probable ones.
+
+A draw depends on the logits and on (seed, request, position) alone: on no state, no other request of the batch and no
+order of calls. So a request with a seed gives the same tokens in any batch whose logits are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError, ModelError
+
+__all__ = ["ChosenToken", "Sampling", "sample"]
+
+_FIRST_TRY = 512  # tokens among which top_p looks first: sorting a whole vocabulary takes as long as many layers
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one request are chosen, and when it ends.
+
+    The logits are divided by `temperature`; `top_k`, then `top_p` leave the most probable tokens; one of them is drawn.
+
+    Attributes:
+        temperature: at least 0; 0 takes the most probable token, of several the one with the lowest id.
+        top_p: draw from the fewest most probable tokens whose probabilities sum to at least `top_p`, in (0, 1].
+        top_k: draw from the `top_k` most probable tokens; 0 draws from all.
+        seed: of the draws, an integer of 64 bits with sign.
+        request: tells requests with one seed apart, 0 to 2**63 - 1: the number of a choice, say.
+        max_new_tokens: after which the request ends, at least 1.
+        stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens; they are part of the
+            answer.
+        logprobs: how many of the most probable tokens to report at each position; None reports no logprob at all.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    request: int = 0
+    max_new_tokens: int = 20
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_number("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+        self._check_number("top_p", lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+        self._check_integer("top_k", 0, 2**63 - 1)
+        self._check_integer("seed", -(2**63), 2**63 - 1)
+        self._check_integer("request", 0, 2**63 - 1)
+        self._check_integer("max_new_tokens", 1, 2**63 - 1)
+        if self.logprobs is not None:
+            self._check_integer("logprobs", 0, 2**63 - 1)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ConfigError(f"stop_token_ids holds {token!r}, but a token id is an integer of at least 0")
+
+    def _check_number(self, name: str, holds: Callable[[float], bool], rule: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+            raise ConfigError(f"{name} is {value!r}, but it must be {rule}")
+
+    def _check_integer(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            upper = "" if most == 2**63 - 1 and least >= 0 else f" and at most {most}"
+            raise ConfigError(f"{name} is {value!r}, but it must be an integer of at least {least}{upper}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no draw is made: temperature 0, or one token to choose from."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def to_options(self) -> dict[str, Any]:
+        """Return the values by name, as JSON can hold them."""
+        return asdict(self) | {"stop_token_ids": list(self.stop_token_ids)}
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Sampling:
+        """Make a Sampling of values by name, such as `to_options` returns; those left out are the defaults.
+
+        Raises:
+            ConfigError: an option is unknown, or a value breaks its rule.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"{', '.join(unknown)}: no such option of sampling; there are {', '.join(known)}")
+        return cls(**options)
+
+
+@dataclass(frozen=True)
+class ChosenToken:
+    """A token that has been chosen.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability under the model, before temperature, top_k and top_p; None if it
+            was not asked for.
+        top: the most probable tokens (id, logprob) in descending order, as many as `Sampling.logprobs` asks for.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: Tensor, sampling: Sampling, position: int) -> ChosenToken:
+    """Choose a token.
+
+    Probabilities are computed in float64. Of equal logits the lower id counts as the more probable.
+
+    Args:
+        logits: floating [vocabulary]; -inf is a token of probability 0, which is never chosen.
+        sampling: of the request.
+        position: number of tokens the request has been given before.
+
+    Raises:
+        ModelError: logits hold NaN or +inf, or nothing but -inf.
+    """
+    best = float(logits.max())
+    if not math.isfinite(best):  # a maximum over NaN is NaN
+        what = "nothing but -inf" if best == -math.inf else "+inf" if best == math.inf else "NaN"
+        raise ModelError(
+            f"the logits at position {position} hold {what}, so no token can be chosen; load the model in a wider dtype"
+            " or check its weights"
+        )
+    token = int(logits.argmax()) if sampling.is_greedy else _draw(logits.double() - best, sampling, position)
+    if sampling.logprobs is None:
+        return ChosenToken(token)
+    logprobs = logits.double().log_softmax(0)
+    order = _most_probable(logits, sampling.logprobs).tolist()
+    return ChosenToken(token, float(logprobs[token]), tuple((each, float(logprobs[each])) for each in order))
+
+
+def _draw(scores: Tensor, sampling: Sampling, position: int) -> int:
+    """Return a token at random; the greatest of `scores`, float64 [vocabulary], is 0."""
+    order: Tensor | None = None
+    if sampling.top_k:
+        order = _most_probable(scores, sampling.top_k)
+        scores = scores[order]
+    weights = (scores / sampling.temperature).exp()
+    if sampling.top_p < 1:
+        # By the scores and not by the weights: those of different scores may be equal, at high temperatures.
+        needed, count = sampling.top_p * weights.sum(), _FIRST_TRY
+        best = _most_probable(scores, count)
+        while weights[best].sum() < needed and count < len(scores):
+            count *= 8
+            best = _most_probable(scores, count)
+        sums = weights[best].cumsum(0)
+        sums = sums[: int(torch.searchsorted(sums, needed)) + 1]
+        order = best if order is None else order[best]
+    else:
+        sums = weights.cumsum(0)
+    # The first sum above the threshold: a token of weight 0 adds nothing to the sum before it and is never the first.
+    # Where rounding makes the threshold the whole sum, it is the last token that adds to it.
+    threshold = _uniform(sampling.seed, sampling.request, position) * sums[-1]
+    last = int(torch.searchsorted(sums, sums[-1]))
+    index = min(int(torch.searchsorted(sums, threshold, right=True)), last)
+    return index if order is None else int(order[index])
+
+
+def _most_probable(scores: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` greatest scores in descending order; of equal ones the lower id comes first."""
+    if count == 0 or count >= len(scores):
+        return scores.argsort(descending=True, stable=True)[:count]
+    some = (scores >= scores.topk(count).values[-1]).nonzero().flatten()
+    return some[scores[some].argsort(descending=True, stable=True)][:count]
+
+
+def _uniform(seed: int, request: int, position: int) -> float:
+    """Return a number in [0, 1) with 53 random bits: a hash of its arguments, so it needs no state."""
+    packed = struct.pack("<qqq", seed, request, position)
+    digest = hashlib.blake2b(packed, digest_size=8, person=b"laconic sample").digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53

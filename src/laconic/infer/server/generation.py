@@ -1,0 +1,226 @@
+"""The answers of one HTTP request: requests to the engine, on one event loop, as text in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from laconic.errors import LaconicError
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.server.refusals import Refusal
+from laconic.infer.server.text import IncrementalDecoder, StopFinder
+from laconic.infer.server.tokenizer import TextTokenizer
+from laconic.infer.token_engine import TokenEngine, TokenHandle
+
+__all__ = ["FinishReason", "Generation", "Part"]
+
+FinishReason = Literal["stop", "length"]
+_Event = ChosenToken | LaconicError | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one token adds to a choice.
+
+    Attributes:
+        index: of the choice.
+        text: to append, perhaps empty; it may be the text of earlier tokens.
+        token: that was made; None if an end-of-sequence token ended the choice, or no token did.
+        offset: characters of the choice's text before the token.
+        finish_reason: of the choice, in its last part.
+    """
+
+    index: int
+    text: str
+    token: ChosenToken | None
+    offset: int
+    finish_reason: FinishReason | None
+
+
+class Generation:
+    """The choices of one HTTP request.
+
+    Tokens come on the engine's threads and wait in a queue of bounded length for whoever reads `parts`. If that is
+    full, the requests are cancelled, so a client that does not read costs the engine nothing.
+
+    Args:
+        engine: that makes the tokens.
+        tokenizer: of the model.
+        prompts: tokens of each prompt; there are `num_choices` choices of each, in this order.
+        num_choices: of each prompt.
+        sampling: of all choices; choices of one prompt differ by `Sampling.request`.
+        stops: strings that end a choice.
+        max_unread_tokens: length of the queue.
+        on_freed: called, on the event loop, whenever the engine has got back a request's cache.
+
+    Attributes:
+        prompt_tokens: of all prompts.
+        too_slow: whether it was cancelled since its parts were not taken.
+        first_token_time: when the first token came, by time.monotonic; None before.
+    """
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: TextTokenizer,
+        prompts: Sequence[Sequence[int]],
+        num_choices: int,
+        sampling: Sampling,
+        stops: Sequence[str],
+        max_unread_tokens: int,
+        on_freed: Callable[[], None],
+    ) -> None:
+        self._engine, self._on_freed = engine, on_freed
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, _Event]] = asyncio.Queue()
+        self._max_unread = max_unread_tokens
+        self._is_over = False
+        stop_tokens = engine.eos_token_ids | set(sampling.stop_token_ids)
+        self._choices = [
+            _Choice(
+                number * num_choices + choice, prompt, replace(sampling, request=choice), stop_tokens, tokenizer, stops
+            )
+            for number, prompt in enumerate(prompts)
+            for choice in range(num_choices)
+        ]
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.too_slow = False
+        self.first_token_time: float | None = None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the engine's cache that all choices need at most."""
+        return sum(len(choice.prompt) + choice.sampling.max_new_tokens for choice in self._choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of tokens that have been made for the answers so far."""
+        return sum(choice.count for choice in self._choices)
+
+    def start(self) -> None:
+        """Submit all choices.
+
+        Raises:
+            LaconicError: the engine refuses; none of them runs then.
+        """
+        try:
+            for choice in self._choices:
+                listener = _Listener(self, choice.index)
+                choice.handle = self._engine.stream(choice.prompt, choice.sampling, listener)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """End all choices that run, and free their cache."""
+        self._is_over = True
+        for choice in self._choices:
+            self._cancel(choice)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield what the tokens add to the choices, until all have finished.
+
+        Raises:
+            Refusal: the engine failed, or the parts were not taken fast enough.
+        """
+        running = len(self._choices)
+        while running:
+            index, event = await self._events.get()
+            choice = self._choices[index]
+            if isinstance(event, LaconicError):
+                raise Refusal(500, f"the engine failed: {event}", code="engine_failed") from event
+            if choice.finish_reason is not None:
+                continue
+            part = choice.end() if event is None else choice.push(event)
+            if part.finish_reason is not None:
+                running -= 1
+                if choice.found_stop:
+                    self._cancel(choice)
+            yield part
+
+    def deliver(self, index: int, event: _Event) -> None:
+        """Take an event of a choice, on any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is interested any more
+            self._loop.call_soon_threadsafe(self._take, index, event)
+
+    def _take(self, index: int, event: _Event) -> None:
+        if not isinstance(event, ChosenToken):
+            self._choices[index].handle = None
+            self._on_freed()
+        elif self.first_token_time is None:
+            self.first_token_time = time.monotonic()
+        if self._is_over:
+            return
+        if isinstance(event, ChosenToken) and self._events.qsize() >= self._max_unread:
+            self.too_slow = True
+            self.cancel()
+            event = LaconicError(f"the client left {self._max_unread} tokens unread, so its request was cancelled")
+        self._events.put_nowait((index, event))
+
+    def _cancel(self, choice: _Choice) -> None:
+        if choice.handle is not None:
+            choice.handle.cancel()
+            choice.handle = None
+            self._on_freed()
+
+
+class _Listener:
+    """Brings the events of one choice to the event loop."""
+
+    def __init__(self, generation: Generation, index: int) -> None:
+        self._generation, self._index = generation, index
+
+    def on_token(self, token: ChosenToken) -> None:
+        self._generation.deliver(self._index, token)
+
+    def on_end(self, error: LaconicError | None) -> None:
+        self._generation.deliver(self._index, error)
+
+
+class _Choice:
+    """One answer: its request and its text so far."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_tokens: frozenset[int],
+        tokenizer: TextTokenizer,
+        stops: Sequence[str],
+    ) -> None:
+        self.index, self.prompt, self.sampling = index, prompt, sampling
+        self.handle: TokenHandle | None = None
+        self.count = 0
+        self.finish_reason: FinishReason | None = None
+        self.found_stop = False
+        self._stop_tokens = stop_tokens
+        self._decoder, self._stopper = IncrementalDecoder(tokenizer.decode), StopFinder(stops)
+        self._offset = 0
+
+    def push(self, token: ChosenToken) -> Part:
+        self.count += 1
+        if token.token in self._stop_tokens:
+            return self.end()
+        offset, text = self._offset, self._decoder.push(token.token)
+        self._offset += len(text)
+        shown, self.found_stop = self._stopper.push(text)
+        if self.found_stop:
+            self.finish_reason = "stop"
+        elif self.count == self.sampling.max_new_tokens:
+            shown += self._rest()
+            self.finish_reason = "stop" if self.found_stop else "length"
+        return Part(self.index, shown, token, offset, self.finish_reason)
+
+    def end(self) -> Part:
+        text = self._rest()
+        self.finish_reason = "stop"
+        return Part(self.index, text, None, self._offset, "stop")
+
+    def _rest(self) -> str:
+        text, self.found_stop = self._stopper.push(self._decoder.flush())
+        return text if self.found_stop else text + self._stopper.flush()

@@ -1,0 +1,52 @@
+"""Settings of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laconic.errors import ConfigError
+
+__all__ = ["ServerSettings"]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the server.
+
+    Attributes:
+        model_name: what clients call the model.
+        api_key: that every request but /health must carry as a bearer token; None lets everybody in.
+        max_model_tokens: tokens of prompt and answer that the model was made for; None leaves the engine's limit.
+        max_waiting: requests that wait for room in the cache; one more is refused with 429.
+        retry_after_seconds: what a refused client is told to wait.
+        max_body_bytes: of a request; a longer one is refused with 413.
+        max_unread_tokens: of one request that its client has not taken; one more cancels the request.
+        default_max_tokens: of an answer in a chat for which the client gives none, if as many fit.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_model_tokens: int | None = None
+    max_waiting: int = 128
+    retry_after_seconds: int = 1
+    max_body_bytes: int = 1 << 20
+    max_unread_tokens: int = 1024
+    default_max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.model_name:
+            raise ConfigError("model_name is empty, but clients must name the model; give it a name")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError("api_key must be of printable ASCII characters and not empty; None lets everybody in")
+        if self.max_model_tokens is not None:
+            self._check_least("max_model_tokens", 2)
+        self._check_least("max_waiting", 0)
+        for name in ("retry_after_seconds", "max_body_bytes", "max_unread_tokens", "default_max_tokens"):
+            self._check_least(name, 1)
+
+    def _check_least(self, name: str, least: int) -> None:
+        if (value := getattr(self, name)) < least:
+            raise ConfigError(f"{name} is {value}, but it must be at least {least}")

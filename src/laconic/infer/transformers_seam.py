@@ -1,0 +1,570 @@
+"""The only file that touches names of transformers which are private or move fast.
+
+What is used of it, and for what:
+
+- `PreTrainedModel._load_pretrained_model`, overridden in a subclass: between building a model on the meta device and
+  loading its weights, the experts of an attention worker are taken out, so that their weights are never read.
+- `core_model_loading` and `conversion_mapping`: an expert worker reads its share of each layer's experts through the
+  same renaming and merging of a checkpoint's tensors as `from_pretrained`.
+- `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
+- The manager's `logit_processor`, which is called with the logits of each new token: the token is chosen there, and the
+  manager's own choice, the greatest logit, follows.
+- `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
+  of the keys' width, since the paged cache has one width for both.
+
+`check_transformers` says at once if the installed version lacks a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError, LaconicError, ModelError
+from laconic.infer.sampling import ChosenToken, Sampling, sample
+from laconic.moe.huggingface.blocks import Block, find_blocks
+from laconic.moe.huggingface.experts import FusedExperts, check
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = [
+    "SUPPORTED",
+    "TRIED",
+    "CacheLimits",
+    "Finished",
+    "Requests",
+    "check_transformers",
+    "find_experts",
+    "load_attention_model",
+    "load_experts",
+    "load_whole_model",
+    "read_config",
+]
+
+SUPPORTED = ((5, 23), (5, 24))
+"""Versions of transformers, from the first to before the second, with which this file has been tried."""
+
+TRIED = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    *("ernie4_5_moe", "phimoe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "afmoe", "minimax_m2", "dots1"),
+    "flex_olmo",
+)
+"""Families whose tokens, split, are compared with those of `generate` by our tests."""
+
+_NAMES = {
+    "transformers": ("AutoConfig", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "GenerationConfig"),
+    "transformers.modeling_utils": (
+        "PreTrainedModel._load_pretrained_model",
+        "LoadStateDictConfig",
+        "ALL_ATTENTION_FUNCTIONS",
+    ),
+    "transformers.core_model_loading": (
+        "convert_and_load_state_dict_in_model",
+        "rename_source_key",
+        "WeightConverter",
+        "WeightRenaming",
+        "MergeModulelist",
+    ),
+    "transformers.conversion_mapping": ("get_model_conversion_mapping",),
+    "transformers.generation.configuration_utils": ("ContinuousBatchingConfig",),
+    "transformers.generation.continuous_batching.continuous_api": (
+        "ContinuousMixin.init_continuous_batching",
+        "ContinuousBatchingManager.add_request",
+        "ContinuousBatchingManager.cancel_request",
+        "ContinuousBatchingManager.get_result",
+        "ContinuousBatchingManager.is_running",
+        "ContinuousBatchingManager.start",
+        "ContinuousBatchingManager.stop",
+    ),
+    "transformers.generation.continuous_batching.cb_logits_processors": (
+        "ContinuousBatchingLogitsProcessorList.__call__",
+        "ContinuousBatchingLogitsProcessorList.check_kwargs",
+        "ContinuousBatchingLogitsProcessorList.fill_defaults",
+        "ContinuousBatchingLogitsProcessorList.prepare_tensor_args",
+    ),
+    "transformers.generation.continuous_batching.requests": ("FutureRequestState", "RequestState.generated_len"),
+    "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
+    "transformers.generation.continuous_batching.utils": ("logger",),
+}
+
+
+def check_transformers() -> None:
+    """Check the installed transformers.
+
+    Raises:
+        ConfigError: it is missing, of another version, or lacks a name that is used here.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("inference needs transformers: pip install 'laconic[hf]'") from None
+    first, end = (".".join(map(str, version)) for version in SUPPORTED)
+    remedy = f"install a version from {first} to before {end}"
+    parts = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+    if parts is None or not SUPPORTED[0] <= (int(parts[1]), int(parts[2])) < SUPPORTED[1]:
+        raise ConfigError(f"transformers is {transformers.__version__}, which laconic.infer does not know; {remedy}")
+    for module, names in _NAMES.items():
+        for name in names:
+            try:
+                found: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError):
+                raise ConfigError(
+                    f"transformers {transformers.__version__} has no {module}.{name}, which laconic.infer uses;"
+                    f" {remedy}"
+                ) from None
+
+
+def read_config(model_dir: Path) -> PretrainedConfig:
+    """Read the configuration of the model in `model_dir`.
+
+    Raises:
+        ModelError: the directory holds no model that can be served, or a quantized one.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+    if not (model_dir / "config.json").is_file():
+        raise ModelError(
+            f"{str(model_dir)!r} holds no config.json, so it is no model; give a directory that save_pretrained or"
+            " `laconic export` wrote"
+        )
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # foreign code may raise anything
+        raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{str(model_dir)!r} is a model of type {config.model_type}, which transformers does not know as a causal"
+            " language model; only those can be served"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{str(model_dir)!r} holds quantized weights, which laconic.infer does not read; load the model with"
+            " dequantize=True and save it"
+        )
+    try:
+        group_layers_by_attn_type(config.get_text_config())
+    except ValueError as error:
+        raise ModelError(
+            f"{str(model_dir)!r} is a model of type {config.model_type}, for some of whose layers transformers has no"
+            f" paged cache ({error}); only models of full and sliding attention can be served"
+        ) from None
+    return config
+
+
+def find_experts(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, Block]]:
+    """Build the model on the meta device and find its experts, by module name and in the order of layers.
+
+    A model without any is dense.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    return model, find_blocks(model)
+
+
+def load_whole_model(model_dir: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Load a model with its experts, for inference.
+
+    Raises:
+        ModelError: weights are missing or cannot be read.
+    """
+    return load_attention_model(model_dir, dtype, None)
+
+
+def load_attention_model(
+    model_dir: Path, dtype: torch.dtype | None, replace: Callable[[int, nn.Module], nn.Module] | None
+) -> nn.Module:
+    """Load a model for inference, with something else in the place of each layer's experts.
+
+    The weights of the experts are not read.
+
+    Args:
+        model_dir: directory of the model.
+        dtype: of the weights; None takes the checkpoint's.
+        replace: returns, for a layer's number and its experts (on the meta device), what stands there instead; None
+            loads the experts too.
+
+    Raises:
+        ModelError: weights are missing or cannot be read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = read_config(model_dir)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    taken_out: list[str] = []
+
+    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        for layer, name in enumerate(find_blocks(model) if replace is not None else ()):
+            owner, _, child = name.rpartition(".")
+            assert replace is not None
+            setattr(model.get_submodule(owner), child, replace(layer, model.get_submodule(name)))
+            taken_out.append(f"{name}.")
+        return kind._load_pretrained_model(model, *args, **kwargs)
+
+    # Conversions of weights are registered by the name of the class.
+    without_experts: Any = type(kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load)})
+    with _quiet_transformers():
+        try:
+            model, info = without_experts.from_pretrained(
+                model_dir, config=config, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+            )
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
+    _check_loaded(model_dir, info["missing_keys"], info["mismatched_keys"])
+    model.__class__ = kind
+    return model.eval()
+
+
+def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[int], range]) -> list[FusedExperts]:
+    """Load a range of the experts of every layer, and nothing else.
+
+    Args:
+        model_dir: directory of the model.
+        dtype: of the weights; None takes the checkpoint's.
+        share: returns the range of a layer's experts that are wanted, for their number.
+
+    Raises:
+        ModelError: weights are missing or cannot be read, or the experts compute something unknown.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        MergeModulelist,
+        WeightConverter,
+        WeightRenaming,
+        convert_and_load_state_dict_in_model,
+        rename_source_key,
+    )
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    # 1. The model without memory, its experts cut down to the share.
+    config = read_config(model_dir)
+    model, blocks = find_experts(config, dtype)
+    shares: dict[str, range] = {}
+    checked: set[object] = set()
+    for name, block in blocks.items():
+        experts = model.get_submodule(name)
+        if (kind := (type(experts), str(experts))) not in checked:
+            check(experts, name)
+            checked.add(kind)
+        held = share(block.num_experts)
+        for key, parameter in list(experts.named_parameters()):
+            shares[f"{name}.{key}"] = held
+            experts._parameters[key] = nn.Parameter(parameter[held.start : held.stop], requires_grad=False)
+
+    # 2. The checkpoint's tensors of that share, as transformers would rename and merge them.
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    merged = {
+        pattern
+        for converter in converters
+        for pattern in converter.source_patterns
+        if any(isinstance(operation, MergeModulelist) for operation in converter.operations)
+    }
+    known = model.state_dict()
+    wanted: dict[str, Tensor | _Lazy] = {}
+    for key, tensor in _tensors(model_dir).items():
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if (held_here := shares.get(target)) is None:
+            continue
+        if pattern not in merged:  # one tensor holds all experts
+            wanted[key] = _Lazy(tensor, held_here)
+        elif (number := _expert_number(key)) is not None and number in held_here:
+            wanted[key] = _Lazy(tensor, None)
+    with _quiet_transformers():
+        try:
+            info, _ = convert_and_load_state_dict_in_model(
+                model, wanted, LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
+            )
+        except Exception as error:
+            raise ModelError(f"the weights in {str(model_dir)!r} cannot be loaded: {error}") from error
+    failed = {str(key) for key in info.conversion_errors} & set(shares)
+    _check_loaded(model_dir, (info.missing_keys & set(shares)) | failed, info.mismatched_keys)
+
+    # 3. Experts on sorted rows.
+    layers = []
+    for name in blocks:
+        experts = model.get_submodule(name)
+        layers.append(FusedExperts(experts, {key: _frozen(p) for key, p in experts.named_parameters()}))
+    return layers
+
+
+class _Lazy:
+    """A tensor of a checkpoint, or the part of it along the first dimension, that is read when it is indexed."""
+
+    def __init__(self, source: Any, part: range | None) -> None:
+        self._source, self._part = source, part
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self._part is None:
+            tensor: Tensor = self._source[index]
+        else:
+            tensor = self._source[self._part.start : self._part.stop]
+        return tensor
+
+
+def _frozen(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach(), requires_grad=False)
+
+
+def _expert_number(key: str) -> int | None:
+    """Return the expert of a checkpoint's tensor, which has its number between dots behind its list of experts."""
+    found = re.search(r"experts\.(\d+)\.", key)
+    return None if found is None else int(found[1])
+
+
+def _tensors(model_dir: Path) -> dict[str, Any]:
+    """List the tensors of all safetensors files, each to be read when it is indexed."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    found: dict[str, Any] = {}
+    for file in files:
+        if not (model_dir / file).is_file():
+            raise ModelError(
+                f"{str(model_dir)!r} holds no {file}; expert workers read safetensors only, as save_pretrained writes"
+            )
+        try:
+            opened = safe_open(str(model_dir / file), framework="pt")
+        except SafetensorError as error:
+            raise ModelError(f"{str(model_dir / file)!r} is no safetensors file: {error}") from None
+        found |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:
+    wrong = sorted(missing) or sorted(str(key[0]) for key in mismatched)
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise ModelError(
+            f"the checkpoint in {str(model_dir)!r} lacks {shown}, or holds it in another shape than config.json says;"
+            " save the model again"
+        )
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No report of tensors that were left out on purpose, and no bar for each of the workers."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(50)  # CRITICAL
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+def pad_narrow_values(config: PretrainedConfig) -> None:
+    """Let the paged cache hold keys and values of multi-head latent attention.
+
+    Such keys are wider than its values, and than the `head_dim` of its configuration, which counts the rotary part
+    alone. The cache has one width for both and takes it from there. So `head_dim` becomes the keys' width (the model's
+    modules have been built by then), and "sdpa" widens values with zeros and cuts its output. For a process that does
+    nothing but serve this model.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    text = config.get_text_config()
+    if getattr(text, "kv_lora_rank", None) is None:
+        return
+    text.head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        width = value.shape[-1]
+        value = nn.functional.pad(value, (0, key.shape[-1] - width))
+        output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        return output[..., :width], weights
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Size of one micro-batch's paged cache and of its batches.
+
+    Attributes:
+        cache_tokens: tokens, of prompts and answers together, that the cache holds.
+        batch_tokens: tokens that one forward takes at most; longer prompts are cut.
+    """
+
+    cache_tokens: int = 4096
+    batch_tokens: int = 256
+
+    PAGE_TOKENS = 16
+
+    def __post_init__(self) -> None:
+        for name, least in (("cache_tokens", self.PAGE_TOKENS), ("batch_tokens", 1)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name} is {value}, but it must be at least {least}")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request's end: its tokens, or the error that ended it."""
+
+    name: str
+    tokens: list[int]
+    error: str | None = None
+
+
+class _Sampler:
+    """Stands in the place of a manager's logits processors: runs those, then chooses each request's token.
+
+    Args:
+        processors: of the manager.
+        on_token: called with a request's name and the token it is given.
+        on_failed: called with a request's name and why no token can be chosen.
+    """
+
+    do_processing = True
+
+    def __init__(
+        self, processors: Any, on_token: Callable[[str, ChosenToken], None], on_failed: Callable[[str, str], None]
+    ) -> None:
+        self._processors, self._on_token, self._on_failed = processors, on_token, on_failed
+        self.tensors_required: int = processors.tensors_required
+        self._states: list[Any] = []
+
+    def fill_defaults(self, storage: Tensor) -> None:
+        self._processors.fill_defaults(storage)
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Accept what `Requests.add` gives."""
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
+        self._states = [request.state for request in requests_in_batch if request.has_new_token]
+        return self._processors.prepare_tensor_args(requests_in_batch, arg_storage)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, arguments: Tensor) -> Tensor:
+        """Return scores [rows, vocabulary] whose greatest are the chosen tokens.
+
+        The first rows are those of the requests with a new token, in order; what follows is padding.
+        """
+        if self._processors.do_processing:
+            scores = self._processors(input_ids, scores, arguments)
+        rows = scores[: len(self._states)].cpu()
+        tokens = [self._choose(state, row) for state, row in zip(self._states, rows, strict=True)]
+        chosen = torch.zeros_like(scores)
+        chosen[torch.arange(len(tokens)), tokens] = 1.0
+        return chosen
+
+    def _choose(self, state: Any, logits: Tensor) -> int:
+        # A request that lost its place in the cache comes again with its tokens in the prompt.
+        options = state.logit_processor_kwargs
+        position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
+        try:
+            token = sample(logits, options["sampling"], position)
+        except LaconicError as error:
+            self._on_failed(state.request_id, str(error))
+            return 0
+        self._on_token(state.request_id, token)
+        return token.token
+
+
+class Requests:
+    """The requests of one micro-batch, by a ContinuousBatchingManager with a thread of its own.
+
+    Args:
+        model: of `load_attention_model`; several managers may share it.
+        limits: of the cache.
+        on_finished: called, on another thread, for every request that ends; not for those that were cancelled. A
+            request for which no token can be chosen may end a second time.
+        on_token: called, on another thread, with a request's name and each token it is given.
+
+    Attributes:
+        eos_token_ids: tokens that end every request.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        limits: CacheLimits,
+        on_finished: Callable[[Finished], None],
+        on_token: Callable[[str, ChosenToken], None] = lambda name, token: None,
+    ) -> None:
+        import threading
+        from copy import deepcopy
+
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+        from transformers.generation.continuous_batching.utils import logger
+
+        logger.setLevel("CRITICAL")  # errors come back with their requests
+        generation = deepcopy(model.generation_config)
+        generation.update(do_sample=False, num_beams=1, temperature=None, top_p=None, top_k=None)
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1
+        self._manager = model.init_continuous_batching(
+            generation_config=generation,
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=limits.PAGE_TOKENS,
+                num_blocks=-(-limits.cache_tokens // limits.PAGE_TOKENS),
+                max_batch_tokens=limits.batch_tokens,
+                max_requests_per_batch=limits.batch_tokens,
+                auto_switch_to_flash=False,
+                use_cuda_graph=False,
+                use_async_batching=False,
+            ),
+        )
+        eos = generation.eos_token_id
+        self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
+        self._on_finished = on_finished
+        self._manager.logit_processor = _Sampler(self._manager.logit_processor, on_token, self._fail)
+        self._manager.start()
+        threading.Thread(target=self._watch, name="laconic-results", daemon=True).start()
+
+    def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
+        """Add a request for tokens after `prompt`."""
+        added = self._manager.add_request(
+            prompt,
+            name,
+            sampling.max_new_tokens,
+            eos_token_id=[*self.eos_token_ids, *sampling.stop_token_ids],
+            sampling=sampling,
+            prompt_tokens=len(prompt),
+        )
+        if added is None:
+            self._on_finished(Finished(name, [], "the generation loop has ended"))
+
+    def cancel(self, name: str) -> None:
+        """Forget a request; nothing more is heard of it, unless it has ended already."""
+        self._manager.cancel_request(name)
+
+    def stop(self) -> None:
+        """End the manager's thread; requests in flight fail."""
+        self._manager.stop(block=True, timeout=5.0, hard_stop=True)
+
+    def _fail(self, name: str, why: str) -> None:
+        self._manager.cancel_request(name)
+        self._on_finished(Finished(name, [], why))
+
+    def _watch(self) -> None:
+        while True:
+            running = self._manager.is_running()
+            output = self._manager.get_result(timeout=0.1)
+            if output is not None and output.is_finished():
+                self._on_finished(Finished(output.request_id, output.generated_tokens, output.error))
+            elif output is None and not running:
+                return

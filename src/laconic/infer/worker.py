@@ -1,0 +1,171 @@
+"""One worker of an engine: `python -m laconic.infer.worker SETTINGS`, as Engine starts it.
+
+SETTINGS is the JSON of a WorkerSettings. A worker reads commands from its standard input and writes events to what was
+its standard output, one JSON object a line; what libraries print goes to standard error. The end of its input ends it.
+
+    commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"}
+    events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
+            {"is": "token", "name", "token", "logprob", "top"} for requests with "stream",
+            {"is": "finished", "name", "tokens", "error"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from laconic.errors import LaconicError
+from laconic.infer.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from laconic.infer.sampling import ChosenToken
+    from laconic.infer.transformers_seam import Finished
+
+__all__ = ["main"]
+
+_ENGINE_KNOWS_SECONDS = 0.5
+
+
+class _Events:
+    """Writes events, from any thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def write(self, what: str, **values: object) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError):  # an engine that has ended; the input ends, too
+            self._stream.write(json.dumps({"is": what} | values) + "\n")
+            self._stream.flush()
+
+
+def main() -> None:
+    """Entry point of the module."""
+    events = _Events(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)  # whatever prints must not end up between events
+    code = 0
+    try:
+        _work(WorkerSettings.from_json(sys.argv[1]), events)
+    except LaconicError as error:
+        events.write("failed", error=str(error), refused=True)
+        code = 2
+    except Exception as error:
+        traceback.print_exc()
+        events.write("failed", error=f"{type(error).__name__}: {error}", refused=False)
+        code = 1
+    # Threads of managers and links would keep the process, and destructors of process groups can hang.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _work(settings: WorkerSettings, events: _Events) -> None:
+    import torch
+
+    from laconic.infer.transformers_seam import check_transformers
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    check_transformers()
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    role, number = settings.split.role(settings.rank)
+    if role == "expert":
+        _serve_experts(settings, number, dtype, events)
+    else:
+        _serve_requests(settings, dtype, events)
+
+
+def _meet(settings: WorkerSettings) -> tuple[ProcessGroup, ProcessGroup]:
+    """Join the two process groups of all workers: for rows on their way to experts, and for sums on their way back."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+
+    from laconic.infer.links import FOREVER
+
+    rank, size = settings.rank, settings.split.num_workers
+    store = FileStore(settings.store, size)
+
+    def join(name: str) -> ProcessGroup:
+        prefixed = PrefixStore(name, store)
+        backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout=FOREVER)
+        group = dist.ProcessGroup(prefixed, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
+
+    return join("a2e"), join("e2a")
+
+
+def _serve_experts(settings: WorkerSettings, number: int, dtype: torch.dtype | None, events: _Events) -> None:
+    from laconic.infer.expert_share import ExpertShare
+    from laconic.infer.links import serve
+    from laconic.infer.transformers_seam import load_experts
+
+    split = settings.split
+    share = ExpertShare(load_experts(Path(settings.model_dir), dtype, lambda count: split.expert_range(number, count)))
+    a2e, e2a = _meet(settings)
+    events.write("ready", nbytes=share.nbytes)
+    threading.Thread(target=_leave_with_engine, name="laconic-engine", daemon=True).start()
+    serve(a2e, e2a, list(range(split.attention)), share.run)
+
+
+def _leave_with_engine() -> None:
+    """An engine that has ended closes the input; no attention worker says stop then."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events: _Events) -> None:
+    from laconic.infer.attention_worker import AttentionWorker
+    from laconic.infer.sampling import Sampling
+
+    streams: set[str] = set()
+
+    def tell_token(name: str, token: ChosenToken) -> None:
+        if name in streams:
+            events.write("token", name=name, token=token.token, logprob=token.logprob, top=token.top)
+
+    def finished(end: Finished) -> None:
+        streams.discard(end.name)
+        events.write("finished", name=end.name, tokens=end.tokens, error=end.error)
+
+    def lost(why: str) -> None:
+        # The engine sees the end of a process by itself, and knows more of it. This is for one that hangs.
+        time.sleep(_ENGINE_KNOWS_SECONDS)
+        events.write("failed", error=why, refused=False)
+        os._exit(3)
+
+    worker = AttentionWorker(
+        settings,
+        dtype,
+        lambda: _meet(settings),
+        finished,
+        tell_token,
+        lambda why: threading.Thread(target=lost, args=(why,)).start(),
+    )
+    events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        if command["do"] == "request":
+            if command["stream"]:
+                streams.add(command["name"])
+            worker.add(command["name"], command["prompt"], Sampling.from_options(command["sampling"]))
+        elif command["do"] == "cancel":
+            streams.discard(command["name"])
+            worker.cancel(command["name"])
+        else:
+            break
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""An engine without processes: the attention side and the expert shares of a model in this process."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.infer.attention_worker import put_remote_experts
+from laconic.infer.expert_share import ExpertShare
+from laconic.infer.links import LocalLink
+from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
+from laconic.infer.sampling import Sampling
+from laconic.infer.split import Split
+from laconic.infer.transformers_seam import (
+    CacheLimits,
+    Finished,
+    Requests,
+    find_experts,
+    load_attention_model,
+    load_experts,
+    pad_narrow_values,
+    read_config,
+)
+from laconic.schedule.inference import InferencePlan
+
+
+class Inside:
+    """A split model whose links are calls."""
+
+    def __init__(self, path: Path, num_experts_workers: int, plan: InferencePlan) -> None:
+        split = Split(1, num_experts_workers)
+        self.shares = [
+            ExpertShare(load_experts(path, torch.float32, lambda count, w=w: split.expert_range(w, count)))
+            for w in range(num_experts_workers)
+        ]
+        _, blocks = find_experts(read_config(path))
+        ranges = [[split.expert_range(w, b.num_experts) for w in range(num_experts_workers)] for b in blocks.values()]
+        self.plan = plan
+        self.experts = RemoteExperts([LocalLink(share.run) for share in self.shares], ranges, plan)
+        self.model: Any = load_attention_model(path, torch.float32, lambda layer, _: RemoteLayer(self.experts, layer))
+        self.moved, self.left = put_remote_experts(self.model, self.experts)
+        pad_narrow_values(self.model.config)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int, limits: CacheLimits) -> list[list[int]]:
+        ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        managers = [Requests(self.model, limits, ended.put) for _ in range(self.plan.num_micro_batches)]
+        for number, prompt in enumerate(prompts):
+            managers[number % len(managers)].add(str(number), prompt, Sampling(max_new_tokens=new_tokens))
+        found: dict[str, list[int]] = {}
+        while len(found) < len(prompts):
+            finished = ended.get(timeout=60)
+            assert finished.error is None, finished.error
+            found[finished.name] = finished.tokens
+        for manager in managers:
+            manager.stop()
+        return [found[str(number)] for number in range(len(prompts))]

@@ -1,0 +1,81 @@
+"""Every worker loads its own weights and no others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laconic.infer.expert_share import ExpertShare
+from laconic.infer.split import slice_ranges
+from laconic.infer.transformers_seam import load_attention_model, load_experts
+from tests.infer.models import make, split_families
+
+
+@pytest.mark.parametrize("family", split_families("mixtral", "gpt_oss", "deepseek_v2"))
+def test_workers_together_hold_every_weight_once(tmp_path: Path, family: str) -> None:
+    path = make(family, tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    attention = load_attention_model(path, None, lambda layer, experts: torch.nn.Identity())
+    assert not any(p.is_meta for p in [*attention.parameters(), *attention.buffers()])
+    kept = attention.state_dict()
+    assert {name for name in whole.state_dict() if name not in kept} == {
+        name for name in whole.state_dict() if ".experts." in name
+    }
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(attention.get_buffer(name), buffer), name
+
+    layers = [name for name, module in whole.named_modules() if name.endswith(".experts")]
+    shares = [load_experts(path, None, lambda count, w=w: slice_ranges(count, 3)[w]) for w in range(3)]
+    for layer, name in enumerate(layers):
+        for key, parameter in whole.get_submodule(name).named_parameters():
+            together = torch.cat([share[layer].get_parameter(key) for share in shares])
+            assert torch.equal(together, parameter), f"{name}.{key}"
+    nbytes = sum(p.nbytes for p in attention.parameters()) + sum(ExpertShare(share).nbytes for share in shares)
+    assert nbytes == sum(p.nbytes for p in whole.parameters())
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from laconic.infer.transformers_seam import find_experts, load_attention_model, load_experts, read_config
+
+def mib(field):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+role, path = sys.argv[1], Path(sys.argv[2])
+find_experts(read_config(path))  # code and everything else that is loaded once
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = mib("VmRSS")
+if role == "experts":
+    held = load_experts(path, None, lambda count: range(count // 4))
+else:
+    replace = None if role == "whole" else lambda layer, experts: torch.nn.Identity()
+    held = load_attention_model(path, None, replace)
+print(mib("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_peak_of_loading_is_that_of_the_own_share(tmp_path: Path) -> None:
+    """288 MiB of experts: an attention worker grows by far less, a quarter of them by not much more than a quarter."""
+    path = make("mixtral", tmp_path, hidden_size=512, intermediate_size=2048, num_local_experts=8, num_hidden_layers=3)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2**20
+    assert size > 288
+
+    def peak(role: str) -> float:
+        command = [sys.executable, "-c", PEAK, role, str(path)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert peak("whole") > 0.9 * size  # so the measurement sees weights
+    assert peak("attention") < 0.15 * size
+    assert peak("experts") < 0.6 * size

@@ -1,0 +1,109 @@
+"""What laconic.infer uses of transformers is there, or the error names it; what cannot be served is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+from laconic.errors import ConfigError, ModelError
+from laconic.infer.transformers_seam import (
+    TRIED,
+    CacheLimits,
+    check_transformers,
+    find_experts,
+    load_attention_model,
+    load_experts,
+    read_config,
+)
+from tests.infer.models import SERVED_SPLIT, make
+
+
+def test_installed_transformers_has_every_name() -> None:
+    """If this fails after an update, transformers has moved a name: its message says which."""
+    check_transformers()
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.3.0", "5.24.0", "6.0.0", "unknown"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("transformers.__version__", version)  # by name: transformers replaces its module while it loads
+    with pytest.raises(ConfigError, match=f"transformers is {version}.* install a version from"):
+        check_transformers()
+
+
+def test_a_missing_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ContinuousBatchingManager, "cancel_request")
+    with pytest.raises(ConfigError, match=r"has no .*continuous_api\.ContinuousBatchingManager\.cancel_request"):
+        check_transformers()
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no config"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
+    with pytest.raises(ModelError, match="model of type resnet"):
+        read_config(tmp_path)
+
+
+def test_layers_without_a_paged_cache_are_refused(tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model("qwen3_next").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"type qwen3_next.*no paged cache .*linear_attention"):
+        read_config(tmp_path)
+
+
+def test_every_family_that_is_said_to_be_tried_is_tried() -> None:
+    assert list(TRIED) == SERVED_SPLIT
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    path = make("mixtral", tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    (path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="quantized weights"):
+        read_config(path)
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", "experts.0.w2.weight"])
+def test_missing_weights_are_named(tmp_path: Path, lost: str) -> None:
+    path = make("mixtral", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    gone = [name for name in tensors if name.endswith(lost)]
+    assert gone, sorted(tensors)
+    save_file(
+        {name: t for name, t in tensors.items() if name not in gone}, path / "model.safetensors", {"format": "pt"}
+    )
+
+    def load() -> None:
+        load_experts(path, None, lambda count: range(count))
+        load_attention_model(path, None, lambda layer, experts: torch.nn.Identity())
+
+    with pytest.raises(ModelError, match="lacks"):
+        load()
+
+
+def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
+    path = make("mixtral", tmp_path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"holds no model\.safetensors"):
+        load_experts(path, None, lambda count: range(count))
+
+
+@pytest.mark.parametrize("field", ["cache_tokens", "batch_tokens"])
+def test_limits_below_their_least_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} is 0"):
+        CacheLimits(**{field: 0})
+
+
+def test_experts_are_found_without_memory(tmp_path: Path) -> None:
+    model, blocks = find_experts(read_config(make("qwen2_moe", tmp_path)))
+    assert all(p.is_meta for p in model.parameters())
+    assert list(blocks) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]

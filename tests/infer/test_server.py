@@ -1,0 +1,520 @@
+"""The server over an engine without a model, asked by OpenAI's own client and by plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from laconic.errors import ConfigError
+from laconic.infer.sampling import Sampling
+from laconic.infer.server import ByteTokenizer, ServerSettings, create_app
+from tests.infer.serving import EOS, FakeEngine, answer, running, until
+
+MODEL = "tiny"
+
+
+class ChatBytes(ByteTokenizer):
+    """Bytes with a chat template."""
+
+    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+        if messages[-1]["role"] != "user":
+            raise ConfigError("the last message must be the user's")
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+
+def text_of(prompt: str, **options: Any) -> str:
+    return bytes(answer(list(prompt.encode()), Sampling(**options))).decode()
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def url(engine: FakeEngine) -> Iterator[str]:
+    with running(create_app(engine, ChatBytes(), ServerSettings(MODEL))) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_completions_are_what_the_engine_generates(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=MODEL, prompt="one", seed=7, max_tokens=9)
+    assert done.choices[0].text == text_of("one", seed=7, max_new_tokens=9)
+    assert done.choices[0].finish_reason == "length"
+    assert done.choices[0].logprobs is None
+    assert (done.object, done.model) == ("text_completion", MODEL)
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (3, 9, 12)
+
+
+def test_several_prompts_and_choices(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=MODEL, prompt=["one", "two"], n=3, seed=7, max_tokens=5)
+    expected = [text_of(p, seed=7, request=r, max_new_tokens=5) for p in ("one", "two") for r in range(3)]
+    assert [choice.text for choice in done.choices] == expected
+    assert [choice.index for choice in done.choices] == list(range(6))
+    assert len(set(expected)) == 6
+    tokens = client.completions.create(model=MODEL, prompt=[list(b"one"), list(b"two")], seed=7, max_tokens=5)
+    assert [choice.text for choice in tokens.choices] == [expected[0], expected[3]]
+
+
+def test_streams_give_the_same_text(client: openai.OpenAI) -> None:
+    found = ["", ""]
+    reasons: list[Any] = [None, None]
+    usage = None
+    for chunk in client.completions.create(
+        model=MODEL, prompt="one", n=2, seed=7, max_tokens=20, stream=True, stream_options={"include_usage": True}
+    ):
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        usage = chunk.usage
+    assert found == [text_of("one", seed=7, request=r, max_new_tokens=20) for r in range(2)]
+    assert reasons == ["length", "length"]
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 40)
+
+
+def test_chats(client: openai.OpenAI) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+    ]
+    expected = text_of("system: Be brief.\nuser: Hi\n", seed=1, max_new_tokens=12)
+    done = client.chat.completions.create(model=MODEL, messages=messages, seed=1, max_completion_tokens=12)
+    assert (done.choices[0].message.role, done.choices[0].message.content) == ("assistant", expected)
+    assert done.choices[0].finish_reason == "length"
+    stream = client.chat.completions.create(model=MODEL, messages=messages, seed=1, max_tokens=12, stream=True)
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert chunks[0].delta.role == "assistant"
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_an_answer_of_a_chat_takes_what_fits_by_default(client: openai.OpenAI) -> None:
+    for length in (5, 500):
+        done = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * length}])
+        assert done.usage is not None
+        assert done.usage.completion_tokens == min(256, 512 - done.usage.prompt_tokens)
+
+
+def test_stop_strings_across_tokens_end_the_request(client: openai.OpenAI, engine: FakeEngine) -> None:
+    full = text_of("one", seed=7, max_new_tokens=200)
+    stop = full[30:34]
+    for stream in (False, True):
+        done: Any = client.completions.create(
+            model=MODEL, prompt="one", seed=7, max_tokens=200, stop=["no such", stop], stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in done] if stream else done.choices
+        assert "".join(choice.text for choice in choices) == full[: full.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+        until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+
+
+def test_characters_across_tokens_come_whole(engine: FakeEngine, client: openai.OpenAI) -> None:
+    text = "a😀é€ b"
+    engine.answer = lambda prompt, sampling: [*text.encode(), EOS]
+    chunks = list(client.completions.create(model=MODEL, prompt="one", max_tokens=50, stream=True))
+    assert [chunk.choices[0].text for chunk in chunks] == [*text, ""]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    done = client.completions.create(model=MODEL, prompt="one", max_tokens=50)
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (text, "stop")
+    assert done.usage is not None
+    assert done.usage.completion_tokens == len(text.encode()) + 1
+    cut = client.completions.create(model=MODEL, prompt="one", max_tokens=3)
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("a\ufffd", "length")
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=MODEL, prompt="one", seed=7, max_tokens=3, logprobs=2)
+    logprobs, text = done.choices[0].logprobs, text_of("one", seed=7, max_new_tokens=3)
+    assert logprobs is not None
+    assert logprobs.tokens == list(text)
+    assert logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.top_logprobs == [{"A": -1.0, "B": -2.0}] * 3
+    assert logprobs.text_offset == [0, 1, 2]
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    for stream in (False, True):
+        chat: Any = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=3, logprobs=True, top_logprobs=1, stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in chat] if stream else chat.choices
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert len(entries) == 3
+        assert entries[0].bytes == list(entries[0].token.encode())
+        assert [(top.token, top.logprob) for top in entries[0].top_logprobs] == [("A", -1.0)]
+
+
+def test_requests_without_a_seed_differ(client: openai.OpenAI) -> None:
+    found = {client.completions.create(model=MODEL, prompt="one").choices[0].text for _ in range(5)}
+    assert len(found) == 5
+    assert {len(text) for text in found} == {16}
+
+
+def test_models_health_and_metrics(client: openai.OpenAI, url: str) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    client.completions.create(model=MODEL, prompt="one", max_tokens=5)
+    assert httpx.get(f"{url}/nothing").status_code == 404
+    page = httpx.get(f"{url}/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
+    assert samples['laconic_http_answers_total{path="/v1/completions",status="200"}'] == "1"
+    assert samples['laconic_http_answers_total{path="other",status="404"}'] == "1"
+    assert samples['laconic_tokens_total{kind="prompt"}'] == "3"
+    assert samples['laconic_tokens_total{kind="completion"}'] == "5"
+    assert samples["laconic_first_token_seconds_count"] == "1"
+    assert samples['laconic_request_seconds_bucket{le="+Inf"}'] == "1"
+    assert samples["laconic_free_cache_tokens"] == samples["laconic_cache_tokens"] == "4096"
+    assert samples["laconic_requests_running"] == samples["laconic_requests_waiting"] == "0"
+
+
+USER: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        ("completions", b"{", 400, None, "the body is not JSON"),
+        ("completions", b"[" * 100_000, 400, None, "the body is not JSON"),
+        ("completions", b'{"model": NaN}', 400, None, "the body is not JSON"),
+        ("completions", b"\xff", 400, None, "the body is not JSON"),
+        ("completions", b'"text"', 400, None, "must be a JSON object"),
+        ("completions", {}, 400, "model", "model is missing"),
+        ("completions", {"prompt": "x"}, 400, "model", "model is missing"),
+        ("completions", {"model": "other", "prompt": "x"}, 404, "model", "only 'tiny' is served"),
+        ("completions", {"model": 3, "prompt": "x"}, 400, "model", "must be a valid string"),
+        ("completions", {"model": MODEL}, 400, "prompt", "prompt is missing"),
+        ("completions", {"model": MODEL, "prompt": ""}, 400, "prompt", "no tokens"),
+        ("completions", {"model": MODEL, "prompt": []}, 400, "prompt", "no list may be empty"),
+        ("completions", {"model": MODEL, "prompt": [[]]}, 400, "prompt", "no list may be empty"),
+        ("completions", {"model": MODEL, "prompt": ["x", [1]]}, 400, "prompt", "a list of token ids"),
+        ("completions", {"model": MODEL, "prompt": [-1]}, 400, "prompt", "a list of token ids"),
+        ("completions", {"model": MODEL, "prompt": [True]}, 400, "prompt", "a list of token ids"),
+        ("completions", {"model": MODEL, "prompt": [1, 99_999]}, 400, None, "are from 0 to 256"),
+        ("completions", {"model": MODEL, "prompt": {"a": 1}}, 400, "prompt", "a list of token ids"),
+        ("completions", {"model": MODEL, "prompt": "x" * 500}, 400, "prompt", "at most 512"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 512}, 400, "prompt", "at most 512"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 500, "n": 9}, 400, "prompt", "smaller n"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "greater than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 1.5}, 400, "max_tokens", "integer"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": True}, 400, "max_tokens", "integer"),
+        ("completions", {"model": MODEL, "prompt": "x", "max_tokens": 10**30}, 400, "max_tokens", "max_tokens is"),
+        ("completions", {"model": MODEL, "prompt": "x", "temperature": -1}, 400, "temperature", "temperature is -1"),
+        ("completions", {"model": MODEL, "prompt": "x", "temperature": 2.1}, 400, "temperature", "less than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "temperature": "1"}, 400, "temperature", "valid number"),
+        ("completions", {"model": MODEL, "prompt": "x", "top_p": 0}, 400, "top_p", "greater than 0"),
+        ("completions", {"model": MODEL, "prompt": "x", "top_k": -1}, 400, "top_k", "greater than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "seed": 2**63}, 400, "seed", "seed is"),
+        ("completions", {"model": MODEL, "prompt": "x", "n": 0}, 400, "n", "greater than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "n": 65}, 400, "n", "less than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "logprobs": 21}, 400, "logprobs", "less than or equal"),
+        ("completions", {"model": MODEL, "prompt": "x", "stop": [""]}, 400, "stop", "none of them empty"),
+        ("completions", {"model": MODEL, "prompt": "x", "stop": 3}, 400, "stop", "none of them empty"),
+        ("completions", {"model": MODEL, "prompt": "x", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
+        ("completions", {"model": MODEL, "prompt": "x", "stream": 1}, 400, "stream", "valid boolean"),
+        ("completions", {"model": MODEL, "prompt": "x", "stream_options": {}}, 400, "stream_options", "stream is not"),
+        ("completions", {"model": MODEL, "prompt": "x", "echo": True}, 400, "echo", "echo is not served"),
+        ("completions", {"model": MODEL, "prompt": "x", "top_q": 1}, 400, "top_q", "top_q is no field that is served"),
+        ("completions", {"model": MODEL, "messages": USER}, 400, "prompt", "prompt is missing"),
+        ("chat/completions", {"model": MODEL}, 400, "messages", "messages is missing"),
+        ("chat/completions", {"model": MODEL, "messages": []}, 400, "messages", "at least 1 item"),
+        ("chat/completions", {"model": MODEL, "messages": [{}]}, 400, "messages.0.role", "is missing"),
+        (
+            "chat/completions",
+            {"model": MODEL, "messages": [{"role": "tool", "content": ""}]},
+            400,
+            "messages.0.role",
+            "must be 'system'",
+        ),
+        (
+            "chat/completions",
+            {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content",
+            "parts of type text",
+        ),
+        (
+            "chat/completions",
+            {"model": MODEL, "messages": [{"role": "assistant", "content": "x"}]},
+            400,
+            "messages",
+            "must be the user's",
+        ),
+        ("chat/completions", {"model": MODEL, "messages": USER, "tools": [{}]}, 400, "tools", "not served"),
+        ("chat/completions", {"model": MODEL, "messages": USER, "top_logprobs": 1}, 400, "top_logprobs", "give both"),
+        (
+            "chat/completions",
+            {"model": MODEL, "messages": USER, "max_tokens": 1, "max_completion_tokens": 2},
+            400,
+            "max_tokens",
+            "give one",
+        ),
+    ],
+)
+def test_bad_requests_are_refused_by_name(
+    shared_url: str, path: str, body: Any, status: int, param: str | None, message: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    answered = httpx.post(f"{shared_url}/v1/{path}", content=content, headers=headers)
+    error = answered.json()["error"]
+    assert (answered.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert message in error["message"]
+
+
+@pytest.fixture(scope="module")
+def shared_url() -> Iterator[str]:
+    engine = FakeEngine()
+    with running(create_app(engine, ChatBytes(), ServerSettings(MODEL, max_body_bytes=200_000))) as url:
+        yield url
+    assert engine.peak == 0
+    engine.close()
+
+
+def test_neutral_values_of_fields_that_are_not_served_are_accepted(client: openai.OpenAI) -> None:
+    client.completions.create(
+        model=MODEL, prompt="x", echo=False, frequency_penalty=0, presence_penalty=0.0, best_of=1, user="me", stop=None
+    )
+
+
+def test_other_kinds_of_bodies_are_refused(shared_url: str) -> None:
+    address = f"{shared_url}/v1/completions"
+    answered = httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"})
+    assert (answered.status_code, answered.json()["error"]["type"]) == (415, "invalid_request_error")
+    long, headers = b" " * 200_001, {"Content-Type": "application/json"}
+    for content in (long, iter([long[:100_000], long[100_000:]])):  # with its length in a header, and without
+        answered = httpx.post(address, content=content, headers=headers)
+        assert answered.status_code == 413
+        assert "200000 bytes" in answered.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/docs", 404),
+        ("POST", "/reset", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("POST", "/v1/completions/", 404),
+    ],
+)
+def test_there_are_no_other_routes(shared_url: str, method: str, path: str, status: int) -> None:
+    answered = httpx.request(method, shared_url + path)
+    assert answered.status_code == status
+    assert "is not served here" in answered.json()["error"]["message"]
+
+
+def test_the_key_is_asked_for_everywhere_but_at_health(engine: FakeEngine) -> None:
+    with running(create_app(engine, ChatBytes(), ServerSettings(MODEL, api_key="secret"))) as url:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for path in ("/v1/models", "/metrics", "/nothing"):
+                answered = httpx.get(url + path, headers=headers)
+                assert answered.status_code == 401
+                assert answered.json()["error"]["code"] == "invalid_api_key"
+            assert httpx.post(f"{url}/v1/completions", json={}, headers=headers).status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        page = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer secret"}).text
+        assert 'laconic_http_answers_total{path="/v1/models",status="401"} 3' in page
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
+            assert client.completions.create(model=MODEL, prompt="one", seed=7).choices[0].text
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="Secret", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_the_cache(engine: FakeEngine, url: str, stream: bool) -> None:
+    engine.answer = lambda prompt, sampling: [97] * sampling.max_new_tokens
+    engine.paused.set()
+    body = {"model": MODEL, "prompt": "one", "max_tokens": 500, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
+    assert engine.peak > 0
+    until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+    until(lambda: 'laconic_cancelled_total{reason="disconnect"} 1' in httpx.get(f"{url}/metrics").text)
+    engine.paused.clear()
+    assert httpx.post(f"{url}/v1/completions", json=body | {"stream": False}).status_code == 200
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_error(
+    url: str, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as short:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        short.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
+    until(lambda: 'path="/v1/completions",status="499"} 1' in httpx.get(f"{url}/metrics").text)
+    assert engine.peak == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_overload_is_refused_at_once_and_the_rest_is_served(engine: FakeEngine) -> None:
+    settings = ServerSettings(MODEL, max_waiting=2, retry_after_seconds=3)
+    with running(create_app(engine, ChatBytes(), settings)) as url:
+
+        async def ask(client: httpx.AsyncClient, number: int) -> httpx.Response:
+            body = {"model": MODEL, "prompt": f"p{number}", "max_tokens": 500, "seed": number}
+            return await client.post(f"{url}/v1/completions", json=body)
+
+        async def check() -> None:
+            limits = httpx.Limits(max_connections=50)
+            async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+                engine.paused.set()
+                running_now = [asyncio.create_task(ask(client, number)) for number in range(8)]  # 8 x 502 of 4096
+                while engine.free_cache_tokens > 100:
+                    await asyncio.sleep(0.01)
+                waiting = [asyncio.create_task(ask(client, number)) for number in range(8, 10)]
+                while "laconic_requests_waiting 2" not in (await client.get(f"{url}/metrics")).text:
+                    await asyncio.sleep(0.01)
+                refused = await ask(client, 10)
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "3"
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+                waiting[0].cancel()  # a client that waits may go, too: its place is free again
+                while "laconic_requests_waiting 1" not in (await client.get(f"{url}/metrics")).text:
+                    await asyncio.sleep(0.01)
+                waiting.append(asyncio.create_task(ask(client, 11)))
+                while "laconic_requests_waiting 2" not in (await client.get(f"{url}/metrics")).text:
+                    await asyncio.sleep(0.01)
+                engine.paused.clear()
+                for number, task in zip([*range(8), 9, 11], [*running_now, *waiting[1:]], strict=True):
+                    done = await task
+                    expected = text_of(f"p{number}", seed=number, max_new_tokens=500)
+                    assert done.json()["choices"][0]["text"] == expected
+
+        asyncio.run(check())
+        assert engine.free_cache_tokens == engine.cache_tokens
+
+
+def test_a_client_that_does_not_read_is_cancelled_and_blocks_nobody(engine: FakeEngine) -> None:
+    engine.answer = lambda prompt, sampling: [97] * sampling.max_new_tokens
+    settings = ServerSettings(MODEL, max_unread_tokens=8)
+    with running(create_app(engine, ChatBytes(), settings)) as url:
+        body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 500, "n": 8, "stream": True, "logprobs": 20})
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect((host, int(port)))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            slow.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+            until(lambda: engine.peak > 0)
+            quick = {"model": MODEL, "prompt": "y", "max_tokens": 5}
+            assert httpx.post(f"{url}/v1/completions", json=quick).status_code == 200
+            until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+            read = b""
+            while chunk := slow.recv(1 << 16):
+                read += chunk
+                if b"0\r\n\r\n" in read[-5:]:
+                    break
+        assert b"left 8 tokens unread" in read
+        assert b"[DONE]" not in read
+        assert 'laconic_cancelled_total{reason="slow_client"} 1' in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_engine_fails_its_requests(engine: FakeEngine, url: str, stream: bool) -> None:
+    engine.paused.set()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        if stream:
+            chunks = client.completions.create(model=MODEL, prompt="one", stream=True)
+            until(lambda: engine.peak > 0)
+            engine.fail("expert worker 0 was lost")
+            with pytest.raises(openai.APIError, match="expert worker 0 was lost"):
+                list(chunks)
+        else:
+            asyncio.run(fail_during_a_request(engine, url))
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        with pytest.raises(openai.InternalServerError, match="takes no requests: expert worker 0 was lost"):
+            client.completions.create(model=MODEL, prompt="one")
+
+
+async def fail_during_a_request(engine: FakeEngine, url: str) -> None:
+    """Also the requests that wait are answered."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 500}
+        asked = [asyncio.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(10)]
+        while "laconic_requests_waiting 2" not in (await client.get(f"{url}/metrics")).text:
+            await asyncio.sleep(0.01)
+        engine.fail("expert worker 0 was lost")
+        answers = [await each for each in asked]
+        assert sorted(answered.status_code for answered in answers) == [500] * 8 + [503] * 2
+        assert all("expert worker 0 was lost" in answered.json()["error"]["message"] for answered in answers)
+
+
+def test_shutdown_lets_requests_end(engine: FakeEngine) -> None:
+    engine.paused.set()
+    found = []
+
+    async def ask(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            chunks = await client.completions.create(model=MODEL, prompt="one", seed=1, max_tokens=300, stream=True)
+            engine.paused.clear()
+            found.append("".join([chunk.choices[0].text async for chunk in chunks]))
+
+    with running(create_app(engine, ChatBytes(), ServerSettings(MODEL))) as url:
+        asking = threading.Thread(target=lambda: asyncio.run(ask(url)))
+        asking.start()
+        until(lambda: not engine.paused.is_set())
+    asking.join()
+    assert found == [text_of("one", seed=1, max_new_tokens=300)]
+
+
+def test_200_requests_at_random_times_get_their_own_answers(engine: FakeEngine, url: str) -> None:
+    times = random.Random(5)
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> None:
+        prompt, length, stream = f"prompt {number}", times.randrange(1, 60), number % 2 == 0
+        done: Any = await client.completions.create(
+            model=MODEL, prompt=prompt, seed=number, max_tokens=length, stream=stream
+        )
+        text = "".join([c.choices[0].text async for c in done]) if stream else done.choices[0].text
+        assert text == text_of(prompt, seed=number, max_new_tokens=length)
+
+    async def check() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            tasks = []
+            for number in range(200):
+                tasks.append(asyncio.create_task(ask(client, number)))
+                await asyncio.sleep(times.expovariate(200))
+            await asyncio.gather(*tasks)
+
+    asyncio.run(check())
+    assert 0 < engine.peak <= engine.cache_tokens
+    until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_name", ""),
+        ("api_key", ""),
+        ("api_key", "schlüssel"),
+        ("max_model_tokens", 1),
+        ("max_waiting", -1),
+        ("max_body_bytes", 0),
+    ],
+)
+def test_settings_that_break_a_rule_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} "):
+        ServerSettings(**{"model_name": MODEL, name: value})

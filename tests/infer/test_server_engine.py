@@ -1,0 +1,192 @@
+"""The server over the real engine: a tiny model with a tokenizer of bytes, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from laconic.cli.main import main
+from laconic.errors import ConfigError
+from laconic.infer import Engine, InferencePlan
+from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, create_app, load_text_tokenizer
+from tests.infer.models import generated, make
+from tests.infer.serving import running, until
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>", chat_template=TEMPLATE)
+    assert len(tokenizer) == 257
+    path = make("qwen2_moe", tmp_path_factory.mktemp("models"), vocab_size=257, eos_token_id=256, pad_token_id=256)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def greedy(model: Path, prompt: str, new_tokens: int) -> str:
+    """What transformers generates after `prompt`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = generated(model, [tokenizer(prompt)["input_ids"]], new_tokens)[0]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_the_models_tokenizer(model: Path) -> None:
+    tokenizer = load_text_tokenizer(model)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    text = "a 😀 é"
+    tokens = tokenizer.encode(text)
+    assert len(tokens) == len(text.encode())
+    assert tokenizer.decode([*tokens, 256]) == text
+    chat = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert tokenizer.decode(chat) == "user: Hi\nassistant:"
+    assert len({tokenizer.token_name(token) for token in range(257)}) == 257
+
+
+def test_models_of_bytes_and_models_without_a_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load_text_tokenizer(make("llama", tmp_path, vocab_size=257))
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert tokenizer.encode("é") == [0xC3, 0xA9]
+    assert tokenizer.decode([0x61, 256, 0xC3]) == "a\ufffd"
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        load_text_tokenizer(make("llama", tmp_path / "other"))
+    with pytest.raises(ConfigError, match="without a chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+
+
+@pytest.fixture
+def served(model: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`laconic serve` as its users start it."""
+    (tmp_path / "key").write_text("secret\n")
+    command = [sys.executable, "-m", "laconic", "serve", "--model", str(model), "--port", "0", "--name", "tiny"]
+    flags = ["--api-key-file", str(tmp_path / "key"), "--dtype", "float32", "--cache-tokens", "512"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    with process:
+        said = ""
+        while "is served at" not in said:
+            said = process.stdout.readline()
+            assert said, "the server ended"
+        yield said.split()[-1], process
+        if process.poll() is None:
+            process.terminate()
+
+
+def test_the_command_serves_what_transformers_generates(served: tuple[str, subprocess.Popen[str]], model: Path) -> None:
+    url, process = served
+    assert url.startswith("http://127.0.0.1:")
+    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        done = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=12, logprobs=1)
+        expected = greedy(model, "Once", 12)
+        assert done.choices[0].text == expected
+        assert done.choices[0].logprobs is not None
+        tokens, top = done.choices[0].logprobs.tokens, done.choices[0].logprobs.top_logprobs
+        assert top is not None
+        assert [list(each) for each in top] == [[token] for token in tokens or []]
+
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        stream = client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=12, stream=True
+        )
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert said == greedy(model, "user: Hi\nassistant:", 12)
+
+        drawn = [
+            client.completions.create(model="tiny", prompt="Once", seed=seed, max_tokens=12, n=2).choices
+            for seed in (1, 1, 2)
+        ]
+        assert [choice.text for choice in drawn[0]] == [choice.text for choice in drawn[1]]
+        assert len({choice.text for choices in drawn for choice in choices}) == 4
+        with pytest.raises(openai.BadRequestError, match="at most 128"):  # what the model was made for
+            client.completions.create(model="tiny", prompt="x" * 120, max_tokens=12)
+
+        # A stop drains: the stream that has begun ends as it should.
+        stream = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=100, stream=True)
+        process.send_signal(signal.SIGTERM)
+        assert "".join(chunk.choices[0].text for chunk in stream) == greedy(model, "Once", 100)
+    assert process.wait(30) == 0
+
+
+def test_the_command_refuses_what_it_cannot_do(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("LACONIC_API_KEY", raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "empty").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for flags, message in (
+            (["--port", str(taken.getsockname()[1])], "another process listens there"),
+            (["--port", "65536"], "from 0 to 65535"),
+            (["--host", "0.0.0.0"], "there is no API key"),
+            (["--host", "no.such.host.invalid", "--api-key-file", str(tmp_path / "none")], "No such file"),
+            (["--api-key-file", str(tmp_path / "empty")], "which is empty"),
+            (["--port", "0", "--max-waiting", "-1"], "max_waiting is -1"),
+        ):
+            assert main(["serve", "--model", str(model), *flags]) == 2
+            assert message in capsys.readouterr().err
+    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_1000_requests_at_random_times_get_their_own_answers(model: Path) -> None:
+    """Every tenth client goes away; the others get the text of their seed, which a second run repeats alone."""
+    times = random.Random(5)
+    plan = InferencePlan(num_micro_batches=2)
+    with Engine(model, dtype="float32", plan=plan, cache_tokens=1024, batch_tokens=64, threads=1) as engine:
+        tokenizer = load_text_tokenizer(model)
+        settings = ServerSettings("tiny", max_waiting=1000, max_model_tokens=128)
+        with running(create_app(engine, tokenizer, settings)) as url:
+            bodies = [
+                {"model": "tiny", "prompt": f"prompt {number}", "seed": number, "max_tokens": times.randrange(1, 40)}
+                for number in range(1000)
+            ]
+            found = asyncio.run(ask_all(url, bodies, times))
+            until(lambda: engine.free_cache_tokens == engine.cache_tokens)
+            assert [number for number, text in enumerate(found) if text is None] == list(range(0, 1000, 10))
+            for number in times.sample(range(1000), 30):
+                alone = httpx.post(f"{url}/v1/completions", json=bodies[number], timeout=60).json()
+                if found[number] is not None:
+                    assert alone["choices"][0]["text"] == found[number]
+
+
+async def ask_all(url: str, bodies: list[dict[str, Any]], times: random.Random) -> list[str | None]:
+    """The texts of all requests, started at random times; None for each tenth, which goes away."""
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str | None:
+        stream = number % 2 == 0
+        done: Any = await client.completions.create(**bodies[number], stream=stream)
+        if number % 10 == 0:
+            await done.close()
+            return None
+        return "".join([chunk.choices[0].text async for chunk in done]) if stream else str(done.choices[0].text)
+
+    # A connection per request: one that is kept may be closed by the server while the client sends on it.
+    http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), timeout=1200)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as client:
+        tasks = []
+        for number in range(len(bodies)):
+            tasks.append(asyncio.create_task(ask(client, number)))
+            await asyncio.sleep(times.expovariate(50))
+        return list(await asyncio.gather(*tasks))
