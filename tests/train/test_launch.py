@@ -189,15 +189,18 @@ def test_threads_are_shared_by_the_processes_of_a_machine() -> None:
         "import torch; from laconic.train.distributed import world;"
         "from laconic.train.distributed.world import RankInfo, join_world;"
         "world.num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
-        "join_world(RankInfo(rank=0, world_size=4, local_rank=0, local_world_size=2), 1.0);"
+        "import sys; torch.set_num_threads(5);"
+        "join_world(RankInfo(rank=0, world_size=4, local_rank=0, local_world_size=int(sys.argv[1])), 1.0);"
         "print(torch.get_num_threads())"
     )
 
-    def threads(**changes: str) -> int:
+    def threads(processes: int, **changes: str) -> int:
         environment: dict[str, Any] = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | changes
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        command = [sys.executable, "-c", program, str(processes)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    assert threads() == 3
-    assert threads(OMP_NUM_THREADS="1") == 1
+    assert threads(2) == 3
+    assert threads(2, OMP_NUM_THREADS="1") == 5
+    assert threads(1) == 5

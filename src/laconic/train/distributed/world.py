@@ -141,7 +141,8 @@ def join_world(info: RankInfo | None, timeout_seconds: float) -> World:
     """Find this process's device and, with more than one process, join the process group.
 
     NCCL carries CUDA tensors and gloo CPU tensors. A collective that waits longer than `timeout_seconds` fails. CPU
-    threads are divided between the processes of a machine unless OMP_NUM_THREADS says otherwise.
+    threads are divided between the processes of a machine unless OMP_NUM_THREADS says otherwise; a single process
+    keeps the number it has.
 
     Raises:
         ConfigError: the machine has too few GPUs, the master port is taken, or not all processes join in time.
@@ -157,7 +158,7 @@ def join_world(info: RankInfo | None, timeout_seconds: float) -> World:
             )
         device = torch.device("cuda", info.local_rank)
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
+    elif info.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // info.local_world_size))
     if info.world_size > 1:
         _init_process_group(info, device, timeout_seconds)
