@@ -81,6 +81,7 @@ def test_a_stop_request_before_the_first_step_just_leaves(pair: Path, tmp_path: 
     assert not (pair / "too-early").exists()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(pair: Path, tmp_path: Path) -> None:
     config = long_config(pair, "at-once", **{"checkpoint.every": 0})
     launcher = start_training(config, tmp_path / "config.toml")
@@ -139,6 +140,7 @@ def test_an_error_in_the_workers_is_told_once(pair: Path, tmp_path: Path) -> Non
     assert not (pair / "no-data").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_runs_the_same_command(pair: Path, tmp_path: Path) -> None:
     config = tiny_config(pair, "torchrun", {"model.extra": {"attention_dropout": 0.3}, "nproc": 5})
     save_config(config, tmp_path / "config.toml")

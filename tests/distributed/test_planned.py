@@ -66,6 +66,7 @@ def test_a_plan_for_several_processes_is_carried_out(layout: list[str], tmp_path
         assert memory["predicted"][kind] == pytest.approx(nbytes, rel=0.05), kind
 
 
+@pytest.mark.slow
 def test_every_process_refuses_a_plan_for_another_run(tmp_path: Path) -> None:
     path = planned(tmp_path, "--stages", "2", "--policy", "uniform4")
     code, output = train(tmp_path, path, "--sequence-length", "32")
