@@ -10,5 +10,5 @@ import pytest
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="there is one worker")
 def test_a_file_stays_in_one_worker(request: pytest.FixtureRequest) -> None:
     """pytest-xdist writes a test's group behind its name; a pytest that it does not know drops it without a word."""
-    if request.config.getoption("loadgroup"):
+    if request.config.getoption("loadgroup", False):
         assert request.node.nodeid.endswith("@tests/test_workers.py")

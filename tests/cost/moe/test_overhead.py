@@ -38,7 +38,8 @@ def test_the_fit_is_that_of_bounded_least_squares(
     assert min(found.seconds_per_row, found.seconds_per_byte) >= 0
     assert signed or found.alpha_seconds >= 0
     errors = matrix @ [found.alpha_seconds, found.seconds_per_row, found.seconds_per_byte] - wanted
-    assert np.linalg.norm(errors) == pytest.approx(residual, rel=1e-5, abs=1e-7)
+    # No fit within the bounds is better than the best; SciPy's ends some 1e-7 away from it.
+    assert np.linalg.norm(errors) <= residual * (1 + 1e-5) + 1e-7
     assert found.error == pytest.approx(np.abs(errors).max(), abs=1e-9)
 
 
