@@ -50,4 +50,5 @@ def start_engine(options: argparse.Namespace) -> Engine:
         dtype=options.dtype,
         cache_tokens=options.cache_tokens,
         batch_tokens=options.batch_tokens,
+        trace=getattr(options, "trace", None),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ def run(args: Sequence[str]) -> int:
                 print(json.dumps({"prompt": prompt, "text": decode(tokens), "tokens": tokens}))
             else:
                 print(f"{prompt}{decode(tokens)}\n")
+    if engine.recording is not None:
+        print(
+            f"{engine.recording.trace.summary}\nwrote {options.trace}", file=sys.stderr if options.json else sys.stdout
+        )
     return 0
 
 
@@ -41,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt a line; empty lines are skipped")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="of each prompt (default: 32)")
+    parser.add_argument("--trace", metavar="FILE", help="write what ran when, for Perfetto, and print its summary")
     parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, tokens")
     return parser
 

@@ -7,8 +7,20 @@
 
 from __future__ import annotations
 
-from laconic.infer.engine import Engine, Generation, WorkerReport
+from laconic.infer.engine import Engine, Generation, Recording, WorkerReport
+from laconic.infer.run_trace import RunTrace, TraceSummary, WorkerUse
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["ChosenToken", "Engine", "Generation", "InferencePlan", "Sampling", "WorkerReport"]
+__all__ = [
+    "ChosenToken",
+    "Engine",
+    "Generation",
+    "InferencePlan",
+    "Recording",
+    "RunTrace",
+    "Sampling",
+    "TraceSummary",
+    "WorkerReport",
+    "WorkerUse",
+]

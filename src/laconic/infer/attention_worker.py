@@ -25,6 +25,7 @@ from laconic.infer.transformers_seam import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from laconic.infer.recorder import Recorder
     from laconic.infer.sampling import ChosenToken, Sampling
     from laconic.infer.settings import WorkerSettings
 
@@ -41,6 +42,7 @@ class AttentionWorker:
         on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
         on_token: called, on any thread, with a request's name and each token it is given.
         on_lost: called, on any thread, when an expert worker is lost, with what became of it.
+        recorder: of this worker.
 
     Attributes:
         eos_token_ids: tokens that end every request.
@@ -56,6 +58,7 @@ class AttentionWorker:
         on_finished: Callable[[Finished], None],
         on_token: Callable[[str, ChosenToken], None],
         on_lost: Callable[[str], None],
+        recorder: Recorder | None = None,
     ) -> None:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
         self._links: list[GlooExpertLink] = []
@@ -68,7 +71,7 @@ class AttentionWorker:
                 [split.expert_range(worker, block.num_experts) for worker in range(split.experts)]
                 for block in blocks.values()
             ]
-            experts = RemoteExperts(self._links, ranges, plan)
+            experts = RemoteExperts(self._links, ranges, plan, recorder)
             model = load_attention_model(model_dir, dtype, lambda layer, _: RemoteLayer(experts, layer))
             _, left = put_remote_experts(model, experts)
             if left:

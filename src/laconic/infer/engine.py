@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from types import TracebackType
 from typing import Any
 
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
+from laconic.infer.recorder import WorkerLog
+from laconic.infer.run_trace import RunTrace
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
@@ -31,11 +34,12 @@ from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import TRIED, CacheLimits, check_transformers, find_experts, read_config
 from laconic.schedule.inference import InferencePlan
 
-__all__ = ["Engine", "Generation", "WorkerReport"]
+__all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LAST_WORDS_SECONDS = 1.0
 _STOP_SECONDS = 10.0
+_RECORD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,38 @@ class Generation:
             self._listener.on_end(error)
 
 
+class Recording:
+    """A trace of what an engine runs inside of a `with` block; see Engine.trace."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._trace: RunTrace | None = None
+
+    @property
+    def trace(self) -> RunTrace:
+        """The trace, once the block has ended.
+
+        Raises:
+            ConfigError: it has not ended, or a worker was lost before.
+        """
+        if self._trace is None:
+            raise ConfigError("the recording has no trace: its block has not ended, or a worker was lost in it")
+        return self._trace
+
+    def __enter__(self) -> Recording:
+        self._engine._start_recording(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._trace = self._engine._stop_recording(self)
+        except LaconicError:
+            if error is None:
+                raise
+
+
 class Engine:
     """Generation with a mixture-of-experts model on attention workers and expert workers.
 
@@ -115,12 +151,14 @@ class Engine:
         answer_timeout_seconds: for expert workers to answer; one that takes longer is lost.
         threads: that each worker computes with; None divides the machine's cores.
         start_timeout_seconds: for all workers to load their weights and meet.
+        trace: file into which `close` writes a trace of the whole run with `RunTrace.save`; `recording` has it then.
 
     Attributes:
         split: the workers there are. A model without experts has no expert workers, whatever was asked for.
         plan: the plan that runs.
         notes: what differs from what was asked for, sentences for the user.
         workers: reports of all workers.
+        recording: of `trace`; None without.
 
     Raises:
         ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
@@ -140,6 +178,7 @@ class Engine:
         answer_timeout_seconds: float = 120.0,
         threads: int | None = None,
         start_timeout_seconds: float = 300.0,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         # 1. Everything that can be refused without a process.
         check_transformers()
@@ -154,6 +193,7 @@ class Engine:
         self.plan = plan or InferencePlan()
         self.notes: tuple[str, ...] = ()
         self.split = self._check_split(Path(model_dir), Split(attention, experts))
+        self.recording = None if trace is None else self._check_trace(Path(trace))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
         # 2. The workers.
@@ -165,6 +205,8 @@ class Engine:
         self._ready_count = threading.Semaphore(0)
         self._lost: LaconicError | None = None
         self._closing = False
+        self._recording: Recording | None = None
+        self._logs: queue.SimpleQueue[tuple[int, WorkerLog] | None] = queue.SimpleQueue()
         self._scratch = tempfile.TemporaryDirectory(prefix="laconic-infer-")
         settings = [
             WorkerSettings(
@@ -192,6 +234,8 @@ class Engine:
         self.workers = tuple(self._report(rank) for rank in range(self.split.num_workers))
         # All attention workers hold the same blocks.
         self.notes += tuple(str(note) for note in (self._ready[0] or {}).get("notes", ()))
+        if self.recording is not None:
+            self._start_recording(self.recording)
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int = 20) -> Generation:
         """Ask for at most `max_new_tokens` tokens after the tokens `prompt`; returns at once.
@@ -281,8 +325,33 @@ class Engine:
         """
         return [each.result() for each in [self.submit(prompt, max_new_tokens) for prompt in prompts]]
 
+    def trace(self) -> Recording:
+        """Record every task of the passes that begin and end inside of a `with` block.
+
+            with engine.trace() as recording:
+                engine.generate([[1, 2, 3]])
+            print(recording.trace.summary)
+            recording.trace.save("run.json")
+
+        Entering the block raises ConfigError if another recording of the engine is on, or if its models are whole and
+        there is nothing to trace, and CollectiveError if a worker has been lost.
+        """
+        return Recording(self)
+
     def close(self) -> None:
-        """End all workers; requests in flight fail."""
+        """End all workers; requests in flight fail. With `trace`, write it first.
+
+        Raises:
+            ScheduleError: the trace cannot be written; all workers have ended.
+        """
+        if self.recording is not None and self._recording is self.recording:
+            with contextlib.suppress(CollectiveError):  # a lost worker took its log with it
+                self.recording._trace = self._stop_recording(self.recording)
+        self._end()
+        if self.recording is not None and self.recording._trace is not None:
+            self.recording._trace.save(self._trace_path)
+
+    def _end(self) -> None:
         with self._lock:
             if self._closing:
                 return
@@ -328,6 +397,57 @@ class Engine:
                     " those of experts=0",
                 )
         return split
+
+    def _check_trace(self, path: Path) -> Recording:
+        self._check_traceable()
+        if not path.parent.is_dir():
+            raise ConfigError(f"trace is {str(path)!r}, but {str(path.parent)!r} is no directory; make it first")
+        self._trace_path = path
+        return Recording(self)
+
+    def _check_traceable(self) -> None:
+        if not self.split.experts:
+            raise ConfigError(
+                "trace needs expert workers, but this engine has none: whole models have no plan whose tasks could be"
+                " recorded; start expert workers, or leave trace out"
+            )
+
+    def _start_recording(self, recording: Recording) -> None:
+        self._check_traceable()
+        with self._lock:
+            if self._recording is not None:
+                raise ConfigError("the engine is being recorded already; end that recording first")
+            self._recording = recording
+        try:
+            # Whatever an attention worker records, an expert worker has recorded, too: those begin first and end last.
+            self._ask_logs(reversed(range(self.split.num_workers)), on=True)
+        except BaseException:
+            self._recording = None
+            raise
+
+    def _stop_recording(self, recording: Recording) -> RunTrace | None:
+        if self._recording is not recording:
+            return None
+        try:
+            logs = self._ask_logs(range(self.split.num_workers), on=False)
+        finally:
+            self._recording = None
+        return RunTrace.of([logs[rank] for rank in sorted(logs)], self.split, self.plan)
+
+    def _ask_logs(self, ranks: Iterable[int], on: bool) -> dict[int, WorkerLog]:
+        """Begin or end the recording of one worker after the other; returns what each has recorded until then."""
+        logs: dict[int, WorkerLog] = {}
+        for rank in ranks:
+            if self._lost is None:
+                self._tell(rank, {"do": "record", "on": on})
+                with contextlib.suppress(queue.Empty):
+                    if (answer := self._logs.get(timeout=_RECORD_SECONDS)) is not None:
+                        logs[answer[0]] = answer[1]
+            if rank not in logs:
+                raise self._lost or CollectiveError(
+                    f"{self._name(rank)} did not answer within {_RECORD_SECONDS:.0f} s when it was asked for its trace"
+                )
+        return logs
 
     def _start(self, settings: WorkerSettings) -> subprocess.Popen[str]:
         environment = dict(os.environ)
@@ -401,6 +521,8 @@ class Engine:
                 self._hear(event)
             elif event["is"] == "finished":
                 self._finish(event)
+            elif event["is"] == "recorded":
+                self._logs.put((rank, WorkerLog.from_dict(event["log"])))
             else:
                 kind = ModelError if event["refused"] else CollectiveError
                 error = kind(f"{self._name(rank)}: {event['error']}")
@@ -454,6 +576,7 @@ class Engine:
                 process.kill()
             for _ in self._processes:
                 self._ready_count.release()
+            self._logs.put(None)
 
     def _fail_all(self, error: LaconicError) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
@@ -32,6 +32,7 @@ from laconic.infer.messages import (
     pack_sums,
     unpack_rows,
 )
+from laconic.infer.recorder import AnswerLog, Recorder, now_ns
 
 __all__ = ["ExpertLink", "GlooExpertLink", "LocalLink", "serve"]
 
@@ -61,6 +62,10 @@ class ExpertLink(Protocol):
         """
         ...
 
+    def arrived_ns(self, rows: Rows) -> int:
+        """Return when the answer to `rows`, which has been received, was here: nanoseconds of the monotonic clock."""
+        ...
+
 
 class LocalLink:
     """An expert worker in this process: `run` computes when rows are sent. For tests of what is above the links."""
@@ -78,6 +83,10 @@ class LocalLink:
     def receive(self, rows: Rows) -> Tensor:
         """See ExpertLink."""
         return self._answers.pop((rows.micro_batch, rows.slice))
+
+    def arrived_ns(self, rows: Rows) -> int:
+        """See ExpertLink; the answer was here when `send` returned, which is not long ago."""
+        return now_ns()
 
 
 class GlooExpertLink:
@@ -106,6 +115,7 @@ class GlooExpertLink:
         self._changed = threading.Condition()
         self._sent: dict[tuple[int, int], _Sending] = {}
         self._answers: dict[tuple[int, int], tuple[Header, Tensor]] = {}
+        self._arrived_ns: dict[tuple[int, int], int] = {}
         self._lost: str | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._receive_all, name=f"laconic-{name}", daemon=True).start()
@@ -142,6 +152,10 @@ class GlooExpertLink:
             )
         return body.view(header.dtype).view(header.num_rows, header.width)
 
+    def arrived_ns(self, rows: Rows) -> int:
+        """See ExpertLink."""
+        return self._arrived_ns[rows.micro_batch, rows.slice]
+
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Tell the expert worker that nothing more comes, and wait for its farewell."""
         with self._sending:
@@ -157,12 +171,14 @@ class GlooExpertLink:
         try:
             while True:
                 header, body = _receive(self._e2a, self._peer)
+                arrived_ns = now_ns()
                 if header.kind == STOP:
                     self._closed.set()
                     return
                 if header.kind != SUMS:
                     raise CollectiveError(f"{self._name} sent a message of kind {header.kind}, not sums")
                 with self._changed:
+                    self._arrived_ns[header.micro_batch, header.slice] = arrived_ns
                     self._answers[header.micro_batch, header.slice] = (header, body)
                     self._changed.notify_all()
         except Exception as error:
@@ -182,36 +198,50 @@ class GlooExpertLink:
             raise CollectiveError(self._lost)
 
 
-def serve(a2e: dist.ProcessGroup, e2a: dist.ProcessGroup, peers: list[int], run: Callable[[Rows], Tensor]) -> None:
+def serve(
+    a2e: dist.ProcessGroup,
+    e2a: dist.ProcessGroup,
+    peers: list[int],
+    run: Callable[[Rows], Tensor],
+    recorder: Recorder | None = None,
+) -> None:
     """Answer the rows of all attention workers, in the order of arrival, until each has said stop or is lost.
 
     Args:
         a2e, e2a: process groups of all workers, in one order of ranks.
         peers: ranks of the attention workers.
         run: computes the answer [m, M] to rows.
+        recorder: that is asked for each message whether to record it; None records nothing.
     """
-    inbox: queue.SimpleQueue[tuple[int, Rows | None]] = queue.SimpleQueue()
+    recorder = recorder or Recorder()
+    inbox: queue.SimpleQueue[tuple[int, Rows | None, int]] = queue.SimpleQueue()
 
     def receive_from(peer: int) -> None:
         try:
             while (message := _receive(a2e, peer))[0].kind == ROWS:
-                inbox.put((peer, unpack_rows(*message)))
+                inbox.put((peer, unpack_rows(*message), now_ns()))
             _wait(_start_send(e2a, peer, Header(STOP)))
         except RuntimeError:
             pass  # the attention worker has ended: nobody waits for answers
         finally:
-            inbox.put((peer, None))
+            inbox.put((peer, None, 0))
 
     for peer in peers:
         threading.Thread(target=receive_from, args=(peer,), name=f"laconic-attention-{peer}", daemon=True).start()
     open_links = set(peers)
     in_flight: deque[_Sending] = deque()
+    num_answered: Counter[int] = Counter()
     while open_links:
-        peer, rows = inbox.get()
+        peer, rows, arrived_ns = inbox.get()
         if rows is None:
             open_links.discard(peer)
             continue
+        log = recorder.log
+        start_ns = 0 if log is None else now_ns()
         header, body = pack_sums(rows, run(rows))
+        if log is not None:
+            log.add_answer(AnswerLog(peer, num_answered[peer], arrived_ns, start_ns, now_ns()))
+        num_answered[peer] += 1
         try:
             in_flight.append(_start_send(e2a, peer, header, body))
             if len(in_flight) > _IN_FLIGHT:

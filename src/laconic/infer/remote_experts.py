@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from laconic.infer.compute_turns import ComputeTurns
 from laconic.infer.links import ExpertLink
 from laconic.infer.messages import Rows
+from laconic.infer.recorder import LayerLog, MessageLog, PassLog, Recorder, WorkerLog, now_ns
 from laconic.infer.split import slice_ranges
 from laconic.schedule.inference import InferencePlan
 
@@ -30,15 +32,24 @@ class RemoteExperts:
         ranges: for each layer, the range of experts of each worker.
         plan: how a micro-batch is cut and in what order it computes. Its number of micro-batches is that of the threads
             that call.
+        recorder: that is asked, at the begin of a pass, whether to record it; None records nothing.
     """
 
-    def __init__(self, links: Sequence[ExpertLink], ranges: Sequence[Sequence[range]], plan: InferencePlan) -> None:
+    def __init__(
+        self,
+        links: Sequence[ExpertLink],
+        ranges: Sequence[Sequence[range]],
+        plan: InferencePlan,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._links = links
         self._ranges = ranges
         self._plan = plan
         self._turns = ComputeTurns()
         self._local = threading.local()
         self._numbers = itertools.count()
+        self._recorder = recorder or Recorder()
+        self._num_sent: Counter[int] = Counter()  # messages to each expert worker
 
     def begin_forward(self, num_rows: int) -> None:
         """Take the turn for a forward of the model by the calling thread.
@@ -51,11 +62,21 @@ class RemoteExperts:
         self._turns.take()
         self._local.num_rows = num_rows
         self._local.has_turn = True
+        self._local.log = self._recorder.log
+        self._local.passed = None
+        if self._local.log is not None:
+            self._local.passed = PassLog(self._local.micro_batch, num_rows, now_ns())
 
     def end_forward(self) -> None:
         """Give the turn away, if the calling thread has it."""
         if self._local.__dict__.pop("has_turn", False):
+            passed: PassLog | None = self._local.passed
+            if passed is not None:
+                passed.end_ns = now_ns()
             self._turns.give()
+            log: WorkerLog | None = self._local.log
+            if passed is not None and log is not None and log is self._recorder.log:
+                log.add_pass(passed)
 
     def run(
         self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, shared: Callable[[], None] | None = None
@@ -75,16 +96,18 @@ class RemoteExperts:
             CollectiveError: an expert worker is lost.
         """
         plan = self._plan
+        passed: PassLog | None = self._local.passed
+        log = None if passed is None else LayerLog(passed.turn_ns)
         if shared is not None and plan.shared_first:
-            shared()
+            _run_shared(shared, log)
             shared = None
         real = min(len(hidden), self._local.num_rows)
-        sent = self._send(layer, hidden[:real], experts[:real], weights[:real])
+        sent = self._send(layer, hidden[:real], experts[:real], weights[:real], log)
         if shared is not None:
             if plan.order != "ASAS":
                 self._turns.give()
                 self._turns.take("shared")
-            shared()
+            _run_shared(shared, log)
 
         # The other micro-batches compute while this one waits.
         self._turns.give()
@@ -92,18 +115,23 @@ class RemoteExperts:
             answers = [link.receive(rows) for link, rows, _ in sent]
         finally:
             self._turns.take()
+        if passed is not None and log is not None:
+            passed.turn_ns = now_ns()
+            passed.layers.append(log)
+            for (link, rows, _), message in zip(sent, log.messages, strict=True):
+                message.arrived_ns = link.arrived_ns(rows)
         total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for (_, _, places), sums in zip(sent, answers, strict=True):
             total.index_add_(0, places, sums.to(total.dtype))
         return total.to(hidden.dtype)
 
     def _send(
-        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor
+        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, log: LayerLog | None
     ) -> list[tuple[ExpertLink, Rows, Tensor]]:
         """Send every slice to the workers it concerns; return link, rows and the rows' numbers [m] of each message."""
         sent = []
         for number in range(self._plan.num_slices):
-            for link, held in zip(self._links, self._ranges[layer], strict=True):
+            for worker, (link, held) in enumerate(zip(self._links, self._ranges[layer], strict=True)):
                 rows, wanted = range(len(hidden)), held
                 if self._plan.slicing == "tokens":
                     rows = slice_ranges(len(hidden), self._plan.num_slices)[number]
@@ -118,9 +146,29 @@ class RemoteExperts:
                 local = torch.where(mine, choices - held.start, -1)[places].to(torch.int32)
                 places = places + rows.start
                 message = Rows(layer, self._local.micro_batch, number, hidden[places], local, weights[places])
+                if log is not None:
+                    entry = MessageLog(worker, self._num_sent[worker], number, len(places), now_ns())
+                    log.attention_end_ns = log.attention_end_ns or entry.posted_ns
+                    log.messages.append(entry)
                 link.send(message)
+                self._num_sent[worker] += 1  # by the thread that has the turn
                 sent.append((link, message, places))
+        if log is not None:
+            log.sent_ns = now_ns()
+            log.attention_end_ns = log.attention_end_ns or log.sent_ns
+            log.shared_start_ns = log.shared_start_ns or log.attention_end_ns
+            log.shared_end_ns = log.shared_end_ns or log.attention_end_ns
         return sent
+
+
+def _run_shared(shared: Callable[[], None], log: LayerLog | None) -> None:
+    if log is None:
+        shared()
+        return
+    log.shared_start_ns = now_ns()
+    log.attention_end_ns = log.attention_end_ns or log.shared_start_ns
+    shared()
+    log.shared_end_ns = now_ns()
 
 
 class RemoteLayer(nn.Module):

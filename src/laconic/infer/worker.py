@@ -3,7 +3,8 @@
 SETTINGS is the JSON of a WorkerSettings. A worker reads commands from its standard input and writes events to what was
 its standard output, one JSON object a line; what libraries print goes to standard error. The end of its input ends it.
 
-    commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"}
+    commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"},
+              {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
             {"is": "token", "name", "token", "logprob", "top"} for requests with "stream",
             {"is": "finished", "name", "tokens", "error"}
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from laconic.errors import LaconicError
+from laconic.infer.recorder import Recorder
 from laconic.infer.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -113,15 +115,25 @@ def _serve_experts(settings: WorkerSettings, number: int, dtype: torch.dtype | N
     split = settings.split
     share = ExpertShare(load_experts(Path(settings.model_dir), dtype, lambda count: split.expert_range(number, count)))
     a2e, e2a = _meet(settings)
+    recorder = Recorder()
     events.write("ready", nbytes=share.nbytes)
-    threading.Thread(target=_leave_with_engine, name="laconic-engine", daemon=True).start()
-    serve(a2e, e2a, list(range(split.attention)), share.run)
+    threading.Thread(target=_obey_engine, args=(recorder, events), name="laconic-engine", daemon=True).start()
+    serve(a2e, e2a, list(range(split.attention)), share.run, recorder)
 
 
-def _leave_with_engine() -> None:
+def _obey_engine(recorder: Recorder, events: _Events) -> None:
     """An engine that has ended closes the input; no attention worker says stop then."""
-    sys.stdin.read()
+    for line in sys.stdin:
+        _record(recorder, json.loads(line), events)
     os._exit(0)
+
+
+def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> None:
+    """Begin or end a recording, and answer with what the one before has recorded."""
+    log = recorder.stop()
+    if command["on"]:
+        recorder.start()
+    events.write("recorded", log=log.to_dict())
 
 
 def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events: _Events) -> None:
@@ -144,6 +156,7 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         events.write("failed", error=why, refused=False)
         os._exit(3)
 
+    recorder = Recorder()
     worker = AttentionWorker(
         settings,
         dtype,
@@ -151,6 +164,7 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         finished,
         tell_token,
         lambda why: threading.Thread(target=lost, args=(why,)).start(),
+        recorder,
     )
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
     for line in sys.stdin:
@@ -162,6 +176,8 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         elif command["do"] == "cancel":
             streams.discard(command["name"])
             worker.cancel(command["name"])
+        elif command["do"] == "record":
+            _record(recorder, command, events)
         else:
             break
     worker.close()
