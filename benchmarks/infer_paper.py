@@ -95,6 +95,9 @@ def _rates_a() -> InferenceRates:
     return InferenceRates(_line(*_GEMM), _line(*_ATTENTION, 2.0), links["4:4"], links=links, grouped=False)
 
 
+_SEARCH = Search(orders=("ASAS", "AASS"), slicings=("tokens",))  # the paper's
+
+
 @dataclass(frozen=True)
 class _Pair:
     """Best PPPipe and best FinDEP of a cell."""
@@ -119,7 +122,7 @@ def _best(
         waiting = None if capacity is None else capacity * hosts
         costs = InferenceCostModel(shape, rates, Workload(length, requests=waiting), deduplicated=False)
         try:
-            found += choose(costs, Workers(total, memory, hosts), Search(slicings=("tokens",))).candidates
+            found += choose(costs, Workers(total, memory, hosts), _SEARCH).candidates
         except PlanError:  # this split's weights do not fit
             continue
     best = {kind: max(o for o in _rated(found, kind)) for kind in ("pppipe", "findep")}

@@ -32,7 +32,7 @@ from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
 from laconic.schedule.streams import StreamPlan, Task, simulate
 from tests.cost.infer_models import RATES, model_of
 
-SEARCH = Search(max_micro_batches=3, max_slices=4)
+SEARCH = Search(max_micro_batches=3, max_slices=4, orders=("ASAS", "AASS"))
 LARGE = 10**9
 
 rates_of = st.builds(
@@ -84,6 +84,40 @@ def test_it_is_brute_force(rates: InferenceRates, work: Workload, total: int, ro
         found = max(one.tokens_per_second for one in choice.candidates if one.kind == kind)
         assert found == pytest.approx(best, rel=1e-6)
     assert choice.best.tokens_per_second == pytest.approx(max(one.tokens_per_second for one in choice.candidates))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rates_of, workloads, st.integers(2, 4), st.integers(1, 6))
+def test_greedy_is_among_the_orders_and_never_makes_a_choice_worse(
+    rates: InferenceRates, work: Workload, total: int, room: int
+) -> None:
+    """The best of ASAS and greedy over all plans, at the largest batch that fits and the two around an equal share."""
+    model = model_of(work, rates)
+    memory = int(_bytes_of(model, Split(1, total - 1), 0) + room * _step(model, Split(1, total - 1)) * 1.01)
+    workers, search = Workers(total, memory), replace(SEARCH, orders=("ASAS", "greedy"))
+    every = all_split_candidates(model, workers, search)
+    assume(every and len(every) < 4000)
+    most: dict[object, int] = {}
+    for one in every:
+        here = (one.num_groups, one.split, one.plan.num_micro_batches)
+        most[here] = max(most.get(here, 0), one.batch)
+    choice = choose(model, workers, search)
+    found = max(one.tokens_per_second for one in choice.candidates if one.kind == "findep")
+    for one in every:
+        full = one.batch == most[one.num_groups, one.split, one.plan.num_micro_batches]
+        if one.plan.order == "ASAS" or (full and one.num_requests != work.requests):
+            assert one.tokens_per_second <= found * (1 + 1e-6)
+
+
+def test_greedy_is_chosen_where_it_is_faster() -> None:
+    line = Line(2e-5, 4e-15)
+    rates = InferenceRates(line, line, LinkPair(Line(2e-5, 2.5e-11), Line(2e-5, 2.5e-11)), 4e-13)
+    costs = InferenceCostModel(InferenceShape.load("deepseek-v2"), rates, Workload.prefill(4096, 1024))
+    asas, both = (
+        choose(costs, Workers(32, 80 * 10**9), Search(orders=orders)).best for orders in (("ASAS",), ("ASAS", "greedy"))
+    )
+    assert (asas.plan.order, both.plan.order) == ("ASAS", "greedy")
+    assert both.tokens_per_second > asas.tokens_per_second
 
 
 def _bytes_of(model: InferenceCostModel, split: Split, batch: int) -> float:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,8 @@ def test_a_worker_that_cannot_load_its_weights_says_why(tmp_path: Path) -> None:
 def test_tokens_stay_however_many_workers(model: Path, attention: int, experts: int, slicing: Slicing) -> None:
     plan = InferencePlan(num_micro_batches=2, num_slices=3, slicing=slicing, order="AASS")
     with Engine(model, attention=attention, experts=experts, plan=plan, batch_tokens=24, threads=1) as engine:
+        assert engine.plan == replace(plan, order="greedy")
+        assert engine.notes[0].startswith("order AASS runs as greedy: ")
         assert engine.generate(PROMPTS * 2, NEW_TOKENS) == expected(model) * 2
         assert len(engine.workers) == attention + experts
 

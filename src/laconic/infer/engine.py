@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,7 +32,7 @@ from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.infer.token_engine import TokenListener
 from laconic.infer.transformers_seam import TRIED, CacheLimits, check_transformers, find_experts, read_config
-from laconic.schedule.inference import InferencePlan
+from laconic.schedule.inference import InferencePlan, Order
 
 __all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
 
@@ -193,6 +193,7 @@ class Engine:
         self.plan = plan or InferencePlan()
         self.notes: tuple[str, ...] = ()
         self.split = self._check_split(Path(model_dir), Split(attention, experts))
+        self.plan = self._runnable(self.plan)
         self.recording = None if trace is None else self._check_trace(Path(trace))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -397,6 +398,18 @@ class Engine:
                     " those of experts=0",
                 )
         return split
+
+    def _runnable(self, plan: InferencePlan) -> InferencePlan:
+        """The plan that will run in place of one that asks micro-batches to keep step."""
+        if plan.order != "AASS":
+            return plan
+        runs: Order = "ASAS" if plan.shared_first else "greedy"
+        if plan.num_micro_batches > 1 and self.split.experts:
+            self.notes += (
+                f"order AASS runs as {runs}: micro-batches do not wait for each other between attention and shared"
+                " experts",
+            )
+        return replace(plan, order=runs)
 
     def _check_trace(self, path: Path) -> Recording:
         self._check_traceable()

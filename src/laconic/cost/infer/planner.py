@@ -13,9 +13,10 @@ Candidates, all priced by one `InferenceCostModel`:
 Workers form one group, or several equal ones that share nothing, each with all experts and its part of the requests.
 
 The rate is requests per second of one pass over all layers. For every task, seconds / m_a fall or stay when m_a grows;
-makespans are monotone in all seconds, and proportional when all grow alike; so for any r1, r2 and order the rate grows
-with m_a (FinDEP's theorems 1 and 2, here without its closed form). Therefore each r1 needs only the largest m_a that
-fits, and, where requests run out, the two around what each worker can get. What is left is searched best bound first.
+makespans are monotone in all seconds, and proportional when all grow alike; so for any r1, r2 and fixed order the rate
+grows with m_a (FinDEP's theorems 1 and 2, here without its closed form). Therefore each r1 needs only the largest m_a
+that fits, and, where requests run out, the two around what each worker can get. The order greedy depends on the times:
+nothing is proved for it, and it is tried at the same m_a. What is left is searched best bound first.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class Search:
 
     max_micro_batches: int = 8
     max_slices: int = 16
-    orders: tuple[Order, ...] = ("ASAS", "AASS")
+    orders: tuple[Order, ...] = ("ASAS", "greedy")
+    """Those that the engine runs. The paper's AASS on request: the engine runs it as greedy."""
     slicings: tuple[Slicing, ...] = ("tokens", "experts")
 
     def __post_init__(self) -> None:
