@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from laconic.infer import Engine
+    from laconic.infer import AutoPlan, Engine, InferencePlan
 
 __all__ = ["add_engine_flags", "start_engine"]
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --model and the flags of workers and plan."""
+_EXPECTED = ("prompt", "output", "requests")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """Add --model and the flags of workers and plan.
+
+    Args:
+        parser: of the command.
+        defaults: for the help: what is expected of prompt, output and requests where nothing is said.
+    """
+    defaults = {"prompt": "512", "output": "128", "requests": "8"} | defaults
     parser.add_argument("--model", metavar="DIR", required=True, help="directory with config.json and safetensors")
     workers = parser.add_argument_group("workers")
     workers.add_argument("--attention", type=int, default=1, metavar="N", help="attention workers (default: 1)")
     workers.add_argument(
-        "--experts", type=int, default=1, metavar="N", help="expert workers; 0 serves the whole model (default: 1)"
+        "--experts",
+        type=int,
+        metavar="N",
+        help="expert workers; 0 serves the whole model (default: 1; --plan auto may do without)",
     )
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
     workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
     workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
     plan = parser.add_argument_group("plan (see `laconic.schedule.inference.InferencePlan`)")
-    plan.add_argument("--micro-batches", type=int, default=1, metavar="N", help="r1 (default: 1)")
-    plan.add_argument("--slices", type=int, default=1, metavar="N", help="r2 (default: 1)")
-    plan.add_argument("--order", choices=("ASAS", "AASS", "greedy"), default="ASAS", help="of the attention workers")
-    plan.add_argument("--slicing", choices=("tokens", "experts"), default="tokens", help="what a slice is a part of")
+    plan.add_argument("--plan", choices=("auto",), help="auto: what the flags below do not say is chosen by --rates")
+    plan.add_argument("--micro-batches", type=int, metavar="N", help="r1 (default: 1)")
+    plan.add_argument("--slices", type=int, metavar="N", help="r2 (default: 1)")
+    plan.add_argument("--order", choices=("ASAS", "AASS", "greedy"), help="of the attention workers (default: ASAS)")
+    plan.add_argument("--slicing", choices=("tokens", "experts"), help="what a slice is a part of (default: tokens)")
     plan.add_argument("--shared-first", action="store_true", help="shared experts before rows leave (PPPipe)")
+    auto = parser.add_argument_group("--plan auto")
+    auto.add_argument("--rates", metavar="FILE", help="written by laconic profile --infer (default: where it writes)")
+    for name, what in (
+        ("prompt", "tokens of a prompt"),
+        ("output", "tokens of an answer"),
+        ("requests", "requests in flight together"),
+    ):
+        auto.add_argument(f"--expect-{name}", type=int, metavar="N", help=f"{what} (default: {defaults[name]})")
 
 
 def start_engine(options: argparse.Namespace) -> Engine:
@@ -37,18 +60,37 @@ def start_engine(options: argparse.Namespace) -> Engine:
     Raises:
         ConfigError: a flag breaks its rule.
         ModelError: the directory holds no model that can be served.
+        PlanError: no plan can be chosen.
     """
-    from laconic.infer import Engine, InferencePlan
+    from laconic.infer import Engine
 
     return Engine(
         Path(options.model),
         attention=options.attention,
         experts=options.experts,
-        plan=InferencePlan(
-            options.micro_batches, options.slices, options.order, options.slicing, shared_first=options.shared_first
-        ),
+        plan=_plan(options),
         dtype=options.dtype,
         cache_tokens=options.cache_tokens,
         batch_tokens=options.batch_tokens,
         trace=getattr(options, "trace", None),
     )
+
+
+def _plan(options: argparse.Namespace) -> InferencePlan | AutoPlan:
+    from laconic.infer import AutoPlan, InferencePlan
+
+    given = {
+        "num_micro_batches": options.micro_batches,
+        "num_slices": options.slices,
+        "order": options.order,
+        "slicing": options.slicing,
+    }
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    expected = {name: getattr(options, f"expect_{name}") for name in _EXPECTED}
+    if options.plan is None:
+        for flag, value in ("rates", options.rates), *((f"expect-{name}", expected[name]) for name in _EXPECTED):
+            if value is not None:
+                raise ConfigError(f"--{flag} is {value!r}, but only --plan auto uses it; give both")
+        return InferencePlan(**fields, shared_first=options.shared_first)
+    fields |= {name: value for name, value in expected.items() if value is not None}
+    return AutoPlan(rates=options.rates, **fields, shared_first=options.shared_first)

@@ -20,6 +20,8 @@ def run(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     prompts = _prompts(options)
     encode, decode = _tokenizer(Path(options.model))
+    if options.plan == "auto":
+        _expect(options, [len(encode(prompt)) for prompt in prompts])
     with start_engine(options) as engine:
         if not options.json:
             print(f"{engine}\n")
@@ -42,13 +44,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="laconic generate",
         description="Generate greedily with a Hugging Face model whose experts are in processes of their own.",
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, prompt="the longest prompt's", output="--max-new-tokens", requests="the number of prompts")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt a line; empty lines are skipped")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="of each prompt (default: 32)")
     parser.add_argument("--trace", metavar="FILE", help="write what ran when, for Perfetto, and print its summary")
     parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, tokens")
     return parser
+
+
+def _expect(options: argparse.Namespace, lengths: Sequence[int]) -> None:
+    """Tell the planner what is known, unless flags say otherwise."""
+    known = {"prompt": max(lengths), "output": options.max_new_tokens, "requests": len(lengths)}
+    for name, value in known.items():
+        if getattr(options, f"expect_{name}") is None:
+            setattr(options, f"expect_{name}", value)
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.engine import Engine, Generation, Recording, WorkerReport
 from laconic.infer.run_trace import RunTrace, TraceSummary, WorkerUse
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.schedule.inference import InferencePlan
 
 __all__ = [
+    "AutoPlan",
     "ChosenToken",
     "Engine",
     "Generation",

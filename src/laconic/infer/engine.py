@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -22,9 +23,11 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
+from laconic.infer.auto_plan import AutoPlan
 from laconic.infer.recorder import WorkerLog
 from laconic.infer.run_trace import RunTrace
 from laconic.infer.sampling import ChosenToken, Sampling
@@ -99,6 +102,29 @@ class Generation:
             self._listener.on_end(error)
 
 
+def _automatic(
+    plan: InferencePlan | AutoPlan | str | None, rates: str | os.PathLike[str] | None, experts: int | None
+) -> AutoPlan | None:
+    """The automatic plan that is asked for; None if a plan is given."""
+    if isinstance(plan, AutoPlan):
+        if rates is not None:
+            raise ConfigError(
+                f"rates is {str(rates)!r} beside an AutoPlan, which has its own; give AutoPlan(rates=...)"
+            )
+        automatic = plan
+    elif plan is None or isinstance(plan, InferencePlan):
+        if rates is not None:
+            raise ConfigError(f"rates is {str(rates)!r}, but only an automatic plan needs rates; give plan='auto'")
+        return None
+    elif plan == "auto":
+        automatic = AutoPlan(rates)
+    else:
+        raise ConfigError(f"plan is {plan!r}, but it must be an InferencePlan, an AutoPlan or 'auto'")
+    if experts == 0:
+        raise ConfigError("plan is automatic with experts = 0, which leaves nothing to choose; leave out one of them")
+    return automatic
+
+
 class Recording:
     """A trace of what an engine runs inside of a `with` block; see Engine.trace."""
 
@@ -143,8 +169,11 @@ class Engine:
     Args:
         model_dir: directory with config.json and safetensors files.
         attention: number of workers that hold everything but the experts; requests are divided between them.
-        experts: number of workers that hold the experts, each a range of every layer's. 0 serves whole models.
-        plan: micro-batches, slices and order; None is one micro-batch in one slice.
+        experts: number of workers that hold the experts, each a range of every layer's. 0 serves whole models. None is
+            1; an automatic plan may then also make all workers serve whole models.
+        plan: micro-batches, slices and order; None is one micro-batch in one slice. "auto" or an AutoPlan chooses them
+            once, before workers start.
+        rates: for "auto": file of `laconic profile --infer`; None takes its default path.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
         cache_tokens: tokens, of prompts and answers, in the cache of each micro-batch.
         batch_tokens: tokens that one forward takes at most; longer prompts are cut.
@@ -156,13 +185,16 @@ class Engine:
     Attributes:
         split: the workers there are. A model without experts has no expert workers, whatever was asked for.
         plan: the plan that runs.
-        notes: what differs from what was asked for, sentences for the user.
+        choice: what an automatic plan chose, and why; None without.
+        notes: what was chosen, and what differs from what was asked for, sentences for the user.
         workers: reports of all workers.
         recording: of `trace`; None without.
 
     Raises:
         ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
         ModelError: the directory holds no model that can be served.
+        PlanError: an automatic plan was asked for, and the planner does not know the model's family, or a request of
+            the expected size does not fit into the cache.
     """
 
     def __init__(
@@ -170,8 +202,9 @@ class Engine:
         model_dir: str | os.PathLike[str],
         *,
         attention: int = 1,
-        experts: int = 1,
-        plan: InferencePlan | None = None,
+        experts: int | None = None,
+        plan: InferencePlan | AutoPlan | Literal["auto"] | None = None,
+        rates: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         cache_tokens: int = 4096,
         batch_tokens: int = 256,
@@ -190,10 +223,21 @@ class Engine:
             raise ConfigError(f"answer_timeout_seconds is {answer_timeout_seconds}, but it must be above 0")
         CacheLimits(cache_tokens, batch_tokens)
         self._limits = (cache_tokens, batch_tokens)
-        self.plan = plan or InferencePlan()
         self.notes: tuple[str, ...] = ()
-        self.split = self._check_split(Path(model_dir), Split(attention, experts))
-        self.plan = self._runnable(self.plan)
+        self.choice: EngineChoice | None = None
+        automatic = _automatic(plan, rates, experts)
+        self.split = self._check_split(Path(model_dir), Split(attention, 1 if experts is None else experts))
+        if automatic is not None and self.split.experts:
+            limits = EngineLimits(cache_tokens, batch_tokens)
+            self.choice = automatic.choose(
+                Path(model_dir), self.split, limits, dtype=dtype, may_unsplit=experts is None and trace is None
+            )
+            self.notes += (f"plan auto: {self.choice}",)
+            logging.getLogger("laconic").info("plan auto: %s", self.choice)
+            if self.choice.split is None:
+                self.split = Split(self.split.num_workers, 0)
+            plan = self.choice.plan
+        self.plan = self._runnable(plan if isinstance(plan, InferencePlan) else InferencePlan())
         self.recording = None if trace is None else self._check_trace(Path(trace))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -445,7 +489,8 @@ class Engine:
             logs = self._ask_logs(range(self.split.num_workers), on=False)
         finally:
             self._recording = None
-        return RunTrace.of([logs[rank] for rank in sorted(logs)], self.split, self.plan)
+        planned = None if self.choice is None else self.choice.step_seconds
+        return RunTrace.of([logs[rank] for rank in sorted(logs)], self.split, self.plan, planned)
 
     def _ask_logs(self, ranks: Iterable[int], on: bool) -> dict[int, WorkerLog]:
         """Begin or end the recording of one worker after the other; returns what each has recorded until then."""

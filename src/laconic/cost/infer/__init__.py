@@ -1,6 +1,7 @@
 """Cost model and planner of mixture-of-experts inference on attention and expert workers (FinDEP, arXiv 2512.21487)."""
 
 from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
+from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
 from laconic.cost.infer.memory import Limit, largest_batch, worker_nbytes
 from laconic.cost.infer.planner import Candidate, Choice, Search, Workers, choose
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
@@ -10,6 +11,10 @@ __all__ = [
     "MODELS",
     "Candidate",
     "Choice",
+    "Demand",
+    "EngineChoice",
+    "EngineLimits",
+    "Fixed",
     "InferenceCostModel",
     "InferenceRates",
     "InferenceShape",
@@ -19,6 +24,7 @@ __all__ = [
     "Workers",
     "Workload",
     "choose",
+    "choose_for_engine",
     "default_infer_path",
     "largest_batch",
     "worker_nbytes",

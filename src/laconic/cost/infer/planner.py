@@ -42,6 +42,7 @@ __all__ = [
     "least_seconds",
     "plans_of",
     "priced",
+    "replicated_seconds",
     "sharded_seconds",
 ]
 
@@ -361,17 +362,29 @@ def _unsplit(model: InferenceCostModel, workers: Workers, kind: Kind, capacity: 
         group = _group(model, total // size)
         split = _whole(group, size)
         for batch in _batches(group, split.attention, r1, capacity(group, split, r1, True)):
-            times = group.block_times(batch, split, InferencePlan())
-            if kind == "sharded":
-                seconds = sharded_seconds(times, r1, num_layers)
+            if kind == "replicated":
+                seconds = replicated_seconds(group, batch)
             else:
-                seconds = num_layers * (times.attention + times.shared + times.experts[0])
-            if model.shape.num_dense_layers:
-                dense = model.dense_times(batch)
-                seconds += r1 * model.shape.num_dense_layers * (dense.attention + dense.shared)
-            seconds += r1 * model.head_seconds(batch)
+                times = group.block_times(batch, split, InferencePlan())
+                seconds = sharded_seconds(times, r1, num_layers) + r1 * _around_seconds(group, batch)
             plan = InferencePlan(r1)
             yield _candidate(model, kind, None, split.attention, batch, plan, seconds, total // size)
+
+
+def replicated_seconds(model: InferenceCostModel, batch: int) -> float:
+    """Seconds of a pass of `batch` requests on one worker that runs the whole model."""
+    times = model.block_times(batch, Split(1, 1), InferencePlan())
+    layer = times.attention + times.shared + times.experts[0]
+    return model.shape.num_moe_layers * layer + _around_seconds(model, batch)
+
+
+def _around_seconds(model: InferenceCostModel, batch: int) -> float:
+    """Seconds of dense layers and the output projection of one micro-batch."""
+    seconds = model.head_seconds(batch)
+    if model.shape.num_dense_layers:
+        dense = model.dense_times(batch)
+        seconds += model.shape.num_dense_layers * (dense.attention + dense.shared)
+    return seconds
 
 
 def sharded_seconds(times: BlockTimes, num_micro_batches: int, num_layers: int) -> float:

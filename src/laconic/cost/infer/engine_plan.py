@@ -1,0 +1,305 @@
+"""Chooses the plan of an engine whose workers, caches and batches are given: micro-batches, slices, order, or no split.
+
+The planner of whole clusters (planner.py) fills memory. An engine has `cache_tokens` per micro-batch and cuts its
+batches at `batch_tokens`, so a pass has the rows that these and the expected requests allow:
+
+- micro-batches share the requests of an attention worker equally; each takes as many at a time as its cache holds;
+- prompts pass in batches of at most `batch_tokens` tokens, then each request makes one token per pass.
+
+Seconds are those of all requests, prompts and answers, one plan for both. Plans are compared one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil
+from statistics import median
+
+from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
+from laconic.cost.infer.planner import Search, replicated_seconds
+from laconic.cost.infer.rates import InferenceRates
+from laconic.cost.infer.shape import InferenceShape
+from laconic.errors import PlanError
+from laconic.schedule.inference import InferencePlan, Order, Slicing, inference_plan, inference_seconds
+from laconic.schedule.streams import simulate
+
+__all__ = [
+    "Demand",
+    "EngineChoice",
+    "EngineLimits",
+    "Fixed",
+    "choose_for_engine",
+    "engine_seconds",
+    "engine_step_seconds",
+]
+
+_TIE = 1e-9
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Requests that an engine expects, all at once.
+
+    Attributes:
+        prompt: tokens of each prompt.
+        output: tokens of each answer.
+        requests: that are in flight together.
+
+    Raises:
+        PlanError: a number is below 1.
+    """
+
+    prompt: int = 512
+    output: int = 128
+    requests: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output", "requests"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise PlanError(f"{name} is {value!r}, but it must be a whole number from 1 on")
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the engine gives each micro-batch.
+
+    Attributes:
+        cache_tokens: tokens of prompts and answers that its cache holds.
+        batch_tokens: tokens of one pass.
+    """
+
+    cache_tokens: int = 4096
+    batch_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Fields of the plan that are given; None leaves them to the planner.
+
+    Attributes:
+        num_micro_batches, num_slices, order, slicing, shared_first: as in InferencePlan. Without being asked for,
+            `shared_first` is never chosen: rows that wait for shared experts arrive no earlier.
+    """
+
+    num_micro_batches: int | None = None
+    num_slices: int | None = None
+    order: Order | None = None
+    slicing: Slicing | None = None
+    shared_first: bool = False
+
+    def plans(
+        self, search: Search, most_micro_batches: int, most_rows: int, most_experts: int
+    ) -> Iterator[InferencePlan]:
+        """Yield each plan that is left, the plainest first.
+
+        Args:
+            search: limits of what is chosen.
+            most_micro_batches: that have requests.
+            most_rows, most_experts: into so many slices of tokens, and of experts, a micro-batch can be cut.
+        """
+        r1s = [self.num_micro_batches or 0]
+        if self.num_micro_batches is None:
+            r1s = list(range(1, min(search.max_micro_batches, most_micro_batches) + 1))
+        slicings = search.slicings if self.slicing is None else (self.slicing,)
+        orders = search.orders if self.order is None else (self.order,)
+        if self.order is None and self.shared_first:
+            orders = ("ASAS",)
+        for r1, slicing in product(r1s, slicings):
+            r2s = [self.num_slices or 0]
+            if self.num_slices is None:
+                most = min(search.max_slices, most_rows if slicing == "tokens" else most_experts)
+                r2s = list(range(1 if slicing == slicings[0] else 2, max(1, most) + 1))
+            for r2, order in product(r2s, orders if r1 > 1 or self.order is not None else orders[:1]):
+                yield InferencePlan(r1, r2, order, slicing, self.shared_first)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What an engine is to run, and why.
+
+    Attributes:
+        split: the workers; None: all of them run the whole model.
+        plan: for the split; one micro-batch in one slice without.
+        seconds: predicted for all requests.
+        tokens_per_second: of answers.
+        step_seconds: predicted for a micro-batch's pass of decoding.
+        unsplit_seconds: predicted where all workers run the whole model; None if that does not fit.
+        demand: that was asked for.
+        num_workers: in all.
+    """
+
+    split: Split | None
+    plan: InferencePlan
+    seconds: float
+    step_seconds: float
+    unsplit_seconds: float | None
+    demand: Demand
+    num_workers: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of answers, in the time that prompts and answers take."""
+        return self.demand.requests * self.demand.output / self.seconds
+
+    def __str__(self) -> str:
+        demand, plan = self.demand, self.plan
+        load = f"{demand.requests} requests of {demand.prompt} + {demand.output} tokens"
+        rate = f"{self.tokens_per_second:.4g} tokens/s predicted for {load}"
+        if self.split is None:
+            return f"do not split: {self.num_workers} workers with the whole model, {rate}"
+        first = ", shared experts first" if plan.shared_first else ""
+        chosen = (
+            f"r1 = {plan.num_micro_batches}, r2 = {plan.num_slices} slices of {plan.slicing}, order {plan.order}{first}"
+            f" on {self.split.attention} attention and {self.split.experts} expert workers, {rate}"
+        )
+        if self.unsplit_seconds is None:
+            return f"{chosen}; the whole model does not fit on every worker"
+        return f"{chosen}, {self.unsplit_seconds / self.seconds:.2f}x of as many workers with the whole model"
+
+
+def choose_for_engine(
+    shape: InferenceShape,
+    rates: InferenceRates,
+    split: Split,
+    demand: Demand,
+    limits: EngineLimits,
+    *,
+    fixed: Fixed | None = None,
+    may_unsplit: bool = True,
+    memory_nbytes: int | None = None,
+    search: Search | None = None,
+) -> EngineChoice:
+    """Choose the plan with the least seconds for all requests; of equals, the plainest.
+
+    Args:
+        shape, rates: of model and machines.
+        split: the workers.
+        demand: what is expected.
+        limits: of the engine.
+        fixed: fields that are not chosen.
+        may_unsplit: whether all workers may run the whole model instead; never with fixed fields, which mean a split.
+        memory_nbytes: of all workers together; whole models must fit. None: they do.
+        search: limits of the search.
+
+    Raises:
+        PlanError: a request does not fit into the cache.
+        ScheduleError: fixed fields contradict each other.
+    """
+    fixed, search, total = fixed or Fixed(), search or Search(), split.attention + split.experts
+    if demand.prompt + demand.output > limits.cache_tokens:
+        raise PlanError(
+            f"a request of {demand.prompt} + {demand.output} tokens is expected, but cache_tokens is"
+            f" {limits.cache_tokens}; expect shorter requests, or give more"
+        )
+    per_host = ceil(demand.requests / min(split.attention, demand.requests))
+    plans = list(
+        fixed.plans(search, per_host, min(per_host, limits.batch_tokens), ceil(shape.num_experts / split.experts))
+    )
+    seconds = [engine_seconds(shape, rates, split, demand, limits, plan) for plan in plans]
+    fits = memory_nbytes is None or total * shape.num_parameters * shape.item_nbytes <= memory_nbytes
+    whole = engine_seconds(shape, rates, Split(total, 0), demand, limits, InferencePlan()) if fits else None
+    least = min(seconds)
+    if may_unsplit and fixed == Fixed() and whole is not None and whole <= least * (1 + _TIE):
+        step = engine_step_seconds(shape, rates, Split(total, 0), demand, limits, InferencePlan())
+        return EngineChoice(None, InferencePlan(), whole, step, whole, demand, total)
+    plan = next(plan for plan, found in zip(plans, seconds, strict=True) if found <= least * (1 + _TIE))
+    step = engine_step_seconds(shape, rates, split, demand, limits, plan)
+    return EngineChoice(split, plan, least, step, whole, demand, total)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """What one micro-batch does for its requests: how often it passes prompts, and tokens, and the batches of each."""
+
+    rounds: int
+    prefills: int
+    prefill_batch: int
+    prefill: Workload
+    decodes: int
+    decode_batch: int
+    decode: Workload
+
+    @classmethod
+    def of(cls, hosts: int, demand: Demand, limits: EngineLimits, num_micro_batches: int) -> _Batches:
+        each = ceil(demand.requests / hosts / num_micro_batches)
+        held = min(each, limits.cache_tokens // (demand.prompt + demand.output))
+        new = min(demand.prompt, limits.batch_tokens)
+        prefill_batch = min(held, max(1, limits.batch_tokens // new))
+        decode_batch = min(held, limits.batch_tokens)
+        return cls(
+            ceil(each / held),
+            ceil(held * demand.prompt / (prefill_batch * new)),
+            prefill_batch,
+            Workload(new, (demand.prompt - new) // 2, None, hosts * prefill_batch * num_micro_batches),
+            ceil(held / decode_batch) * (demand.output - 1),  # the last pass of a prompt makes the first token
+            decode_batch,
+            Workload(1, demand.prompt + demand.output // 2, None, hosts * decode_batch * num_micro_batches),
+        )
+
+
+def engine_seconds(
+    shape: InferenceShape,
+    rates: InferenceRates,
+    split: Split,
+    demand: Demand,
+    limits: EngineLimits,
+    plan: InferencePlan,
+) -> float:
+    """Predict the seconds of all requests under one plan.
+
+    Args:
+        shape, rates, demand, limits: as in `choose_for_engine`.
+        split: the workers; with `experts` 0 all of them run the whole model.
+        plan: micro-batches without requests do nothing.
+    """
+    batches, plan = _batches(split, demand, limits, plan)
+    prefill = InferenceCostModel(shape, rates, batches.prefill)
+    decode = InferenceCostModel(shape, rates, batches.decode)
+    first = _pass_seconds(prefill, batches.prefill_batch, split, plan)
+    return batches.rounds * (
+        batches.prefills * first + batches.decodes * _pass_seconds(decode, batches.decode_batch, split, plan)
+    )
+
+
+def _batches(split: Split, demand: Demand, limits: EngineLimits, plan: InferencePlan) -> tuple[_Batches, InferencePlan]:
+    hosts = min(split.attention, demand.requests)
+    busy = min(plan.num_micro_batches, ceil(demand.requests / hosts))
+    return _Batches.of(hosts, demand, limits, busy), replace(plan, num_micro_batches=busy)
+
+
+def _pass_seconds(model: InferenceCostModel, batch: int, split: Split, plan: InferencePlan) -> float:
+    if not split.experts:
+        return replicated_seconds(model, batch)
+    layers = model.layer_times(batch, split, plan)
+    return inference_seconds(layers, plan, len(layers))
+
+
+def engine_step_seconds(
+    shape: InferenceShape,
+    rates: InferenceRates,
+    split: Split,
+    demand: Demand,
+    limits: EngineLimits,
+    plan: InferencePlan,
+) -> float:
+    """Predict a pass of decoding of one micro-batch, from its first task to its last, while the others decode, too.
+
+    Args:
+        shape, rates, split, demand, limits, plan: as in `engine_seconds`.
+    """
+    batches, plan = _batches(split, demand, limits, plan)
+    model = InferenceCostModel(shape, rates, batches.decode)
+    if not split.experts:
+        return replicated_seconds(model, batches.decode_batch)
+    layers = model.layer_times(batches.decode_batch, split, plan)
+    num_layers = len(layers)
+    spans = simulate(inference_plan(layers, plan, num_layers, num_steps=3)).spans
+    lengths = []
+    for micro_batch in range(plan.num_micro_batches):
+        last = f"{2 * num_layers - 1}.{micro_batch}"
+        ends = [f"shared {last}", *(f"combine {last}.{slice}" for slice in range(len(layers[-1].combine)))]
+        start = spans[f"attention {num_layers}.{micro_batch}"].start_seconds
+        lengths.append(max(spans[name].end_seconds for name in ends) - start)
+    return median(lengths)

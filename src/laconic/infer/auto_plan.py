@@ -1,0 +1,106 @@
+"""plan="auto": the engine asks the planner, with measured rates and the requests that are expected."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from laconic.cost.infer import InferenceRates, InferenceShape, default_infer_path
+from laconic.cost.infer import Split as PlannedSplit
+from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
+from laconic.errors import ConfigError
+from laconic.infer.split import Split
+from laconic.schedule.inference import InferencePlan, Order, Slicing
+
+__all__ = ["AutoPlan"]
+
+_ITEM_NBYTES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """A plan that the engine chooses when it starts: the fastest that its planner predicts.
+
+    Fields of InferencePlan that are given are kept, the others chosen. Rates are those of workers that do not share a
+    processor; where they do, measure instead.
+
+    Attributes:
+        rates: file of `laconic profile --infer`; None takes its default path.
+        prompt, output, requests: what is expected, see Demand: tokens of a prompt and of an answer, and requests in
+            flight together.
+        num_micro_batches, num_slices, order, slicing: as in InferencePlan; None leaves it to the planner.
+        shared_first: as in InferencePlan; never chosen, only asked for.
+    """
+
+    rates: str | os.PathLike[str] | None = None
+    prompt: int = 512
+    output: int = 128
+    requests: int = 8
+    num_micro_batches: int | None = None
+    num_slices: int | None = None
+    order: Order | None = None
+    slicing: Slicing | None = None
+    shared_first: bool = False
+
+    @property
+    def demand(self) -> Demand:
+        """What is expected.
+
+        Raises:
+            PlanError: a number is below 1.
+        """
+        return Demand(self.prompt, self.output, self.requests)
+
+    @property
+    def fixed(self) -> Fixed:
+        """What is not to be chosen.
+
+        Raises:
+            ScheduleError: fields of the plan are impossible, or contradict each other.
+        """
+        given = {
+            "num_micro_batches": self.num_micro_batches,
+            "num_slices": self.num_slices,
+            "order": self.order,
+            "slicing": self.slicing,
+        }
+        InferencePlan(**{k: v for k, v in given.items() if v is not None}, shared_first=self.shared_first)  # type: ignore[arg-type]
+        order = self.order
+        if order == "AASS":  # as the engine runs it
+            order = "ASAS" if self.shared_first else "greedy"
+        return Fixed(self.num_micro_batches, self.num_slices, order, self.slicing, self.shared_first)
+
+    def choose(
+        self, model_dir: Path, split: Split, limits: EngineLimits, *, dtype: str = "auto", may_unsplit: bool = True
+    ) -> EngineChoice:
+        """Choose for a model and workers.
+
+        Args:
+            model_dir: directory of the model.
+            split: the workers.
+            limits: of the engine.
+            dtype: of the engine.
+            may_unsplit: whether all workers may run the whole model instead.
+
+        Raises:
+            ConfigError: there are no rates.
+            PlanError: the planner does not know the model's family, or a request does not fit into the cache.
+            ScheduleError: fixed fields contradict each other.
+        """
+        path = Path(self.rates) if self.rates is not None else default_infer_path()
+        if self.rates is None and not path.exists():
+            raise ConfigError(
+                f"plan is 'auto', but {path} does not exist; measure with laconic profile --infer, or give rates"
+            )
+        demand, fixed = self.demand, self.fixed
+        return choose_for_engine(
+            InferenceShape.load(model_dir, _ITEM_NBYTES[dtype]),
+            InferenceRates.load(path),
+            PlannedSplit(split.attention, split.experts),
+            demand,
+            limits,
+            fixed=fixed,
+            may_unsplit=may_unsplit,
+            memory_nbytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
