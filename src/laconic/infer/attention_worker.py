@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from laconic.infer.links import GlooExpertLink
+from laconic.infer.payload import LinkTraffic, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.shared_experts import overlap_shared, shared_experts
 from laconic.infer.transformers_seam import (
@@ -80,6 +81,7 @@ class AttentionWorker:
                     " them, not while rows are away"
                 )
             a2e, e2a = meet()
+            coder = prepared_coder(settings.payload, a2e)
             self._links += [
                 GlooExpertLink(
                     a2e,
@@ -88,6 +90,7 @@ class AttentionWorker:
                     f"expert worker {number}",
                     settings.answer_timeout_seconds,
                     on_lost,
+                    coder,
                 )
                 for number in range(split.experts)
             ]
@@ -113,6 +116,13 @@ class AttentionWorker:
         """Forget a request, if it has not ended."""
         if (number := self._micro_batch_of.pop(name, None)) is not None:
             self._requests[number].cancel(name)
+
+    def traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
+        """Return what has passed to all expert workers (a2e) and from them (e2a)."""
+        a2e, e2a = LinkTraffic(), LinkTraffic()
+        for link in self._links:
+            a2e, e2a = a2e + link.a2e_traffic, e2a + link.e2a_traffic
+        return a2e, e2a
 
     def close(self) -> None:
         """End the managers and say stop to the expert workers."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.runtime.failure_diagnosis import reason_of
-from laconic.errors import CollectiveError
+from laconic.errors import CollectiveError, LaconicError
 from laconic.infer.messages import (
     HEADER_LENGTH,
     ROWS,
@@ -31,7 +31,9 @@ from laconic.infer.messages import (
     pack_rows,
     pack_sums,
     unpack_rows,
+    unpack_sums,
 )
+from laconic.infer.payload import Coder, LinkTraffic
 from laconic.infer.recorder import AnswerLog, Recorder, now_ns
 
 __all__ = ["ExpertLink", "GlooExpertLink", "LocalLink", "serve"]
@@ -70,15 +72,15 @@ class ExpertLink(Protocol):
 class LocalLink:
     """An expert worker in this process: `run` computes when rows are sent. For tests of what is above the links."""
 
-    def __init__(self, run: Callable[[Rows], Tensor]) -> None:
-        """Take the function of an ExpertShare."""
-        self._run = run
+    def __init__(self, run: Callable[[Rows], Tensor], coder: Coder | None = None) -> None:
+        """Take the function of an ExpertShare, and the coder of both directions; None is raw."""
+        self._run, self._coder = run, coder or Coder()
         self._answers: dict[tuple[int, int], Tensor] = {}
 
     def send(self, rows: Rows) -> None:
         """See ExpertLink; the rows pass through the bytes of a message."""
-        header, body = pack_rows(rows)
-        self._answers[rows.micro_batch, rows.slice] = self._run(unpack_rows(header, body))
+        arrived = unpack_rows(*pack_rows(rows, self._coder))
+        self._answers[rows.micro_batch, rows.slice] = unpack_sums(*pack_sums(rows, self._run(arrived), self._coder))
 
     def receive(self, rows: Rows) -> Tensor:
         """See ExpertLink."""
@@ -98,6 +100,10 @@ class GlooExpertLink:
         name: of the expert worker, for messages.
         timeout_seconds: for an answer; an expert worker that takes longer is lost.
         on_lost: called once, on any thread, with what became of the expert worker.
+        coder: of what is sent; None sends raw values. Answers may be in any coding.
+
+    Attributes:
+        a2e_traffic, e2a_traffic: of rows that were sent and of sums that have come.
     """
 
     def __init__(
@@ -108,7 +114,10 @@ class GlooExpertLink:
         name: str,
         timeout_seconds: float = 120.0,
         on_lost: Callable[[str], None] = lambda why: None,
+        coder: Coder | None = None,
     ) -> None:
+        self._coder = coder or Coder()
+        self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
         self._a2e, self._e2a, self._peer, self._name = a2e, e2a, peer, name
         self._timeout_seconds, self._on_lost = timeout_seconds, on_lost
         self._sending = threading.Lock()
@@ -122,12 +131,13 @@ class GlooExpertLink:
 
     def send(self, rows: Rows) -> None:
         """See ExpertLink."""
-        header, body = pack_rows(rows)
+        header, body = pack_rows(rows, self._coder)
         place = (rows.micro_batch, rows.slice)
         with self._sending:
             self._check()
             try:
                 self._sent[place] = _start_send(self._a2e, self._peer, header, body)
+                self.a2e_traffic += header.traffic
             except RuntimeError as error:
                 self._lose(reason_of(error))
                 self._check()
@@ -150,7 +160,7 @@ class GlooExpertLink:
                 f"{self._name} answered {header.num_rows} rows of layer {header.layer} where {len(rows.hidden)} of"
                 f" layer {rows.layer} were sent; run the same version of laconic on all workers"
             )
-        return body.view(header.dtype).view(header.num_rows, header.width)
+        return unpack_sums(header, body)
 
     def arrived_ns(self, rows: Rows) -> int:
         """See ExpertLink."""
@@ -177,6 +187,7 @@ class GlooExpertLink:
                     return
                 if header.kind != SUMS:
                     raise CollectiveError(f"{self._name} sent a message of kind {header.kind}, not sums")
+                self.e2a_traffic += header.traffic
                 with self._changed:
                     self._arrived_ns[header.micro_batch, header.slice] = arrived_ns
                     self._answers[header.micro_batch, header.slice] = (header, body)
@@ -203,6 +214,7 @@ def serve(
     e2a: dist.ProcessGroup,
     peers: list[int],
     run: Callable[[Rows], Tensor],
+    coder: Coder | None = None,
     recorder: Recorder | None = None,
 ) -> None:
     """Answer the rows of all attention workers, in the order of arrival, until each has said stop or is lost.
@@ -211,16 +223,22 @@ def serve(
         a2e, e2a: process groups of all workers, in one order of ranks.
         peers: ranks of the attention workers.
         run: computes the answer [m, M] to rows.
+        coder: of the answers; None sends raw values. Rows may come in any coding.
         recorder: that is asked for each message whether to record it; None records nothing.
+
+    Raises:
+        FormatError: a message was damaged, or is one of another version of laconic.
     """
-    recorder = recorder or Recorder()
-    inbox: queue.SimpleQueue[tuple[int, Rows | None, int]] = queue.SimpleQueue()
+    coder, recorder = coder or Coder(), recorder or Recorder()
+    inbox: queue.SimpleQueue[tuple[int, Rows | LaconicError | None, int]] = queue.SimpleQueue()
 
     def receive_from(peer: int) -> None:
         try:
             while (message := _receive(a2e, peer))[0].kind == ROWS:
                 inbox.put((peer, unpack_rows(*message), now_ns()))
             _wait(_start_send(e2a, peer, Header(STOP)))
+        except LaconicError as error:
+            inbox.put((peer, error, 0))  # what came is no message: nothing behind it can be understood
         except RuntimeError:
             pass  # the attention worker has ended: nobody waits for answers
         finally:
@@ -233,12 +251,14 @@ def serve(
     num_answered: Counter[int] = Counter()
     while open_links:
         peer, rows, arrived_ns = inbox.get()
+        if isinstance(rows, LaconicError):
+            raise rows
         if rows is None:
             open_links.discard(peer)
             continue
         log = recorder.log
         start_ns = 0 if log is None else now_ns()
-        header, body = pack_sums(rows, run(rows))
+        header, body = pack_sums(rows, run(rows), coder)
         if log is not None:
             log.add_answer(AnswerLog(peer, num_answered[peer], arrived_ns, start_ns, now_ns()))
         num_answered[peer] += 1

@@ -4,10 +4,12 @@ A message is a header, int64 [HEADER_LENGTH], and a body of bytes whose length t
 of one engine on one kind of machine; the body is memory as it lies there. The header is checked all the same, because a
 message read at the wrong place would be silent garbage.
 
-    header: magic, kind, layer, micro-batch, slice, rows m, choices k, width M, dtype
-    body of ROWS: int32 [m, k] experts, float32 [m, k] weights, dtype [m, M] hidden states
-    body of SUMS: dtype [m, M]
+    header: magic, kind, layer, micro-batch, slice, rows m, choices k, width M, dtype, coding, bytes of coded values
+    body of ROWS: int32 [m, k] experts, float32 [m, k] weights, coded dtype [m, M] hidden states
+    body of SUMS: coded dtype [m, M]
     body of STOP: none
+
+Codings are those of laconic.infer.payload; a header states that of its message.
 """
 
 from __future__ import annotations
@@ -18,15 +20,26 @@ import torch
 from torch import Tensor
 
 from laconic.errors import FormatError
+from laconic.infer.payload import DTYPES, RAW, Coder, LinkTraffic, decode_values, num_bytes_fit
 
-__all__ = ["HEADER_LENGTH", "ROWS", "STOP", "SUMS", "Header", "Rows", "pack_rows", "pack_sums", "unpack_rows"]
+__all__ = [
+    "HEADER_LENGTH",
+    "ROWS",
+    "STOP",
+    "SUMS",
+    "Header",
+    "Rows",
+    "pack_rows",
+    "pack_sums",
+    "unpack_rows",
+    "unpack_sums",
+]
 
-HEADER_LENGTH = 9
+HEADER_LENGTH = 11
 ROWS, SUMS, STOP = 1, 2, 3
 """Kinds of messages."""
 
-_MAGIC = 0x4C41_4346
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAGIC = 0x4C41_4347
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,8 @@ class Header:
         top_k: k, choices per row; 0 in SUMS.
         width: M.
         dtype: of the rows.
+        coding: of the values, see laconic.infer.payload.
+        values_nbytes: bytes of the coded values.
     """
 
     kind: int
@@ -52,16 +67,26 @@ class Header:
     top_k: int = 0
     width: int = 0
     dtype: torch.dtype = torch.float32
+    coding: int = RAW
+    values_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """Length of the body."""
-        return self.num_rows * (8 * self.top_k + self.width * self.dtype.itemsize)
+        return 8 * self.num_rows * self.top_k + self.values_nbytes
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """What this message adds to its direction."""
+        around = 8 * HEADER_LENGTH + 8 * self.num_rows * self.top_k
+        raw_nbytes = around + self.num_rows * self.width * self.dtype.itemsize
+        return LinkTraffic(1, int(self.coding != RAW), raw_nbytes, around + self.values_nbytes)
 
     def to_tensor(self) -> Tensor:
         """Return int64 [HEADER_LENGTH]."""
         fields = (self.layer, self.micro_batch, self.slice, self.num_rows, self.top_k, self.width)
-        return torch.tensor([_MAGIC, self.kind, *fields, _DTYPES.index(self.dtype)], dtype=torch.int64)
+        values = (DTYPES.index(self.dtype), self.coding, self.values_nbytes)
+        return torch.tensor([_MAGIC, self.kind, *fields, *values], dtype=torch.int64)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Header:
@@ -70,14 +95,26 @@ class Header:
         Raises:
             FormatError: it is no header.
         """
-        magic, kind, *numbers, dtype = tensor.tolist()
-        if magic != _MAGIC or kind not in (ROWS, SUMS, STOP) or min(numbers) < 0 or not 0 <= dtype < len(_DTYPES):
+        magic, kind, *numbers, dtype, coding, values_nbytes = tensor.tolist()
+        known = magic == _MAGIC and kind in (ROWS, SUMS, STOP) and min(numbers) >= 0 and 0 <= dtype < len(DTYPES)
+        if not known or not num_bytes_fit(coding, values_nbytes, (numbers[3], numbers[5]), DTYPES[dtype]):
             raise FormatError(
                 f"a message between workers begins with {tensor.tolist()}, which is no header of this version of"
                 " laconic; run the same version on all workers"
             )
         layer, micro_batch, piece, num_rows, top_k, width = numbers
-        return cls(kind, layer, micro_batch, piece, num_rows, top_k, width, _DTYPES[dtype])
+        return cls(
+            kind,
+            layer,
+            micro_batch,
+            piece,
+            num_rows,
+            top_k,
+            width,
+            DTYPES[dtype],
+            coding=coding,
+            values_nbytes=values_nbytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,39 +136,67 @@ class Rows:
     weights: Tensor
 
 
-def pack_rows(rows: Rows) -> tuple[Header, Tensor]:
+def pack_rows(rows: Rows, coder: Coder) -> tuple[Header, Tensor]:
     """Return the header and the body, uint8 [header.nbytes], of `rows`.
 
     Raises:
         FormatError: rows of this dtype cannot travel.
     """
-    if rows.hidden.dtype not in _DTYPES:
-        raise FormatError(f"hidden states are {rows.hidden.dtype}, but {', '.join(map(str, _DTYPES))} can travel")
+    coding, values = coder.encode(rows.hidden)
     (num_rows, width), top_k = rows.hidden.shape, rows.experts.shape[1]
-    header = Header(ROWS, rows.layer, rows.micro_batch, rows.slice, num_rows, top_k, width, dtype=rows.hidden.dtype)
-    # Experts and weights come first: their length keeps the rows behind them aligned, whatever the dtype.
-    parts = (rows.experts.to(torch.int32), rows.weights.to(torch.float32), rows.hidden)
-    return header, torch.cat([_bytes(part) for part in parts])
+    header = Header(
+        ROWS,
+        rows.layer,
+        rows.micro_batch,
+        rows.slice,
+        num_rows,
+        top_k,
+        width,
+        rows.hidden.dtype,
+        coding,
+        values.numel(),
+    )
+    # Experts and weights come first: their length keeps the values behind them aligned, whatever the dtype.
+    return header, torch.cat([_bytes(rows.experts.to(torch.int32)), _bytes(rows.weights.to(torch.float32)), values])
 
 
 def unpack_rows(header: Header, body: Tensor) -> Rows:
-    """Read what `pack_rows` made; the tensors are views of `body`."""
+    """Read what `pack_rows` made; raw tensors are views of `body`.
+
+    Raises:
+        FormatError: the values were damaged.
+    """
     m, k = header.num_rows, header.top_k
-    experts, weights, hidden = body.split([4 * m * k, 4 * m * k, m * header.width * header.dtype.itemsize])
+    experts, weights, values = body.split([4 * m * k, 4 * m * k, header.values_nbytes])
     return Rows(
         header.layer,
         header.micro_batch,
         header.slice,
-        hidden.view(header.dtype).view(m, header.width),
+        decode_values(header.coding, values, (m, header.width), header.dtype),
         experts.view(torch.int32).view(m, k),
         weights.view(torch.float32).view(m, k),
     )
 
 
-def pack_sums(rows: Rows, sums: Tensor) -> tuple[Header, Tensor]:
-    """Return the header and the body of the answer `sums` [m, M] to `rows`."""
+def pack_sums(rows: Rows, sums: Tensor, coder: Coder) -> tuple[Header, Tensor]:
+    """Return the header and the body of the answer `sums` [m, M] to `rows`.
+
+    Raises:
+        FormatError: sums of this dtype cannot travel.
+    """
+    coding, values = coder.encode(sums)
     m, width = sums.shape
-    return Header(SUMS, rows.layer, rows.micro_batch, rows.slice, m, 0, width, dtype=sums.dtype), _bytes(sums)
+    place = (rows.layer, rows.micro_batch, rows.slice)
+    return Header(SUMS, *place, m, 0, width, sums.dtype, coding, values.numel()), values
+
+
+def unpack_sums(header: Header, body: Tensor) -> Tensor:
+    """Read what `pack_sums` made, [m, M]; raw sums are a view of `body`.
+
+    Raises:
+        FormatError: the values were damaged.
+    """
+    return decode_values(header.coding, body, (header.num_rows, header.width), header.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ class WorkerSettings:
     Attributes:
         rank: of this worker, see Split.
         model_dir: directory of the model.
-        store: file in which the workers meet.
+        store: file in which the workers meet, or "tcp://HOST:PORT" of a TCPStore.
         split, plan: of the engine.
         dtype: name of a torch dtype, or "auto" for the checkpoint's.
         cache_tokens, batch_tokens: of each micro-batch, see CacheLimits.
         answer_timeout_seconds: for the answer of an expert worker.
         threads: that torch computes with; None leaves torch's default.
+        payload: coding of rows and sums, see laconic.infer.payload.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class WorkerSettings:
     batch_tokens: int = 256
     answer_timeout_seconds: float = 120.0
     threads: int | None = None
+    payload: str = "raw"
 
     def to_json(self) -> str:
         """Return the argument of the worker's command line."""

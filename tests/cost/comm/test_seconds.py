@@ -25,7 +25,15 @@ from laconic.cost.comm.rates import (
     default_path,
     fit_line,
 )
-from laconic.cost.comm.seconds import GroupShape, candidates, coded_seconds, decide, ring_seconds, sent_nbytes
+from laconic.cost.comm.seconds import (
+    GroupShape,
+    candidates,
+    coded_seconds,
+    decide,
+    ring_seconds,
+    send_pays,
+    sent_nbytes,
+)
 from laconic.errors import ConfigError
 
 GIGABIT = 125e6
@@ -140,6 +148,24 @@ def test_what_is_coded_is_predicted_to_gain_five_per_cent_and_half_a_latency(
 
 
 # --- why a message is left raw ---
+
+
+@given(st.integers(1, 1 << 22), st.floats(5, 11), st.floats(7, 11))
+def test_a_send_as_a_whole_pays_where_encode_wire_and_decode_together_are_faster(
+    numel: int, link_power: float, coding_power: float
+) -> None:
+    speed, coding = 10**link_power, 10**coding_power
+    nbytes = 2 * numel
+    raw = 2e-4 + nbytes / speed
+    coded = 2e-4 + 2 * (2e-5 + nbytes / coding) + nbytes / 1.49 / speed
+    wanted = nbytes >= wire.MIN_CODED_NBYTES and coded < 0.95 * raw - 1e-4
+    if abs(coded - (0.95 * raw - 1e-4)) > 1e-9:
+        assert send_pays(numel, "bfloat16", "tiered", FOUR, rates(speed, coding)) == wanted
+
+
+def test_a_send_of_what_was_not_measured_never_pays() -> None:
+    for dtype, code in (("float32", "tiered"), ("bfloat16", "other"), ("int64", "tiered")):
+        assert not send_pays(1 << 24, dtype, code, FOUR, rates(1e6))
 
 
 def test_every_reason_is_told() -> None:

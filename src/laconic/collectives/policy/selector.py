@@ -56,6 +56,7 @@ __all__ = [
     "note",
     "observe",
     "prepare",
+    "prepared_rates",
     "remember_raw",
     "sent_by_one",
     "use_rates",
@@ -204,6 +205,11 @@ def prepare(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     _prepared.setdefault(group, {})[device.type] = group_shape, _with_codecs(ranks, rates, _SENT)
     _raw.pop(group, None)
     forget_ways()
+
+
+def prepared_rates(group: dist.ProcessGroup, device: torch.device = _CPU) -> tuple[GroupShape, WireRates] | None:
+    """Ranks, nodes and rates that `prepare` agreed on, the same on all ranks of `group`; None if it was not called."""
+    return _prepared.get(original_of(group), {}).get(device.type)
 
 
 def observe(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, CodecRates, Line, LinkRates, WireRates
+from laconic.cost.comm.rates import CODES, ITEM_NBYTES, OPERATIONS, RING, SEND, CodecRates, Line, LinkRates, WireRates
 from laconic.errors import ConfigError
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "decide",
     "left_raw",
     "pays",
+    "send_pays",
     "sent_nbytes",
 ]
 
@@ -221,6 +222,26 @@ def candidates(
 def pays(coded_seconds: float, raw_seconds: float, latency_seconds: float) -> bool:
     """Whether coding gains enough; `latency_seconds` is the raw operation's alpha. See `MIN_GAIN`."""
     return coded_seconds < (1 - MIN_GAIN) * raw_seconds - latency_seconds / 2
+
+
+def send_pays(numel: int, dtype: str, code: str, group: GroupShape, rates: WireRates) -> bool:
+    """Whether a message from one rank to another gains enough by `code` if it is encoded, sent and decoded as a whole.
+
+    Args:
+        numel: elements of the message.
+        dtype: "bfloat16", ...
+        code: one of `CODES`.
+        group: ranks and nodes of the two ranks' group.
+        rates: measured rates.
+    """
+    codec = rates.codecs.get(dtype, {}).get(code)
+    nbytes = numel * ITEM_NBYTES.get(dtype, 1)
+    if codec is None or nbytes < MIN_CODED_NBYTES:
+        return False
+    link = rates.link(group.kind).at(group.num_ranks)
+    line = link.line(SEND)
+    coded = coded_seconds(SEND, nbytes, group.num_ranks, link, codec, codec.ratio, 1)
+    return pays(coded, line.seconds(nbytes), line.alpha_seconds)
 
 
 class _Call(NamedTuple):
