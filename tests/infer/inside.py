@@ -30,17 +30,19 @@ from laconic.schedule.inference import InferencePlan
 class Inside:
     """A split model whose links are calls."""
 
-    def __init__(self, path: Path, num_experts_workers: int, plan: InferencePlan) -> None:
+    def __init__(
+        self, path: Path, num_experts_workers: int, plan: InferencePlan, dtype: torch.dtype = torch.float32
+    ) -> None:
         split = Split(1, num_experts_workers)
         self.shares = [
-            ExpertShare(load_experts(path, torch.float32, lambda count, w=w: split.expert_range(w, count)))
+            ExpertShare(load_experts(path, dtype, lambda count, w=w: split.expert_range(w, count)))
             for w in range(num_experts_workers)
         ]
         _, blocks = find_experts(read_config(path))
         ranges = [[split.expert_range(w, b.num_experts) for w in range(num_experts_workers)] for b in blocks.values()]
         self.plan = plan
         self.experts = RemoteExperts([LocalLink(share.run) for share in self.shares], ranges, plan)
-        self.model: Any = load_attention_model(path, torch.float32, lambda layer, _: RemoteLayer(self.experts, layer))
+        self.model: Any = load_attention_model(path, dtype, lambda layer, _: RemoteLayer(self.experts, layer))
         self.moved, self.left = put_remote_experts(self.model, self.experts)
         pad_narrow_values(self.model.config)
 

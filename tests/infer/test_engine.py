@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from laconic.cli.main import main
-from laconic.errors import CollectiveError, ConfigError, ModelError
+from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer import Engine, InferencePlan
+from laconic.infer.payload import PayloadCoding
 from laconic.schedule.inference import Slicing
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, generated, make
 
@@ -28,12 +30,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Engine]:
     plan = InferencePlan(num_micro_batches=2, num_slices=2)
-    with Engine(model, attention=1, experts=1, plan=plan, cache_tokens=1024, batch_tokens=24, threads=1) as engine:
+    limits = {"cache_tokens": 1024, "batch_tokens": 24, "threads": 1}
+    with Engine(model, attention=1, experts=1, plan=plan, payload="lossless", **limits) as engine:
         yield engine
 
 
 def test_tokens_are_those_of_generate(engine: Engine, model: Path) -> None:
     assert engine.generate(PROMPTS, NEW_TOKENS) == expected(model)
+    for direction in engine.traffic:
+        assert direction.messages == direction.coded >= 2 * NEW_TOKENS  # two layers of experts
+        assert direction.sent_nbytes != direction.raw_nbytes
 
 
 def test_workers_say_what_they_hold(engine: Engine, model: Path) -> None:
@@ -84,6 +90,60 @@ def test_bad_arguments_are_refused_before_a_process_starts(model: Path, tmp_path
         Engine(model, answer_timeout_seconds=0)
     with pytest.raises(ConfigError, match="at most 6 expert workers"):
         Engine(model, experts=7)
+    with pytest.raises(ConfigError, match=r"^payload is 'int4'.* auto, raw, lossless, int8"):
+        Engine(model, payload="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^launcher is 'mpi'"):
+        Engine(model, launcher="mpi")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^max_restarts is -1"):
+        Engine(model, max_restarts=-1)
+    with pytest.raises(ConfigError, match=r"^max_restarts is 1, .* 0 under torchrun"):
+        Engine(model, max_restarts=1, launcher="torchrun")
+
+
+def _cut(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _empty(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def _only_bin(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def _missing_shard(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+
+
+def _broken_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("[")
+
+
+def _broken_config(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type":')
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, r"model\.safetensors' is no whole safetensors file"),
+        (_empty, r"model\.safetensors' is no whole safetensors file"),
+        (_only_bin, r"holds no model\.safetensors \(it holds pytorch_model\.bin, a pickle.*save_pretrained"),
+        (_missing_shard, r"holds no model-2\.safetensors"),
+        (_broken_index, r"index\.json' is no index"),
+        (_broken_config, r"config\.json' cannot be read"),
+    ],
+)
+def test_a_directory_that_is_no_whole_model_is_refused_before_a_process_starts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], words: str
+) -> None:
+    path = Path(shutil.copytree(model, tmp_path / "model"))
+    damage(path)
+    monkeypatch.setattr("laconic.infer.engine.LocalWorker", None)  # a start would raise a TypeError
+    with pytest.raises(ModelError, match=words):
+        Engine(path)
 
 
 @pytest.mark.slow
@@ -123,21 +183,104 @@ def test_an_expert_worker_that_hangs_is_given_up(model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("role", ["attention", "expert"])
+def test_after_a_restart_requests_are_served_again(model: Path, role: str) -> None:
+    """Those in flight fail by name within two seconds; those that come before the workers are back wait for them."""
+    with Engine(model, attention=1, experts=2, threads=1, max_restarts=1) as engine:
+        lost = next(worker for worker in engine.workers if worker.role == role)
+        assert engine.generate(PROMPTS[:2], NEW_TOKENS) == expected(model)[:2]
+        messages = engine.traffic[0].messages
+        requests = [engine.submit(prompt, 2000) for prompt in PROMPTS]
+        os.kill(lost.pid, signal.SIGKILL)
+        start = time.monotonic()
+        for request in requests:
+            with pytest.raises(CollectiveError, match=rf"{role} worker 0 \(pid {lost.pid}\) was killed by SIGKILL"):
+                request.result(60)
+        assert time.monotonic() - start < 2
+        assert engine.error is None
+        waiting = [engine.submit(prompt, NEW_TOKENS) for prompt in PROMPTS]
+        cancelled = engine.submit(PROMPTS[0], 2000)
+        assert cancelled.cancel()
+        assert [request.result(120) for request in waiting] == expected(model)
+        assert engine.num_restarts == 1
+        assert engine.traffic[0].messages > messages
+        assert lost.pid not in [worker.pid for worker in engine.workers]
+        # There is no second restart.
+        os.kill(engine.workers[-1].pid, signal.SIGKILL)
+        with pytest.raises(CollectiveError, match=r"expert worker 1 .* was killed"):
+            engine.submit([1], 2000).result(60)
+        with pytest.raises(CollectiveError, match=r"expert worker 1 .* was killed"):
+            engine.submit([1])
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_closed_while_it_restarts_ends_at_once(model: Path) -> None:
+    engine = Engine(model, threads=1, max_restarts=3)
+    os.kill(engine.workers[1].pid, signal.SIGKILL)
+    while engine.num_restarts == 0:
+        time.sleep(0.01)
+    waiting = engine.submit([1], 5)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 20
+    with pytest.raises(CollectiveError, match="closed"):
+        waiting.result(1)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_gone_at_a_restart_fails_who_waits(tmp_path: Path) -> None:
+    path = make("mixtral", tmp_path)
+    with Engine(path, threads=1, max_restarts=2) as engine:
+        (path / "config.json").unlink()
+        os.kill(engine.workers[1].pid, signal.SIGKILL)
+        while engine.num_restarts == 0:
+            time.sleep(0.01)
+        with pytest.raises(LaconicError, match=r"worker 0: .* holds no config\.json"):
+            engine.submit([1], 5).result(120)
+        assert engine.num_restarts == 2
+        with pytest.raises(LaconicError, match="config"):
+            engine.submit([1], 5)
+
+
+@pytest.mark.slow
 def test_a_worker_that_cannot_load_its_weights_says_why(tmp_path: Path) -> None:
     path = make("mixtral", tmp_path)
-    (path / "model.safetensors").write_bytes(b"not a safetensors file")
-    with pytest.raises(ModelError, match="worker 0: "):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(ModelError, match=r"worker 0: the checkpoint in .* lacks"):
         Engine(path)
 
 
 @pytest.mark.slow
+def test_int8_rows_give_tokens_and_fewer_bytes(tmp_path: Path) -> None:
+    """Rounded rows may lead to other tokens; most of those of a large enough margin stay."""
+    path = make("mixtral", tmp_path, hidden_size=256)
+    with Engine(path, threads=1, payload="int8") as engine:
+        found, wanted = engine.generate(PROMPTS, NEW_TOKENS), expected(path)
+        assert [len(tokens) for tokens in found] == [len(tokens) for tokens in wanted]
+        assert sum(one[0] == other[0] for one, other in zip(found, wanted, strict=True)) >= 4
+        for direction in engine.traffic:
+            assert direction.coded == direction.messages
+            assert direction.sent_nbytes < 0.4 * direction.raw_nbytes  # a quarter, scales, numbers and headers
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "experts", "slicing"),
-    [(1, 2, "experts"), (2, 1, "tokens"), (2, 2, "experts"), (3, 1, "experts"), (1, 3, "tokens")],
+    ("attention", "experts", "slicing", "payload"),
+    [
+        (1, 2, "experts", "lossless"),
+        (2, 1, "tokens", "lossless"),
+        (2, 2, "experts", "auto"),
+        (3, 1, "experts", "raw"),
+        (1, 3, "tokens", "auto"),
+    ],
 )
-def test_tokens_stay_however_many_workers(model: Path, attention: int, experts: int, slicing: Slicing) -> None:
+def test_tokens_stay_however_many_workers(
+    model: Path, attention: int, experts: int, slicing: Slicing, payload: PayloadCoding
+) -> None:
     plan = InferencePlan(num_micro_batches=2, num_slices=3, slicing=slicing, order="AASS")
-    with Engine(model, attention=attention, experts=experts, plan=plan, batch_tokens=24, threads=1) as engine:
+    workers = {"attention": attention, "experts": experts, "batch_tokens": 24, "threads": 1}
+    with Engine(model, plan=plan, payload=payload, **workers) as engine:
         assert engine.plan == replace(plan, order="greedy")
         assert engine.notes[0].startswith("order AASS runs as greedy: ")
         assert engine.generate(PROMPTS * 2, NEW_TOKENS) == expected(model) * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from laconic.errors import ConfigError
 if TYPE_CHECKING:
     from laconic.infer import AutoPlan, Engine, InferencePlan
 
-__all__ = ["add_engine_flags", "start_engine"]
+__all__ = ["add_engine_flags", "serve_if_not_first", "start_engine"]
 
 
 _EXPECTED = ("prompt", "output", "requests")
@@ -37,6 +38,16 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
     workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
     workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
+    workers.add_argument(
+        "--payload",
+        choices=("auto", "raw", "lossless", "int8"),
+        default="raw",
+        help="rows and sums between workers: as they are, in fewer bytes with the same tokens, in 8 bits with others,"
+        " or raw or lossless by measured rates (default: raw)",
+    )
+    workers.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="of all workers after one was lost (default: 0)"
+    )
     plan = parser.add_argument_group("plan (see `laconic.schedule.inference.InferencePlan`)")
     plan.add_argument("--plan", choices=("auto",), help="auto: what the flags below do not say is chosen by --rates")
     plan.add_argument("--micro-batches", type=int, metavar="N", help="r1 (default: 1)")
@@ -52,6 +63,28 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
         ("requests", "requests in flight together"),
     ):
         auto.add_argument(f"--expect-{name}", type=int, metavar="N", help=f"{what} (default: {defaults[name]})")
+
+
+def serve_if_not_first(options: argparse.Namespace) -> None:
+    """Under torchrun, be the worker of this rank and end with it, unless this is rank 0, which runs the engine.
+
+    Raises:
+        ConfigError: the environment is no torchrun's, or has another number of processes than there are workers.
+        ModelError: the directory holds no model that can be served.
+    """
+    from laconic.train.distributed.world import read_environment
+
+    info = read_environment(os.environ)
+    if info is None or info.rank == 0:
+        return
+    from laconic.infer import serve_rank
+    from laconic.infer.control import check_world
+    from laconic.infer.engine import serving_split
+    from laconic.infer.split import Split
+
+    # Rank 0 refuses the same; no rank then waits for another.
+    check_world(info, serving_split(Path(options.model), Split(options.attention, options.experts)))
+    serve_rank()
 
 
 def start_engine(options: argparse.Namespace) -> Engine:
@@ -73,6 +106,9 @@ def start_engine(options: argparse.Namespace) -> Engine:
         cache_tokens=options.cache_tokens,
         batch_tokens=options.batch_tokens,
         trace=getattr(options, "trace", None),
+        payload=options.payload,
+        launcher="torchrun" if "RANK" in os.environ else "engine",
+        max_restarts=options.max_restarts,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from laconic.cli.engine_flags import add_engine_flags, start_engine
+from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
 __all__ = ["run"]
@@ -19,6 +19,7 @@ def run(args: Sequence[str]) -> int:
     """Run `laconic generate` with `args`."""
     options = _parser().parse_args(args)
     prompts = _prompts(options)
+    serve_if_not_first(options)
     encode, decode = _tokenizer(Path(options.model))
     if options.plan == "auto":
         _expect(options, [len(encode(prompt)) for prompt in prompts])
@@ -32,6 +33,9 @@ def run(args: Sequence[str]) -> int:
                 print(json.dumps({"prompt": prompt, "text": decode(tokens), "tokens": tokens}))
             else:
                 print(f"{prompt}{decode(tokens)}\n")
+        if engine.split.experts and not options.json:
+            a2e, e2a = engine.traffic
+            print(f"to experts: {a2e}\nfrom experts: {e2a}")
     if engine.recording is not None:
         print(
             f"{engine.recording.trace.summary}\nwrote {options.trace}", file=sys.stderr if options.json else sys.stdout

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.cli.engine_flags import add_engine_flags, start_engine
+from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
 __all__ = ["run"]
@@ -32,6 +32,7 @@ def run(args: Sequence[str]) -> int:
             f"--host is {options.host!r}, which other machines can reach, but there is no API key; give --api-key-file"
             f" FILE or the variable {_KEY_VARIABLE}"
         )
+    serve_if_not_first(options)
     # The server drains at SIGTERM, then raises it again: the engine's workers are to be ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listening = _listen(options.host, options.port)

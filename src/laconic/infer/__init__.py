@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.control import serve_rank
 from laconic.infer.engine import Engine, Generation, Recording, WorkerReport
+from laconic.infer.payload import LinkTraffic
 from laconic.infer.run_trace import RunTrace, TraceSummary, WorkerUse
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.schedule.inference import InferencePlan
@@ -19,10 +21,12 @@ __all__ = [
     "Engine",
     "Generation",
     "InferencePlan",
+    "LinkTraffic",
     "Recording",
     "RunTrace",
     "Sampling",
     "TraceSummary",
     "WorkerReport",
     "WorkerUse",
+    "serve_rank",
 ]

@@ -1,9 +1,10 @@
 """Engine: starts the workers of a model, hands them requests and gives back tokens.
 
-The workers are processes of this machine that meet in a private file and talk over the loopback interface. The engine
-itself holds no weights: it writes requests to the attention workers and reads what they finish, as lines of JSON over
-pipes. When a worker ends that should not, its pipe closes; all requests in flight fail with its name at once, and the
-other workers are ended.
+The workers are processes of this machine that meet in a private file and talk over the loopback interface, or those of
+torchrun on any machines (see control.py). The engine itself holds no weights: it writes requests to the attention
+workers and reads what they finish, as lines of JSON over pipes or connections. When a worker ends that should not, its
+pipe closes; all requests in flight fail with its name at once, and the other workers are ended. With `max_restarts` all
+workers are then started again, and requests that come meanwhile wait for them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ import json
 import logging
 import os
 import queue
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
@@ -23,21 +21,33 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError, ModelError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.control import LocalWorker, RankConnections, Worker, check_world, master_store
+from laconic.infer.payload import LinkTraffic, PayloadCoding, check_payload
 from laconic.infer.recorder import WorkerLog
 from laconic.infer.run_trace import RunTrace
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.infer.token_engine import TokenListener
-from laconic.infer.transformers_seam import TRIED, CacheLimits, check_transformers, find_experts, read_config
+from laconic.infer.transformers_seam import (
+    TRIED,
+    CacheLimits,
+    check_transformers,
+    check_weights,
+    find_experts,
+    read_config,
+)
 from laconic.schedule.inference import InferencePlan, Order
+from laconic.train.distributed.world import read_environment
 
-__all__ = ["Engine", "Generation", "Recording", "WorkerReport"]
+__all__ = ["Engine", "Generation", "Recording", "WorkerReport", "serving_split"]
+
+Launcher = Literal["engine", "torchrun"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LAST_WORDS_SECONDS = 1.0
@@ -54,15 +64,18 @@ class WorkerReport:
         number: among the workers of this role, from 0.
         pid: of its process.
         nbytes: bytes of the parameters it holds.
+        host: name of its machine; None is the engine's.
     """
 
     role: str
     number: int
     pid: int
     nbytes: int
+    host: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.role} worker {self.number} (pid {self.pid}): {self.nbytes / 2**20:.1f} MiB of weights"
+        where = f"pid {self.pid}" if self.host is None else f"pid {self.pid} on {self.host}"
+        return f"{self.role} worker {self.number} ({where}): {self.nbytes / 2**20:.1f} MiB of weights"
 
 
 class Generation:
@@ -131,6 +144,7 @@ class Recording:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._trace: RunTrace | None = None
+        self._num_restarts = 0
 
     @property
     def trace(self) -> RunTrace:
@@ -178,8 +192,15 @@ class Engine:
         cache_tokens: tokens, of prompts and answers, in the cache of each micro-batch.
         batch_tokens: tokens that one forward takes at most; longer prompts are cut.
         answer_timeout_seconds: for expert workers to answer; one that takes longer is lost.
-        threads: that each worker computes with; None divides the machine's cores.
+        threads: that each worker computes with; None divides the machine's cores, or under torchrun leaves them to
+            OMP_NUM_THREADS.
         start_timeout_seconds: for all workers to load their weights and meet.
+        payload: how hidden states and sums travel between workers: "raw", "lossless" (the same tokens), "int8" (other
+            tokens: values are rounded, see laconic.infer.payload), or "auto": raw or lossless for each message, by
+            measured rates of links and codec.
+        launcher: "engine" starts the workers here. "torchrun" takes the ranks of torchrun as workers: this process is
+            rank 0 and starts attention worker 0, each other rank calls `serve_rank`; one engine per launch.
+        max_restarts: how often all workers are started again after one was lost. Requests in flight fail all the same.
         trace: file into which `close` writes a trace of the whole run with `RunTrace.save`; `recording` has it then.
 
     Attributes:
@@ -189,6 +210,7 @@ class Engine:
         notes: what was chosen, and what differs from what was asked for, sentences for the user.
         workers: reports of all workers.
         recording: of `trace`; None without.
+        num_restarts: how often the workers were started again.
 
     Raises:
         ConfigError: an argument breaks its rule, or transformers is missing or of a version that is not known.
@@ -211,6 +233,9 @@ class Engine:
         answer_timeout_seconds: float = 120.0,
         threads: int | None = None,
         start_timeout_seconds: float = 300.0,
+        payload: PayloadCoding = "raw",
+        launcher: Launcher = "engine",
+        max_restarts: int = 0,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         # 1. Everything that can be refused without a process.
@@ -221,6 +246,14 @@ class Engine:
             raise ConfigError(f"threads is {threads}, but it must be at least 1; leave it out to divide the cores")
         if answer_timeout_seconds <= 0:
             raise ConfigError(f"answer_timeout_seconds is {answer_timeout_seconds}, but it must be above 0")
+        check_payload(payload)
+        if launcher not in get_args(Launcher):
+            raise ConfigError(f"launcher is {launcher!r}, but it must be one of {', '.join(get_args(Launcher))}")
+        if max_restarts < 0 or (max_restarts and launcher == "torchrun"):
+            raise ConfigError(
+                f"max_restarts is {max_restarts}, but it must be at least 0, and 0 under torchrun, which starts its"
+                " ranks again itself (--max-restarts)"
+            )
         CacheLimits(cache_tokens, batch_tokens)
         self._limits = (cache_tokens, batch_tokens)
         self.notes: tuple[str, ...] = ()
@@ -239,6 +272,15 @@ class Engine:
             plan = self.choice.plan
         self.plan = self._runnable(plan if isinstance(plan, InferencePlan) else InferencePlan())
         self.recording = None if trace is None else self._check_trace(Path(trace))
+        check_weights(Path(model_dir))
+        info = read_environment(os.environ) if launcher == "torchrun" else None
+        if launcher == "torchrun":
+            if info is None or info.rank != 0:
+                raise ConfigError(
+                    f"launcher is 'torchrun', but RANK is {None if info is None else info.rank}: the engine runs on"
+                    " rank 0 of torchrun, and other ranks call laconic.infer.serve_rank"
+                )
+            check_world(info, self.split)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
         # 2. The workers.
@@ -246,41 +288,63 @@ class Engine:
         self._writing = [threading.Lock() for _ in range(self.split.num_workers)]
         self._generations: dict[str, tuple[Generation, int]] = {}
         self._counter = 0
-        self._ready: list[dict[str, Any] | None] = [None] * self.split.num_workers
-        self._ready_count = threading.Semaphore(0)
+        self._ready: list[dict[str, Any] | None] = []
         self._lost: LaconicError | None = None
         self._closing = False
         self._recording: Recording | None = None
         self._logs: queue.SimpleQueue[tuple[int, WorkerLog] | None] = queue.SimpleQueue()
+        self._failure: LaconicError | None = None
+        self._running = False
+        self._max_restarts, self.num_restarts = max_restarts, 0
+        self._restarting: threading.Thread | None = None
+        self._held_back: list[tuple[int, dict[str, Any]]] | None = None
+        self._past_traffic = (LinkTraffic(), LinkTraffic())
+        self._traffic: dict[int, tuple[LinkTraffic, LinkTraffic]] = {}
+        self._start_timeout_seconds = start_timeout_seconds
+        self._connections: RankConnections | None = None
+        self._interface: str | None = "lo"
         self._scratch = tempfile.TemporaryDirectory(prefix="laconic-infer-")
-        settings = [
+        store = ""
+        if info is not None and info.world_size > 1:
+            store, opened = master_store(info, start_timeout_seconds)
+            self._connections = RankConnections(opened)
+            self._interface = "lo" if info.local_world_size == info.world_size else None
+        default_threads = None if info is not None else max(1, cores // self.split.num_workers)
+        self._settings = [
             WorkerSettings(
                 rank=rank,
                 model_dir=str(Path(model_dir).absolute()),
-                store=str(Path(self._scratch.name) / "store"),
+                store=store,
                 split=self.split,
                 plan=self.plan,
                 dtype=dtype,
                 cache_tokens=cache_tokens,
                 batch_tokens=batch_tokens,
                 answer_timeout_seconds=answer_timeout_seconds,
-                threads=threads or max(1, cores // self.split.num_workers),
+                threads=threads or default_threads,
+                payload=payload,
             )
             for rank in range(self.split.num_workers)
         ]
-        self._processes = [self._start(each) for each in settings]
-        self._readers = [
-            threading.Thread(target=self._read, args=(rank,), name=f"laconic-worker-{rank}", daemon=True)
-            for rank in range(self.split.num_workers)
-        ]
-        for reader in self._readers:
-            reader.start()
-        self._wait_until_ready(start_timeout_seconds)
-        self.workers = tuple(self._report(rank) for rank in range(self.split.num_workers))
-        # All attention workers hold the same blocks.
-        self.notes += tuple(str(note) for note in (self._ready[0] or {}).get("notes", ()))
+        try:
+            self._start_all()
+        except BaseException:
+            self._scratch.cleanup()
+            raise
+        with self._lock:
+            self._running = self._failure is None
+        first = self._ready[0]  # the first rank is an attention worker's
+        assert first is not None
+        self._eos_token_ids = frozenset(int(token) for token in first["eos_token_ids"])
+        self.notes += tuple(str(note) for note in first["notes"])
         if self.recording is not None:
             self._start_recording(self.recording)
+
+    @property
+    def traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
+        """Messages from attention to expert workers (a2e) and back (e2a), as of the requests that have ended."""
+        with self._lock:
+            return self._sum_traffic()
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int = 20) -> Generation:
         """Ask for at most `max_new_tokens` tokens after the tokens `prompt`; returns at once.
@@ -324,9 +388,7 @@ class Engine:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end any request."""
-        ready = self._ready[0]  # the first rank is an attention worker's
-        assert ready is not None
-        return frozenset(ready["eos_token_ids"])
+        return self._eos_token_ids
 
     @property
     def error(self) -> LaconicError | None:
@@ -357,8 +419,13 @@ class Engine:
             self._counter += 1
             generation = Generation(self, name, needed, listener)
             self._generations[name] = (generation, rank)
-        command = {"do": "request", "name": name, "prompt": list(prompt), "sampling": sampling.to_options()}
-        self._tell(rank, command | {"stream": listener is not None})
+            command: dict[str, Any] = {"do": "request", "name": name, "prompt": list(prompt)}
+            command |= {"sampling": sampling.to_options(), "stream": listener is not None}
+            held_back = self._held_back is not None
+            if self._held_back is not None:
+                self._held_back.append((rank, command))
+        if not held_back:
+            self._tell(rank, command)
         return generation
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 20) -> list[list[int]]:
@@ -390,8 +457,10 @@ class Engine:
             ScheduleError: the trace cannot be written; all workers have ended.
         """
         if self.recording is not None and self._recording is self.recording:
-            with contextlib.suppress(CollectiveError):  # a lost worker took its log with it
+            try:
                 self.recording._trace = self._stop_recording(self.recording)
+            except CollectiveError as error:
+                logging.getLogger("laconic").warning("%s is not written: %s", self._trace_path, error)
         self._end()
         if self.recording is not None and self.recording._trace is not None:
             self.recording._trace.save(self._trace_path)
@@ -402,14 +471,18 @@ class Engine:
                 return
             self._closing = True
         self._fail_all(CollectiveError("the engine is closed"))
+        if self._restarting is not None:
+            while self._restarting.is_alive():
+                for process in self._processes:
+                    process.kill()
+                self._restarting.join(0.1)
         for rank in range(self.split.attention):
             self._tell(rank, {"do": "stop"})
         for process in self._processes:
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
+            if not process.wait(_STOP_SECONDS):
                 process.kill()
         self._end_processes()
+        self._scratch.cleanup()
 
     def __enter__(self) -> Engine:
         return self
@@ -422,25 +495,21 @@ class Engine:
     def __str__(self) -> str:
         return "\n".join([*(str(worker) for worker in self.workers), *self.notes])
 
-    def _check_split(self, model_dir: Path, split: Split) -> Split:
+    def _check_split(self, model_dir: Path, wanted: Split) -> Split:
         """Check that the model can be served by these workers, and return those that will."""
         config = read_config(model_dir)
         self._vocabulary: int = config.get_text_config().vocab_size
-        _, blocks = find_experts(config)
-        if not blocks and split.experts:
+        split = serving_split(model_dir, wanted)
+        if split != wanted:
             self.notes += (
                 f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
                 " attention worker holds all of it",
             )
-            split = Split(split.attention, 0)
-        if split.experts:
-            for block in blocks.values():
-                split.expert_range(0, block.num_experts)
-            if config.model_type not in TRIED:
-                self.notes += (
-                    f"{config.model_type} is served split, but has not been tried; compare some of its tokens with"
-                    " those of experts=0",
-                )
+        elif split.experts and config.model_type not in TRIED:
+            self.notes += (
+                f"{config.model_type} is served split, but has not been tried; compare some of its tokens with"
+                " those of experts=0",
+            )
         return split
 
     def _runnable(self, plan: InferencePlan) -> InferencePlan:
@@ -474,7 +543,9 @@ class Engine:
         with self._lock:
             if self._recording is not None:
                 raise ConfigError("the engine is being recorded already; end that recording first")
-            self._recording = recording
+            if not self._running:
+                raise self._lost or CollectiveError("the workers are being started again; record when they are ready")
+            self._recording, recording._num_restarts = recording, self.num_restarts
         try:
             # Whatever an attention worker records, an expert worker has recorded, too: those begin first and end last.
             self._ask_logs(reversed(range(self.split.num_workers)), on=True)
@@ -486,6 +557,8 @@ class Engine:
         if self._recording is not recording:
             return None
         try:
+            if recording._num_restarts != self.num_restarts or not self._running:
+                raise self._lost or CollectiveError("a worker was lost during the recording, and its part with it")
             logs = self._ask_logs(range(self.split.num_workers), on=False)
         finally:
             self._recording = None
@@ -495,8 +568,9 @@ class Engine:
     def _ask_logs(self, ranks: Iterable[int], on: bool) -> dict[int, WorkerLog]:
         """Begin or end the recording of one worker after the other; returns what each has recorded until then."""
         logs: dict[int, WorkerLog] = {}
+        self._logs = queue.SimpleQueue()
         for rank in ranks:
-            if self._lost is None:
+            if self._running:
                 self._tell(rank, {"do": "record", "on": on})
                 with contextlib.suppress(queue.Empty):
                     if (answer := self._logs.get(timeout=_RECORD_SECONDS)) is not None:
@@ -507,18 +581,37 @@ class Engine:
                 )
         return logs
 
-    def _start(self, settings: WorkerSettings) -> subprocess.Popen[str]:
-        environment = dict(os.environ)
-        if "GLOO_SOCKET_IFNAME" not in environment:
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        return subprocess.Popen(
-            [sys.executable, "-m", "laconic.infer.worker", settings.to_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the engine, which then stops them
-        )
+    def _start_all(self) -> None:
+        """Start all workers, or take those of torchrun, and wait until they are ready."""
+        self._ready = [None] * self.split.num_workers
+        self._ready_count = threading.Semaphore(0)
+        settings = self._settings
+        if self._connections is None:
+            # A file of its own: what an earlier set of workers has written must not be found.
+            store = str(Path(self._scratch.name) / f"store-{self.num_restarts}")
+            settings = [replace(each, store=store) for each in settings]
+        self._processes: list[Worker] = [LocalWorker(settings[0], self._interface)]
+        if self._connections is None:
+            self._processes += [LocalWorker(each, self._interface) for each in settings[1:]]
+        else:
+            try:
+                found = self._connections.accept(dict(enumerate(settings[1:], 1)), self._start_timeout_seconds)
+            except BaseException:
+                self._processes[0].kill()
+                self._processes[0].wait()
+                self._processes[0].close()
+                raise
+            finally:
+                self._connections.close()
+            self._processes += [found[rank] for rank in range(1, self.split.num_workers)]
+        self._readers = [
+            threading.Thread(target=self._read, args=(rank,), name=f"laconic-worker-{rank}", daemon=True)
+            for rank in range(self.split.num_workers)
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._wait_until_ready(self._start_timeout_seconds)
+        self.workers = tuple(self._report(rank) for rank in range(self.split.num_workers))
 
     def _wait_until_ready(self, timeout_seconds: float) -> None:
         try:
@@ -529,26 +622,27 @@ class Engine:
                         f"{', '.join(waiting)} did not start within {timeout_seconds:.0f} s; see its output, or give"
                         " start_timeout_seconds"
                     )
-                if self._lost is not None:
-                    raise self._lost
-        except BaseException:
-            self._closing = True
+                if self._failure is not None or self._closing:
+                    raise self._failure or CollectiveError("the engine is closed")
+        except BaseException as error:
+            with self._lock:
+                wrapped = error if isinstance(error, LaconicError) else CollectiveError("the engine did not start")
+                self._failure = self._failure or wrapped
             self._end_processes()
             raise
 
     def _report(self, rank: int) -> WorkerReport:
         role, number = self.split.role(rank)
-        said = self._ready[rank]
+        said, process = self._ready[rank], self._processes[rank]
         assert said is not None
-        return WorkerReport(role, number, self._processes[rank].pid, said["nbytes"])
+        return WorkerReport(role, number, process.pid, said["nbytes"], process.host)
 
     def _name(self, rank: int) -> str:
         role, number = self.split.role(rank)
         return f"{role} worker {number}"
 
     def _tell(self, rank: int, command: dict[str, Any]) -> None:
-        stream = self._processes[rank].stdin
-        assert stream is not None
+        stream = self._processes[rank].commands
         with self._writing[rank]:
             try:
                 stream.write(json.dumps(command) + "\n")
@@ -568,9 +662,8 @@ class Engine:
     def _read(self, rank: int) -> None:
         """Read the events of one worker until it ends."""
         process = self._processes[rank]
-        assert process.stdout is not None
         error: LaconicError | None = None
-        for line in process.stdout:
+        for line in process.events:
             event: dict[str, Any] = json.loads(line)
             if event["is"] == "ready":
                 self._ready[rank] = event
@@ -578,25 +671,16 @@ class Engine:
             elif event["is"] == "token":
                 self._hear(event)
             elif event["is"] == "finished":
+                a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
+                with self._lock:
+                    self._traffic[rank] = (a2e, e2a)
                 self._finish(event)
             elif event["is"] == "recorded":
                 self._logs.put((rank, WorkerLog.from_dict(event["log"])))
             else:
                 kind = ModelError if event["refused"] else CollectiveError
                 error = kind(f"{self._name(rank)}: {event['error']}")
-        if self._closing:
-            return
-        self._lose(error or CollectiveError(f"{self._name(rank)} {self._ending(process)}; its requests are lost"))
-
-    def _ending(self, process: subprocess.Popen[str]) -> str:
-        try:
-            code = process.wait(_LAST_WORDS_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"(pid {process.pid}) closed its output"
-        if code >= 0:
-            return f"(pid {process.pid}) ended with exit code {code}"
-        hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-        return f"(pid {process.pid}) was killed by {signal.Signals(-code).name}{hint}"
+        self._lose(error or CollectiveError(f"{self._name(rank)} {process.ending()}; its requests are lost"))
 
     def _hear(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -622,19 +706,73 @@ class Engine:
         with self._lock:
             known = self._generations.pop(event["name"], None)
         if known is not None:
-            known[0]._fail(self._lost or CollectiveError(f"{event['name']} failed: {event['error']}"))
+            known[0]._fail(self._failure or CollectiveError(f"{event['name']} failed: {event['error']}"))
 
     def _lose(self, error: LaconicError) -> None:
+        """Fail what is in flight, end all workers, and start them again if that is wanted."""
         with self._lock:
-            first = self._lost is None
-            self._lost = self._lost or error
-        if first:
-            self._fail_all(error)
-            for process in self._processes:
-                process.kill()
-            for _ in self._processes:
+            if self._closing or self._failure is not None:
                 self._ready_count.release()
-            self._logs.put(None)
+                return
+            self._failure = error
+            starts_again = self._held_back is not None  # `_restart` knows whether it tries once more
+            failed = [] if starts_again else [generation for generation, _ in self._generations.values()]
+            if restarts := self._running and self.num_restarts < self._max_restarts:
+                self._held_back = []  # only a running engine holds nothing back
+            elif not starts_again:
+                self._lost = error
+            self._running = False
+            for generation in failed:
+                del self._generations[generation._name]
+        for generation in failed:
+            generation._fail(error)
+        for process in self._processes:
+            process.kill()
+            self._ready_count.release()
+        self._logs.put(None)
+        if restarts:
+            self._restarting = threading.Thread(target=self._restart, name="laconic-restart", daemon=True)
+            self._restarting.start()
+
+    def _restart(self) -> None:
+        """Start all workers again, as often as is wanted, and hand them the requests that have come meanwhile."""
+        while True:
+            self._end_processes()
+            with self._lock:
+                self._past_traffic = self._sum_traffic()
+                self._traffic.clear()
+                if self._closing:
+                    return
+                self.num_restarts += 1
+                self._failure = None
+            try:
+                self._start_all()
+                error = self._hand_over()
+            except LaconicError as failure:
+                error = failure
+            if error is None:
+                return
+            if self._closing or self.num_restarts >= self._max_restarts:
+                self._fail_all(error)
+                return
+
+    def _hand_over(self) -> LaconicError | None:
+        """Send what was held back; returns what ended the new workers meanwhile, if anything did."""
+        with self._lock:
+            if self._failure is not None:
+                return self._failure
+            for rank, command in self._held_back or ():
+                if command["name"] in self._generations:
+                    self._tell(rank, command)
+            self._held_back = None
+            self._running = True
+        return None
+
+    def _sum_traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
+        a2e, e2a = self._past_traffic
+        for there, back in self._traffic.values():
+            a2e, e2a = a2e + there, e2a + back
+        return a2e, e2a
 
     def _fail_all(self, error: LaconicError) -> None:
         with self._lock:
@@ -647,12 +785,24 @@ class Engine:
     def _end_processes(self) -> None:
         for process in self._processes:
             process.kill()
-            process.wait()
+            process.wait(_STOP_SECONDS)
         for reader in self._readers:
-            reader.join()
+            reader.join(_STOP_SECONDS)
         for process in self._processes:
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):  # what was buffered for a process that has ended
-                        stream.close()
-        self._scratch.cleanup()
+            process.close()
+
+
+def serving_split(model_dir: Path, wanted: Split) -> Split:
+    """Return the workers that will serve a model: a dense one has no expert workers.
+
+    Raises:
+        ConfigError: there are more expert workers than experts.
+        ModelError: the directory holds no model that can be served.
+    """
+    _, blocks = find_experts(read_config(model_dir))
+    if not blocks:
+        return Split(wanted.attention, 0)
+    if wanted.experts:
+        for block in blocks.values():
+            wanted.expert_range(0, block.num_experts)
+    return wanted

@@ -45,6 +45,7 @@ __all__ = [
     "Finished",
     "Requests",
     "check_transformers",
+    "check_weights",
     "find_experts",
     "load_attention_model",
     "load_experts",
@@ -144,7 +145,8 @@ def read_config(model_dir: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # foreign code may raise anything
-        raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {error}") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{str(model_dir / 'config.json')!r} cannot be read: {why}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{str(model_dir)!r} is a model of type {config.model_type}, which transformers does not know as a causal"
@@ -330,25 +332,47 @@ def _expert_number(key: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def check_weights(model_dir: Path) -> None:
+    """Check that the weights are safetensors files and whole, without reading any.
+
+    Raises:
+        ModelError: a file is missing, cut short or of another kind.
+    """
+    _tensors(model_dir)
+
+
 def _tensors(model_dir: Path) -> dict[str, Any]:
     """List the tensors of all safetensors files, each to be read when it is indexed."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
     found: dict[str, Any] = {}
-    for file in files:
+    for file in _weight_files(model_dir):
         if not (model_dir / file).is_file():
+            pickled = sorted(path.name for path in model_dir.glob("*.bin"))
+            instead = f" (it holds {pickled[0]}, a pickle, which is never opened)" if pickled else ""
             raise ModelError(
-                f"{str(model_dir)!r} holds no {file}; expert workers read safetensors only, as save_pretrained writes"
+                f"{str(model_dir)!r} holds no {file}{instead}; only safetensors are served: load the model with"
+                " transformers and save it with save_pretrained"
             )
         try:
             opened = safe_open(str(model_dir / file), framework="pt")
-        except SafetensorError as error:
-            raise ModelError(f"{str(model_dir / file)!r} is no safetensors file: {error}") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{str(model_dir / file)!r} is no whole safetensors file ({error}); copy or download it again"
+            ) from None
         found |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
     return found
+
+
+def _weight_files(model_dir: Path) -> list[str]:
+    """Names of the safetensors files of a checkpoint, by its index if it has one."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted({str(file) for file in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{str(index)!r} is no index of safetensors files ({type(error).__name__}: {error}); save the model again"
+        ) from None
 
 
 def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:

@@ -1,13 +1,14 @@
-"""One worker of an engine: `python -m laconic.infer.worker SETTINGS`, as Engine starts it.
+"""One worker of an engine: `python -m laconic.infer.worker SETTINGS`, as Engine starts it, or a rank of torchrun.
 
 SETTINGS is the JSON of a WorkerSettings. A worker reads commands from its standard input and writes events to what was
 its standard output, one JSON object a line; what libraries print goes to standard error. The end of its input ends it.
+A rank of torchrun does the same over a connection (laconic.infer.control).
 
     commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"},
               {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
             {"is": "token", "name", "token", "logprob", "top"} for requests with "stream",
-            {"is": "finished", "name", "tokens", "error"}
+            {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from laconic.errors import LaconicError
 from laconic.infer.recorder import Recorder
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from laconic.infer.sampling import ChosenToken
     from laconic.infer.transformers_seam import Finished
 
-__all__ = ["main"]
+__all__ = ["main", "work"]
 
 _ENGINE_KNOWS_SECONDS = 0.5
 
@@ -41,22 +44,34 @@ _ENGINE_KNOWS_SECONDS = 0.5
 class _Events:
     """Writes events, from any thread."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream, self._lock = stream, threading.Lock()
 
     def write(self, what: str, **values: object) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError):  # an engine that has ended; the input ends, too
+        with self._lock, contextlib.suppress(OSError):  # an engine that has ended; the input ends, too
             self._stream.write(json.dumps({"is": what} | values) + "\n")
             self._stream.flush()
 
 
 def main() -> None:
     """Entry point of the module."""
-    events = _Events(os.fdopen(os.dup(1), "w"))
+    stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not end up between events
+    work(WorkerSettings.from_json(sys.argv[1]), sys.stdin, stream)
+
+
+def work(settings: WorkerSettings, commands: IO[str], stream: IO[str]) -> NoReturn:
+    """Be a worker until `commands` end or say stop, and end the process.
+
+    Args:
+        settings: of this worker.
+        commands: lines from the engine.
+        stream: takes the lines of events.
+    """
+    events = _Events(stream)
     code = 0
     try:
-        _work(WorkerSettings.from_json(sys.argv[1]), events)
+        _work(settings, events, commands)
     except LaconicError as error:
         events.write("failed", error=str(error), refused=True)
         code = 2
@@ -64,12 +79,14 @@ def main() -> None:
         traceback.print_exc()
         events.write("failed", error=f"{type(error).__name__}: {error}", refused=False)
         code = 1
+    except KeyboardInterrupt:  # at a rank in a terminal
+        code = 130
     # Threads of managers and links would keep the process, and destructors of process groups can hang.
     sys.stderr.flush()
     os._exit(code)
 
 
-def _work(settings: WorkerSettings, events: _Events) -> None:
+def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
     import torch
 
     from laconic.infer.transformers_seam import check_transformers
@@ -80,21 +97,22 @@ def _work(settings: WorkerSettings, events: _Events) -> None:
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     role, number = settings.split.role(settings.rank)
     if role == "expert":
-        _serve_experts(settings, number, dtype, events)
+        _serve_experts(settings, number, dtype, events, commands)
     else:
-        _serve_requests(settings, dtype, events)
+        _serve_requests(settings, dtype, events, commands)
 
 
 def _meet(settings: WorkerSettings) -> tuple[ProcessGroup, ProcessGroup]:
     """Join the two process groups of all workers: for rows on their way to experts, and for sums on their way back."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, PrefixStore
+    from torch._C._distributed_c10d import PrefixStore
 
+    from laconic.infer.control import open_store
     from laconic.infer.links import FOREVER
 
     rank, size = settings.rank, settings.split.num_workers
-    store = FileStore(settings.store, size)
+    store = open_store(settings.store, size)
 
     def join(name: str) -> ProcessGroup:
         prefixed = PrefixStore(name, store)
@@ -107,24 +125,31 @@ def _meet(settings: WorkerSettings) -> tuple[ProcessGroup, ProcessGroup]:
     return join("a2e"), join("e2a")
 
 
-def _serve_experts(settings: WorkerSettings, number: int, dtype: torch.dtype | None, events: _Events) -> None:
+def _serve_experts(
+    settings: WorkerSettings, number: int, dtype: torch.dtype | None, events: _Events, commands: IO[str]
+) -> None:
     from laconic.infer.expert_share import ExpertShare
     from laconic.infer.links import serve
+    from laconic.infer.payload import prepared_coder
     from laconic.infer.transformers_seam import load_experts
 
     split = settings.split
     share = ExpertShare(load_experts(Path(settings.model_dir), dtype, lambda count: split.expert_range(number, count)))
-    a2e, e2a = _meet(settings)
     recorder = Recorder()
+    # An engine that has ended closes the input; no attention worker says stop then.
+    obey = threading.Thread(target=_obey_engine, args=(recorder, events, commands), name="laconic-engine", daemon=True)
+    obey.start()
+    a2e, e2a = _meet(settings)
+    coder = prepared_coder(settings.payload, a2e)
     events.write("ready", nbytes=share.nbytes)
-    threading.Thread(target=_obey_engine, args=(recorder, events), name="laconic-engine", daemon=True).start()
-    serve(a2e, e2a, list(range(split.attention)), share.run, recorder)
+    serve(a2e, e2a, list(range(split.attention)), share.run, coder, recorder)
 
 
-def _obey_engine(recorder: Recorder, events: _Events) -> None:
-    """An engine that has ended closes the input; no attention worker says stop then."""
-    for line in sys.stdin:
-        _record(recorder, json.loads(line), events)
+def _obey_engine(recorder: Recorder, events: _Events, commands: IO[str]) -> None:
+    """Record when asked to, and end with the engine."""
+    with contextlib.suppress(OSError):
+        while line := commands.readline():
+            _record(recorder, json.loads(line), events)
     os._exit(0)
 
 
@@ -136,11 +161,23 @@ def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> Non
     events.write("recorded", log=log.to_dict())
 
 
-def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events: _Events) -> None:
+def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events: _Events, commands: IO[str]) -> None:
     from laconic.infer.attention_worker import AttentionWorker
     from laconic.infer.sampling import Sampling
 
     streams: set[str] = set()
+    inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    ready = threading.Event()
+
+    def read_commands() -> None:
+        with contextlib.suppress(OSError):
+            for line in commands:
+                inbox.put(line)
+        if not ready.is_set():
+            os._exit(0)  # the engine has ended, and other workers may never come to meet
+        inbox.put(None)
+
+    threading.Thread(target=read_commands, name="laconic-engine", daemon=True).start()
 
     def tell_token(name: str, token: ChosenToken) -> None:
         if name in streams:
@@ -148,7 +185,8 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
 
     def finished(end: Finished) -> None:
         streams.discard(end.name)
-        events.write("finished", name=end.name, tokens=end.tokens, error=end.error)
+        traffic = [asdict(direction) for direction in worker.traffic()]
+        events.write("finished", name=end.name, tokens=end.tokens, error=end.error, traffic=traffic)
 
     def lost(why: str) -> None:
         # The engine sees the end of a process by itself, and knows more of it. This is for one that hangs.
@@ -167,7 +205,8 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         recorder,
     )
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
-    for line in sys.stdin:
+    ready.set()
+    while (line := inbox.get()) is not None:
         command: dict[str, Any] = json.loads(line)
         if command["do"] == "request":
             if command["stream"]:

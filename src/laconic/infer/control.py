@@ -1,0 +1,366 @@
+"""How an engine holds its workers: processes that it starts, or ranks that torchrun has started, on any machine.
+
+Under torchrun rank 0 is the engine, which starts attention worker 0 as a process of its own; every other rank is the
+worker of that rank. Ranks find the engine in the TCPStore at MASTER_ADDR and MASTER_PORT and connect to it; what passes
+over that connection is what passes over the pipes of a local worker. When a process ends, its connection breaks. Rows
+and sums never pass here: for those the workers meet in the same store.
+
+The connection is not encrypted. A rank shows the token that rank 0 has put into the store, so a network in which
+strangers can reach the store is not safe, as with torch itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
+
+from laconic.errors import CollectiveError, ConfigError
+from laconic.infer.settings import WorkerSettings
+from laconic.infer.split import Split
+from laconic.train.distributed.world import RankInfo, read_environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "LocalWorker",
+    "RankConnections",
+    "RemoteWorker",
+    "Worker",
+    "check_world",
+    "master_store",
+    "open_store",
+    "serve_rank",
+]
+
+_LAST_WORDS_SECONDS = 1.0
+_HELLO_SECONDS = 5.0
+_HELLO_NBYTES = 4096
+_KEY = "laconic-infer/engine"
+_TCP = "tcp://"
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
+"""A machine that has gone without a word is noticed after 15 s."""
+
+
+class Worker(Protocol):
+    """A worker's process, as the engine sees it."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process, on its machine."""
+
+    @property
+    def host(self) -> str | None:
+        """Name of its machine; None is this one."""
+
+    @property
+    def commands(self) -> IO[str]:
+        """Takes lines for the worker."""
+
+    @property
+    def events(self) -> Iterator[str]:
+        """Lines of the worker, until its end."""
+
+    def ending(self) -> str:
+        """What became of it, after its last event."""
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for its end; False if it takes longer."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def close(self) -> None:
+        """Free what is held of a worker that has ended."""
+
+
+class LocalWorker:
+    """A process that this one starts.
+
+    Args:
+        settings: of the worker.
+        interface: for gloo, unless GLOO_SOCKET_IFNAME names one; None leaves it to gloo.
+    """
+
+    host: str | None = None
+
+    def __init__(self, settings: WorkerSettings, interface: str | None) -> None:
+        environment = dict(os.environ)
+        if interface is not None:
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "laconic.infer.worker", settings.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the engine, which then stops them
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.commands: IO[str] = self._process.stdin
+        self.events: Iterator[str] = self._process.stdout
+        self.pid = self._process.pid
+
+    def ending(self) -> str:
+        """See Worker."""
+        try:
+            code = self._process.wait(_LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"(pid {self.pid}) closed its output"
+        if code >= 0:
+            return f"(pid {self.pid}) ended with exit code {code}"
+        hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"(pid {self.pid}) was killed by {signal.Signals(-code).name}{hint}"
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """See Worker."""
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """See Worker."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """See Worker."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # what was buffered for a process that has ended
+                    stream.close()
+
+
+class RemoteWorker:
+    """A rank that torchrun has started, behind its connection."""
+
+    def __init__(self, connection: socket.socket, rank: int, pid: int, host: str) -> None:
+        self._connection, self._rank = connection, rank
+        self.pid, self.host = pid, host
+        self.commands: IO[str] = connection.makefile("w", encoding="utf-8")
+        self._lines: IO[str] = connection.makefile("r", encoding="utf-8")
+        self._ended = threading.Event()
+        self.events: Iterator[str] = self._read()
+
+    def _read(self) -> Iterator[str]:
+        try:
+            yield from self._lines
+        except (OSError, ValueError):
+            return  # reset by the machine, or not heard of for too long
+        finally:
+            self._ended.set()
+
+    def ending(self) -> str:
+        """See Worker."""
+        return f"(rank {self._rank}, pid {self.pid} on {self.host}) broke its connection; see its output"
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """See Worker."""
+        return self._ended.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """End the connection, at which the worker ends itself."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See Worker."""
+        for stream in (self.commands, self._lines, self._connection):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def check_world(info: RankInfo, split: Split) -> None:
+    """Check that torchrun has started one process per worker.
+
+    Raises:
+        ConfigError: it has started more or fewer.
+    """
+    if info.world_size != split.num_workers:
+        raise ConfigError(
+            f"WORLD_SIZE is {info.world_size}, but {split.attention} attention and {split.experts} expert workers are"
+            f" {split.num_workers} processes; start torchrun with that many, change attention and experts, or unset"
+            " RANK and WORLD_SIZE to let the engine start its workers"
+        )
+
+
+def master_store(info: RankInfo, timeout_seconds: float) -> tuple[str, Store]:
+    """Open the TCPStore at MASTER_ADDR and MASTER_PORT, which rank 0 hosts unless torchrun does.
+
+    Returns:
+        What WorkerSettings.store says of it, and the store.
+
+    Raises:
+        ConfigError: it cannot be opened in time.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(address, port, None, hosts, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"rank {info.rank} on {socket.gethostname()} could not reach the store at {address}:{port} within"
+            f" {timeout_seconds:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT"
+        ) from error
+    return f"{_TCP}{address}:{port}", store
+
+
+def open_store(place: str, num_workers: int) -> Store:
+    """Open the store of a WorkerSettings in a worker."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+    if not place.startswith(_TCP):
+        return FileStore(place, num_workers)
+    address, _, port = place.removeprefix(_TCP).rpartition(":")
+    return PrefixStore(_attempt(), TCPStore(address, int(port), None, False, wait_for_workers=False))
+
+
+class RankConnections:
+    """The engine's end: waits for the ranks above 0 at an address that it puts into the store.
+
+    Args:
+        store: of `master_store`.
+
+    Raises:
+        ConfigError: MASTER_ADDR is no address of this machine.
+    """
+
+    def __init__(self, store: Store) -> None:
+        address = os.environ["MASTER_ADDR"]
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            self._listening = socket.create_server(place[:2], family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR is {address!r}, at which rank 0 on {socket.gethostname()} cannot listen"
+                f" ({error.strerror}); it must be an address of the machine of rank 0"
+            ) from None
+        self._token = secrets.token_hex(16)
+        where = [address, self._listening.getsockname()[1], self._token]
+        store.set(f"{_attempt()}/{_KEY}", json.dumps(where))
+        self._store = store  # the one that hosts it must live
+
+    def accept(self, settings: dict[int, WorkerSettings], timeout_seconds: float) -> dict[int, RemoteWorker]:
+        """Wait for each rank of `settings` and tell it its own.
+
+        Raises:
+            CollectiveError: a rank did not connect in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        found: dict[int, RemoteWorker] = {}
+        while missing := sorted(set(settings) - set(found)):
+            self._listening.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection, _ = self._listening.accept()
+            except TimeoutError:
+                for worker in found.values():
+                    worker.kill()
+                    worker.close()
+                raise CollectiveError(
+                    f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not connect to the engine"
+                    f" within {timeout_seconds:g} s; see their output, or give start_timeout_seconds"
+                ) from None
+            hello = self._read_hello(connection)
+            if hello is None or hello["rank"] not in missing:
+                connection.close()
+                continue
+            worker = RemoteWorker(connection, hello["rank"], hello["pid"], hello["host"])
+            worker.commands.write(settings[hello["rank"]].to_json() + "\n")
+            worker.commands.flush()
+            found[hello["rank"]] = worker
+        return found
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listening.close()
+
+    def _read_hello(self, connection: socket.socket) -> dict[str, Any] | None:
+        """Read the first line of a connection; None if it is no rank's."""
+        _keep_alive(connection)
+        connection.settimeout(_HELLO_SECONDS)
+        line = b""
+        try:
+            # Byte by byte: what follows belongs to the worker's events.
+            while not line.endswith(b"\n") and len(line) < _HELLO_NBYTES:
+                if not (byte := connection.recv(1)):
+                    return None
+                line += byte
+            hello = json.loads(line)
+            known = hmac.compare_digest(str(hello["token"]).encode(), self._token.encode())
+            fits = isinstance(hello["rank"], int) and isinstance(hello["pid"], int) and isinstance(hello["host"], str)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        connection.settimeout(None)
+        return hello if known and fits else None
+
+
+def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
+    """Be the worker of a rank above 0 that torchrun has started, and end the process with it.
+
+    Rank 0 runs `Engine(..., launcher="torchrun")` and says what this rank is to be. The directory of the model has the
+    same path on all machines.
+
+    Args:
+        timeout_seconds: for the engine on rank 0 to start.
+
+    Raises:
+        ConfigError: this is no rank above 0, or rank 0 cannot be reached.
+    """
+    from laconic.infer.worker import work
+
+    info = read_environment(os.environ)
+    if info is None or info.rank == 0:
+        raise ConfigError(
+            f"RANK is {None if info is None else info.rank}, but serve_rank is for ranks of torchrun above 0; rank 0"
+            " runs the engine"
+        )
+    _, store = master_store(info, timeout_seconds)
+    try:
+        address, port, token = json.loads(store.get(f"{_attempt()}/{_KEY}"))
+        connection = socket.create_connection((address, port), timeout_seconds)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"rank {info.rank} on {socket.gethostname()} found no engine on rank 0 within {timeout_seconds:g} s"
+            f" ({str(error).splitlines()[0]}); see the output of rank 0"
+        ) from error
+    connection.settimeout(None)
+    _keep_alive(connection)
+    events, commands = connection.makefile("w", encoding="utf-8"), connection.makefile("r", encoding="utf-8")
+    hello = {"rank": info.rank, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
+    events.write(json.dumps(hello) + "\n")
+    events.flush()
+    line = commands.readline()
+    if not line:
+        raise ConfigError(f"the engine on rank 0 did not take rank {info.rank}; see the output of rank 0")
+    if info.local_world_size == info.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    work(WorkerSettings.from_json(line), commands, events)
+
+
+def _attempt() -> str:
+    """Prefix of keys: torchrun's store stays when it starts all processes again."""
+    return f"laconic-infer-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
