@@ -187,6 +187,20 @@ def test_every_worker_has_its_streams(
 
 
 @pytest.mark.slow
+def test_a_recording_does_not_pass_over_a_restart(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(model, threads=1, max_restarts=1, trace=tmp_path / "run.json") as engine:
+        request = engine.submit([1], 500)
+        os.kill(engine.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(CollectiveError, match=r"expert worker 0 .*SIGKILL"):
+            request.result(60)
+        assert engine.generate([[1, 2]], 3) == generated(model, [[1, 2]], 3)
+    assert "run.json is not written: a worker was lost during the recording" in caplog.text
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_lost_ends_the_recording_with_its_name(model: Path, tmp_path: Path) -> None:
     with Engine(model, threads=1, trace=tmp_path / "run.json") as engine:
         request = engine.submit([1], 500)
