@@ -50,6 +50,25 @@ def test_json_has_the_plan_and_all_candidates(rates: list[str], capsys: pytest.C
     assert plan["memory"]["nbytes"][plan["memory"]["worker"]]["weights"] > 0
 
 
+def test_arrivals_are_planned_for_their_latency(rates: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*MODEL, "--workers", "16", "--memory", "80GB", "--output", "64", *rates, "--arrivals"]
+    assert main([*flags, "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("arrivals: 0.5 requests/s, prompts of 1024 tokens, answers of 64\n")
+    assert "plan: " in out
+    assert main([*flags, "0.5", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["arrivals"]["best"]
+    assert best["first_token_seconds"] > 0
+    for more, message in (
+        (["100000"], "no plan carries 100000 requests/s of 1024 + 64 tokens on 16 workers"),
+        (["-1"], "requests_per_second is -1.0"),
+        (["1", "--requests", "4"], "--requests is given with --arrivals"),
+        (["1", "--gantt", "x.html"], "--gantt is given with --arrivals"),
+    ):
+        assert main([*flags, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_measured_routing_and_fixed_workers_are_used(
     rates: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

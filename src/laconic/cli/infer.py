@@ -9,6 +9,7 @@ from pathlib import Path
 
 from laconic.cost.infer import (
     MODELS,
+    Arrivals,
     Choice,
     InferenceCostModel,
     InferenceRates,
@@ -17,9 +18,10 @@ from laconic.cost.infer import (
     Workers,
     Workload,
     choose,
+    choose_for_arrivals,
     default_infer_path,
 )
-from laconic.cost.infer.table import candidate_name, choice_text, infer_rates_text
+from laconic.cost.infer.table import arrivals_text, candidate_name, choice_text, infer_rates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError, PlanError
 from laconic.schedule.gantt import save_gantt
@@ -56,6 +58,8 @@ def _plan(options: argparse.Namespace) -> int:
     workers = Workers(options.workers, parse_nbytes(options.memory), options.attention_workers)
     search = Search(options.max_micro_batches, options.max_slices)
     shares = _shares(options.routing)
+    if options.arrivals is not None:
+        return _plan_arrivals(options, shape, rates, workers, search, shares)
     make = {"prefill": Workload.prefill, "decode": Workload.decode}
     phases = [options.phase] if options.phase != "both" else list(make)
     choices, models = {}, {}
@@ -72,6 +76,31 @@ def _plan(options: argparse.Namespace) -> int:
         save_gantt(drawn, options.gantt, f"{shape.name}, {_DRAWN_LAYERS} layers")
         if not options.json:
             print(f"\nwrote {options.gantt}")
+    return 0
+
+
+def _plan_arrivals(
+    options: argparse.Namespace,
+    shape: InferenceShape,
+    rates: InferenceRates,
+    workers: Workers,
+    search: Search,
+    shares: tuple[float, ...],
+) -> int:
+    for flag, given in (
+        ("--requests", options.requests is not None),
+        ("--phase", options.phase != "both"),
+        ("--gantt", options.gantt is not None),
+    ):
+        if given:
+            raise PlanError(f"{flag} is given with --arrivals, which sizes batches for both phases; leave out one")
+    arrivals = Arrivals(options.arrivals, options.prompt, options.output)
+    choice = choose_for_arrivals(shape, rates, workers, arrivals, search, shares)
+    if options.json:
+        found = {"best": choice.best.to_dict(), "candidates": [one.to_dict() for one in choice.candidates]}
+        print(json.dumps({"arrivals": found}, indent=1))
+    else:
+        print(arrivals_text(shape, workers, arrivals, choice))
     return 0
 
 
@@ -127,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
     add("--output", type=int, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")
     add("--requests", type=int, metavar="N", help="requests that wait (default: as many as fit)")
+    add("--arrivals", type=float, metavar="RATE", help="requests/s that keep arriving: plan for their latency instead")
     add("--phase", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
     add("--routing", metavar="FILE", help="JSON list: share of rows that choose each expert (default: uniform)")
     add = parser.add_argument_group("search").add_argument

@@ -521,12 +521,14 @@ def layers_of(times: Times, plan: InferencePlan, num_layers: int, num_steps: int
 def _check_layers(layers: Sequence[BlockTimes], plan: InferencePlan, num_layers: int, num_steps: int) -> None:
     _check_count("num_layers", num_layers)
     _check_count("num_steps", num_steps)
+    checked = None
     for number, block in enumerate(layers):
-        if not block.is_dense and len(block.dispatch) != plan.num_slices:
+        if block is not checked and not block.is_dense and len(block.dispatch) != plan.num_slices:
             raise ScheduleError(
                 f"times of layer {number} have {len(block.dispatch)} slices, but the plan has num_slices = "
                 f"{plan.num_slices}: give times of as many slices, or none for a dense layer"
             )
+        checked = block
 
 
 def checked_word(word: str, r1: int, num_layers: int) -> str:

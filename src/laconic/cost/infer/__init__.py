@@ -1,5 +1,6 @@
 """Cost model and planner of mixture-of-experts inference on attention and expert workers (FinDEP, arXiv 2512.21487)."""
 
+from laconic.cost.infer.arrivals import ArrivalChoice, Arrivals, Steady, choose_for_arrivals
 from laconic.cost.infer.costs import InferenceCostModel, Split, Workload
 from laconic.cost.infer.engine_plan import Demand, EngineChoice, EngineLimits, Fixed, choose_for_engine
 from laconic.cost.infer.memory import Limit, largest_batch, worker_nbytes
@@ -9,6 +10,8 @@ from laconic.cost.infer.shape import MODELS, InferenceShape
 
 __all__ = [
     "MODELS",
+    "ArrivalChoice",
+    "Arrivals",
     "Candidate",
     "Choice",
     "Demand",
@@ -20,10 +23,12 @@ __all__ = [
     "InferenceShape",
     "Limit",
     "Search",
+    "Steady",
     "Split",
     "Workers",
     "Workload",
     "choose",
+    "choose_for_arrivals",
     "choose_for_engine",
     "default_infer_path",
     "largest_batch",

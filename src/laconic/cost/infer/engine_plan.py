@@ -194,9 +194,7 @@ def choose_for_engine(
             f" {limits.cache_tokens}; expect shorter requests, or give more"
         )
     per_host = ceil(demand.requests / min(split.attention, demand.requests))
-    plans = list(
-        fixed.plans(search, per_host, min(per_host, limits.batch_tokens), ceil(shape.num_experts / split.experts))
-    )
+    plans = list(fixed.plans(search, per_host, limits.batch_tokens, ceil(shape.num_experts / split.experts)))
     seconds = [engine_seconds(shape, rates, split, demand, limits, plan) for plan in plans]
     fits = memory_nbytes is None or total * shape.num_parameters * shape.item_nbytes <= memory_nbytes
     whole = engine_seconds(shape, rates, Split(total, 0), demand, limits, InferencePlan()) if fits else None
@@ -252,7 +250,7 @@ def engine_seconds(
     Args:
         shape, rates, demand, limits: as in `choose_for_engine`.
         split: the workers; with `experts` 0 all of them run the whole model.
-        plan: micro-batches without requests do nothing.
+        plan: micro-batches without requests do nothing, and slices without rows are not sent.
     """
     batches, plan = _batches(split, demand, limits, plan)
     prefill = InferenceCostModel(shape, rates, batches.prefill)
@@ -272,8 +270,17 @@ def _batches(split: Split, demand: Demand, limits: EngineLimits, plan: Inference
 def _pass_seconds(model: InferenceCostModel, batch: int, split: Split, plan: InferencePlan) -> float:
     if not split.experts:
         return replicated_seconds(model, batch)
+    plan = _cut(model, batch, split, plan)
     layers = model.layer_times(batch, split, plan)
     return inference_seconds(layers, plan, len(layers))
+
+
+def _cut(model: InferenceCostModel, batch: int, split: Split, plan: InferencePlan) -> InferencePlan:
+    """The plan without slices that would be empty, which the engine does not send."""
+    most = batch * model.workload.new_tokens
+    if plan.slicing == "experts":
+        most = ceil(model.shape.num_experts / split.experts)
+    return replace(plan, num_slices=min(plan.num_slices, most))
 
 
 def engine_step_seconds(
@@ -293,6 +300,7 @@ def engine_step_seconds(
     model = InferenceCostModel(shape, rates, batches.decode)
     if not split.experts:
         return replicated_seconds(model, batches.decode_batch)
+    plan = _cut(model, batches.decode_batch, split, plan)
     layers = model.layer_times(batches.decode_batch, split, plan)
     num_layers = len(layers)
     spans = simulate(inference_plan(layers, plan, num_layers, num_steps=3)).spans

@@ -21,7 +21,7 @@ from laconic.cost.infer.costs import InferenceCostModel, Split
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 
-__all__ = ["ATTENTION_WORKER", "EXPERT_WORKER", "WHOLE_WORKER", "Limit", "largest_batch", "worker_nbytes"]
+__all__ = ["ATTENTION_WORKER", "CACHE", "EXPERT_WORKER", "WHOLE_WORKER", "Limit", "largest_batch", "worker_nbytes"]
 
 ATTENTION_WORKER, EXPERT_WORKER, WHOLE_WORKER = "attention worker", "expert worker", "worker"
 WEIGHTS, CACHE, ACTIVATIONS = "weights", "key-value cache", "activations"

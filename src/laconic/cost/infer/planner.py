@@ -34,12 +34,15 @@ from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing
 
 __all__ = [
     "KINDS",
+    "Kind",
     "Candidate",
     "Choice",
     "Search",
     "Workers",
     "choose",
+    "floor_seconds",
     "least_seconds",
+    "pass_seconds",
     "plans_of",
     "priced",
     "replicated_seconds",
@@ -255,8 +258,7 @@ def priced(
         num_groups: that share the requests.
     """
     group = _group(model, num_groups)
-    layers = group.layer_times(batch, split, plan)
-    seconds = inference_seconds(layers, plan, len(layers))
+    seconds = pass_seconds(group, kind, split, batch, plan)
     return _candidate(model, kind, split, group.hosts(split), batch, plan, seconds, num_groups)
 
 
@@ -328,14 +330,25 @@ def least_seconds(model: InferenceCostModel, batch: int, split: Split, plan: Inf
     Nothing travels before all micro-batches have passed the dense layers, and the output projection of the last one
     comes after all that travels.
     """
-    times, num_layers, r1 = model.block_times(batch, split, plan), model.shape.num_moe_layers, plan.num_micro_batches
-    before, after = 0.0, model.head_seconds(batch)
+    times = model.block_times(batch, split, plan)
+    own = times.attention + times.dispatch[0] + sum(times.experts) + times.combine[-1]
+    return _bound_seconds(model, batch, times, plan.num_micro_batches, own)
+
+
+def floor_seconds(model: InferenceCostModel, batch: int, split: Split, num_micro_batches: int) -> float:
+    """A bound that no number of slices beats either: slices only add to what streams have to do."""
+    times = model.block_times(batch, split, InferencePlan(num_micro_batches))
+    return _bound_seconds(model, batch, times, num_micro_batches, times.attention + times.experts[0])
+
+
+def _bound_seconds(model: InferenceCostModel, batch: int, times: BlockTimes, r1: int, own: float) -> float:
+    """The bound of a pass, where a micro-batch's own way through a layer takes at least `own` seconds."""
+    num_layers, before, after = model.shape.num_moe_layers, 0.0, model.head_seconds(batch)
     if model.shape.num_dense_layers:
         dense = model.dense_times(batch)
         before = model.shape.num_dense_layers * r1 * (dense.attention + dense.shared)
     core = num_layers * r1 * (times.attention + times.shared) + r1 * after
     busiest = r1 * max(map(sum, (times.dispatch, times.experts, times.combine)))
-    own = times.attention + times.dispatch[0] + sum(times.experts) + times.combine[-1]
     return before + max(core, num_layers * max(busiest, own) + after)
 
 
@@ -354,7 +367,7 @@ def _whole(group: InferenceCostModel, size: int) -> Split:
 
 def _unsplit(model: InferenceCostModel, workers: Workers, kind: Kind, capacity: _Capacity) -> Iterator[Candidate]:
     """Candidates in which all workers run the whole model."""
-    total, num_layers = workers.total, model.shape.num_moe_layers
+    total = workers.total
     sizes = range(2, min(total, model.shape.num_experts) + 1) if kind == "sharded" else (1,)
     for size, r1 in product(sizes, (1, 2) if kind == "sharded" else (1,)):
         if total % size:
@@ -362,13 +375,28 @@ def _unsplit(model: InferenceCostModel, workers: Workers, kind: Kind, capacity: 
         group = _group(model, total // size)
         split = _whole(group, size)
         for batch in _batches(group, split.attention, r1, capacity(group, split, r1, True)):
-            if kind == "replicated":
-                seconds = replicated_seconds(group, batch)
-            else:
-                times = group.block_times(batch, split, InferencePlan())
-                seconds = sharded_seconds(times, r1, num_layers) + r1 * _around_seconds(group, batch)
             plan = InferencePlan(r1)
+            seconds = pass_seconds(group, kind, split, batch, plan)
             yield _candidate(model, kind, None, split.attention, batch, plan, seconds, total // size)
+
+
+def pass_seconds(model: InferenceCostModel, kind: Kind, split: Split, batch: int, plan: InferencePlan) -> float:
+    """Predict a pass of any kind by one group of workers.
+
+    Args:
+        model: seconds of tasks.
+        kind: of the candidate.
+        split: the group's workers; for `sharded`, its size twice, for `replicated` Split(1, 1).
+        batch: m_a.
+        plan: of the group; for unsplit kinds only its number of micro-batches counts.
+    """
+    if kind == "replicated":
+        return replicated_seconds(model, batch)
+    if kind == "sharded":
+        times, r1 = model.block_times(batch, split, InferencePlan()), plan.num_micro_batches
+        return sharded_seconds(times, r1, model.shape.num_moe_layers) + r1 * _around_seconds(model, batch)
+    layers = model.layer_times(batch, split, plan)
+    return inference_seconds(layers, plan, len(layers))
 
 
 def replicated_seconds(model: InferenceCostModel, batch: int) -> float:

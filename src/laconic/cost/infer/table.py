@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laconic.cost.comm.rates import Line
+from laconic.cost.infer.arrivals import ArrivalChoice, Arrivals
 from laconic.cost.infer.costs import InferenceCostModel, Workload
 from laconic.cost.infer.planner import Candidate, Choice, Workers
 from laconic.cost.infer.rates import InferenceRates
+from laconic.cost.infer.shape import InferenceShape
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["candidate_name", "choice_text", "infer_rates_text"]
+__all__ = ["arrivals_text", "candidate_name", "choice_text", "infer_rates_text"]
 
 _NAMES = {
     "replicated": "unsplit, replicas",
@@ -70,14 +72,57 @@ def choice_text(model: InferenceCostModel, workers: Workers, choice: Choice, tit
     return "\n".join(lines)
 
 
+def arrivals_text(shape: InferenceShape, workers: Workers, arrivals: Arrivals, choice: ArrivalChoice) -> str:
+    """Draw the table of what carries the arrivals, fastest first, then the chosen plan, in plain ASCII."""
+    header = ["", "workers", "r1", "r2", "order", "m_a prefill", "m_a decode", "s to first token", "ms per token"]
+    header += ["s in all", "in flight", "prefill"]
+    rows = []
+    for one in choice.candidates:
+        size = workers.total // one.num_groups
+        findep = one.kind == "findep"
+        rows.append(
+            [
+                _NAMES[one.kind] + (f", slices of {one.plan.slicing}" if findep and one.plan.num_slices > 1 else ""),
+                f"{one.num_groups} x {one.split or size}",
+                str(one.plan.num_micro_batches),
+                *([str(one.plan.num_slices), one.plan.order] if findep else ["-", "-"]),
+                str(one.prefill_batch),
+                str(one.decode_batch),
+                f"{one.first_token_seconds:.3f}",
+                f"{1e3 * one.token_seconds:.2f}",
+                f"{one.seconds:.2f}",
+                f"{one.requests_in_flight:.1f}",
+                f"{one.prefill_share:.0%}",
+            ]
+        )
+    best = choice.best
+    load = f"prompts of {arrivals.prompt} tokens, answers of {arrivals.output}"
+    return "\n".join(
+        [
+            f"arrivals: {arrivals.requests_per_second:g} requests/s, {load}",
+            _of_model(shape),
+            f"{workers.total} workers of {format_nbytes(workers.memory_nbytes)}",
+            "",
+            *_columns(header, rows),
+            "",
+            f"plan: {rows[choice.candidates.index(best)][0]} on {best.num_groups} x"
+            f" {best.split or workers.total // best.num_groups} workers, r1 = {best.plan.num_micro_batches}, r2 ="
+            f" {best.plan.num_slices}, room for {best.decode_slots} requests in decoding",
+        ]
+    )
+
+
 def describe(model: InferenceCostModel, workers: Workers) -> str:
     """Say in two lines what is planned."""
-    shape = model.shape
+    workload = _workload(model.workload)
+    return f"{_of_model(model.shape)}\n{workers.total} workers of {format_nbytes(workers.memory_nbytes)}; {workload}"
+
+
+def _of_model(shape: InferenceShape) -> str:
     shared = f", {shape.shared_hidden} wide shared experts" if shape.shared_hidden else ""
     return (
         f"{shape.name or 'model'}: {shape.num_layers} layers, hidden {shape.hidden_size}, {shape.num_experts} experts "
-        f"{shape.expert_hidden} wide, top-{shape.top_k}{shared}; {shape.num_parameters / 1e9:.4g} billion parameters\n"
-        f"{workers.total} workers of {format_nbytes(workers.memory_nbytes)}; {_workload(model.workload)}"
+        f"{shape.expert_hidden} wide, top-{shape.top_k}{shared}; {shape.num_parameters / 1e9:.4g} billion parameters"
     )
 
 
