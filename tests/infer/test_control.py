@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from laconic.errors import CollectiveError, ConfigError
 from laconic.infer import Engine, control, serve_rank
-from laconic.infer.control import RankConnections, check_world
+from laconic.infer.control import RankConnections, check_world, master_store
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.train.distributed.world import RankInfo
@@ -108,6 +108,16 @@ def test_a_master_address_of_another_machine_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of no machine, RFC 5737
     with pytest.raises(ConfigError, match=r"MASTER_ADDR is '192\.0\.2\.1'.* must be an address of the machine of rank"):
         RankConnections(HashStore())
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(ConfigError, match=rf"store at 127\.0\.0\.1:{port} .*EADDRINUSE.*; check MASTER_ADDR"):
+            master_store(RankInfo(0, 2, 0, 2), 2.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

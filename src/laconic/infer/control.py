@@ -216,7 +216,7 @@ def master_store(info: RankInfo, timeout_seconds: float) -> tuple[str, Store]:
     except RuntimeError as error:
         raise ConfigError(
             f"rank {info.rank} on {socket.gethostname()} could not reach the store at {address}:{port} within"
-            f" {timeout_seconds:g} s ({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT"
+            f" {timeout_seconds:g} s ({_first_line(error)}); check MASTER_ADDR and MASTER_PORT"
         ) from error
     return f"{_TCP}{address}:{port}", store
 
@@ -337,7 +337,7 @@ def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"rank {info.rank} on {socket.gethostname()} found no engine on rank 0 within {timeout_seconds:g} s"
-            f" ({str(error).splitlines()[0]}); see the output of rank 0"
+            f" ({_first_line(error)}); see the output of rank 0"
         ) from error
     connection.settimeout(None)
     _keep_alive(connection)
@@ -356,6 +356,11 @@ def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
 def _attempt() -> str:
     """Prefix of keys: torchrun's store stays when it starts all processes again."""
     return f"laconic-infer-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _first_line(error: Exception) -> str:
+    """Without what torch adds about where in its code it was."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _keep_alive(connection: socket.socket) -> None:
