@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from laconic.errors import ConfigError, LaconicError
 from laconic.infer.sampling import Sampling
@@ -36,7 +36,9 @@ _T = TypeVar("_T")
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 
 
-def create_app(engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings) -> Starlette:
+def create_app(
+    engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSettings, lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
     """Return an ASGI application that serves a model as OpenAI's API does.
 
     It has POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health and GET /metrics, and no more.
@@ -46,8 +48,9 @@ def create_app(engine: TokenEngine, tokenizer: TextTokenizer, settings: ServerSe
         engine: that makes the tokens; it must have no other user.
         tokenizer: of its model.
         settings: of the server.
+        lifespan: context of the time in which the application serves, as Starlette's.
     """
-    return _Server(engine, tokenizer, settings).app()
+    return _Server(engine, tokenizer, settings).app(lifespan)
 
 
 class _Server:
@@ -59,7 +62,7 @@ class _Server:
         self._created = int(time.time())
         self._max_tokens = min(engine.max_request_tokens, settings.max_model_tokens or engine.max_request_tokens)
 
-    def app(self) -> Starlette:
+    def app(self, lifespan: Lifespan[Starlette] | None) -> Starlette:
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -69,6 +72,7 @@ class _Server:
         ]
         app = Starlette(
             routes=routes,
+            lifespan=lifespan,
             exception_handlers={
                 Refusal: _refused,
                 ConfigError: _not_taken,

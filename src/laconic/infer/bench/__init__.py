@@ -1,0 +1,1 @@
+"""Measurements of inference: tokens per second and latency of engines that run different plans."""
