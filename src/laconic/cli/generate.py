@@ -12,7 +12,7 @@ from typing import Any
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
-__all__ = ["run"]
+__all__ = ["load_tokenizer", "run"]
 
 
 def run(args: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def run(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     prompts = _prompts(options)
     serve_if_not_first(options)
-    encode, decode = _tokenizer(Path(options.model))
+    encode, decode = load_tokenizer(Path(options.model))
     if options.plan == "auto":
         _expect(options, [len(encode(prompt)) for prompt in prompts])
     with start_engine(options) as engine:
@@ -78,7 +78,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _tokenizer(model_dir: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+def load_tokenizer(model_dir: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
     """Return what turns text into tokens and tokens into text: the model's own tokenizer, or bytes for one of bytes."""
     from laconic.infer.transformers_seam import check_transformers, read_config
 

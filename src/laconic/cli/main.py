@@ -28,6 +28,7 @@ COMMANDS = {
     "export": "write a run's model as a Hugging Face directory",
     "generate": "generate text with a model whose experts are in processes of their own",
     "serve": "serve such a model over HTTP, as OpenAI's clients expect it",
+    "bench": "measure plans of inference: tokens per second and latency",
     "zip": "shrink safetensors files and checkpoint directories losslessly",
     "unzip": "restore what zip wrote, byte for byte",
     "verify": "compare every checksum of what zip wrote",

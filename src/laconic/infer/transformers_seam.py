@@ -50,6 +50,7 @@ __all__ = [
     "load_attention_model",
     "load_experts",
     "load_whole_model",
+    "quiet_transformers",
     "read_config",
 ]
 
@@ -220,7 +221,7 @@ def load_attention_model(
 
     # Conversions of weights are registered by the name of the class.
     without_experts: Any = type(kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load)})
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             model, info = without_experts.from_pretrained(
                 model_dir, config=config, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
@@ -290,7 +291,7 @@ def load_experts(model_dir: Path, dtype: torch.dtype | None, share: Callable[[in
             wanted[key] = _Lazy(tensor, held_here)
         elif (number := _expert_number(key)) is not None and number in held_here:
             wanted[key] = _Lazy(tensor, None)
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             info, _ = convert_and_load_state_dict_in_model(
                 model, wanted, LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
@@ -386,7 +387,7 @@ def _check_loaded(model_dir: Path, missing: Any, mismatched: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No report of tensors that were left out on purpose, and no bar for each of the workers."""
     from transformers.utils import logging
 
