@@ -198,9 +198,7 @@ def test_adapters_are_looked_through() -> None:
 
 
 def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        ModelError, match=r"Sequential holds no Hugging Face causal language model; call laconic\.linear"
-    ):
+    with pytest.raises(ModelError, match=r"Sequential holds no Hugging Face language model; call laconic\.linear"):
         laconic.compress_activations(nn.Sequential(nn.Linear(8, 8)), loss="chunked")
     with pytest.raises(ModelError, match="loss='chunked' needs mode='sites'"):
         laconic.compress_activations(make_model("llama"), mode="hooks", loss="chunked")
@@ -208,7 +206,7 @@ def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
         laconic.compress_activations(make_model("llama"), loss="none")  # type: ignore[arg-type]
     model = make_model("llama")
     model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
-    with pytest.raises(ModelError, match="LlamaForCausalLM computes another loss than the cross entropy of the next"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM computes another loss than the cross entropy of each"):
         laconic.compress_activations(model, loss="chunked")
     model = make_model("llama")
     model.lm_head = nn.Sequential(nn.Linear(64, VOCABULARY))

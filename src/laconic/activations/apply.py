@@ -77,7 +77,7 @@ def compress_activations(
         policy: decides site by site instead of `bits` and `format`.
         plan: the decision as data, instead of a policy; sites it does not name stay exact.
         mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model.
-        loss: "exact" leaves the loss alone. "chunked" computes that of a Hugging Face causal language model from its
+        loss: "exact" leaves the loss alone. "chunked" computes that of a Hugging Face language model from its
             hidden states, without holding its logits (see `linear_cross_entropy`): calls with labels and gradients
             return the loss, and logits of no tokens.
         example_inputs: keyword arguments of a training forward, for measuring bytes; made up for Hugging Face models.
@@ -167,7 +167,7 @@ def _convert(
         assert not isinstance(chosen, Recompute)  # which the plan's check refuses for linear layers
         projection = HeadForward(modules[site.name], site, chosen, head.spec)
         projection.install()
-        CausalForward(modules[head.name], projection).install()
+        CausalForward(modules[head.name], projection, head).install()
     others = [site for site in sites if head is None or site.name != head.projection]
     _install([(modules[site.name], site, choices[site.name]) for site in others])
     for name, module in modules.items():

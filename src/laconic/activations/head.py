@@ -1,9 +1,10 @@
-"""The head of a Hugging Face causal language model, with its loss computed in chunks (see loss.py).
+"""The head of a Hugging Face language model, with its loss computed in chunks (see loss.py).
 
 The model's own forward runs unchanged; only its output projection and its loss function are replaced while it runs with
 labels. The projection takes the labels, computes the loss (inside of its own forward, where FSDP2's hooks have gathered
 its weight) and returns logits of no tokens, [batch, 0, vocabulary], which pass through whatever the model does to
-logits. The loss function returns the projection's loss.
+logits. The loss function returns the projection's loss: the model's own `loss_function`, or, where a masked or
+sequence-to-sequence model spells out its loss, torch's `cross_entropy`.
 
 A trial decides which models can be served: the forward runs on made-up hidden states and logits, with labels, and has
 to give the loss of the formula.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
@@ -39,20 +42,30 @@ __all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head", "warn_inac
 _IGNORED = -100
 """The label of tokens that do not count, in every Hugging Face loss for causal language models."""
 
+_OPTIONS = ("num_items_in_batch", "shift_labels")
+"""Arguments of a model's forward that change its loss."""
+
 
 @dataclass(frozen=True)
 class CausalHead:
     """The place of a model's head.
 
     Attributes:
-        name: of the causal language model inside; "" if the model itself is it.
+        name: of the language model inside; "" if the model itself is it.
         projection: qualified name of the output projection.
         spec: the loss.
+        shifts: whether the logits of a token are for the next one's label (causal), not for its own (masked,
+            sequence-to-sequence).
+        options: which of `num_items_in_batch` and `shift_labels` the loss heeds.
+        calls_function: whether the model asks its `loss_function`; if not, its code calls torch's cross entropy.
     """
 
     name: str
     projection: str
     spec: LossSpec
+    shifts: bool = True
+    options: tuple[str, ...] = _OPTIONS
+    calls_function: bool = True
 
 
 @dataclass
@@ -62,12 +75,46 @@ class _Request:
     Attributes:
         labels: one for each token of the hidden states, shifted already.
         num_items: divisor of the sum.
+        offset: what the model adds to the logits of each token, or None.
+        calls_function: see `CausalHead`.
         loss: None until it is computed.
     """
 
     labels: Tensor
     num_items: int | float | Tensor | None
+    offset: Tensor | None = None
+    calls_function: bool = True
     loss: Tensor | None = None
+
+    def answer(self, logits: Tensor) -> Tensor:
+        """The loss; the sum of no logits is zero, and ties it to the projection's output, which FSDP2's hooks watch."""
+        assert self.loss is not None
+        return self.loss + logits.sum()
+
+
+class _NoLogits(Tensor):
+    """Logits of no tokens that carry a request: their cross entropy is its loss, and so is that of their views."""
+
+    request: _Request | None = None
+
+    @classmethod
+    def carrying(cls, logits: Tensor, request: _Request) -> Tensor:
+        """The logits as a tensor of this class."""
+        carrier = logits.as_subclass(cls)
+        carrier.request = request
+        return carrier
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        logits = kwargs.get("input", args[0] if args else None)
+        request = next((x.request for x in tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
+        if func is F.cross_entropy and isinstance(logits, cls) and request is not None:
+            return request.answer(logits.as_subclass(Tensor))
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, cls):
+            result.request = request
+        return result
 
 
 class HeadForward(LinearForward):
@@ -114,14 +161,20 @@ class HeadForward(LinearForward):
                 f"{type(self.module).__name__} need one for each of {rows.shape[0]} tokens"
             )
         check_range(labels, self.weight.shape[0], _IGNORED)
-        losses, logits = token_losses(rows, self.weight, self.module._parameters["bias"], labels, self.spec)
+        bias: Tensor | None = self.module._parameters["bias"]
+        offset = request.offset
+        if offset is not None:
+            bias = offset if bias is None else bias + offset
+        losses, logits = token_losses(rows, self.weight, bias, labels, self.spec)
         request.loss = mean(losses, labels, _IGNORED, request.num_items)
         # A copy of nothing: FSDP2 warns where a module returns a view.
-        return logits.view(*x.shape[:-2], 0, logits.shape[-1]).clone() if x.dim() > 1 else logits
+        if x.dim() > 1:
+            logits = logits.view(*x.shape[:-2], 0, logits.shape[-1]).clone()
+        return logits if request.calls_function else _NoLogits.carrying(logits, request)
 
 
 class CausalForward(ModelReplacement):
-    """Replaces the forward of a causal language model: the original one, with the loss computed by its projection.
+    """Replaces the forward of a language model: the original one, with the loss computed by its projection.
 
     With labels and gradients enabled, the output's `logits` hold no tokens. All other calls are the original's: without
     labels, without gradients, with `logits_to_keep`, or after another loss function was given to the model.
@@ -129,11 +182,13 @@ class CausalForward(ModelReplacement):
     Args:
         module: whose forward is replaced.
         head: the forward of its output projection.
+        place: what its loss is.
     """
 
-    def __init__(self, module: nn.Module, head: HeadForward) -> None:
+    def __init__(self, module: nn.Module, head: HeadForward, place: CausalHead) -> None:
         super().__init__(module)
         self.head = head
+        self.place = place
         self.loss_function = _attribute(module, "loss_function")
         self.is_running = False
 
@@ -154,7 +209,8 @@ class CausalForward(ModelReplacement):
         self.is_running = True
         try:
             with nullcontext() if request is None else self._standing_in(request):
-                return self.original(*args, **kwargs)
+                result = self.original(*args, **kwargs)
+            return _with_plain_logits(result)
         finally:
             self.is_running = False
 
@@ -170,8 +226,12 @@ class CausalForward(ModelReplacement):
             if self.module.training:
                 warn_inactive(reason)
             return None
-        labels, shifted = arguments["labels"], arguments.get("shift_labels")
-        return _Request(_shift(labels) if shifted is None else shifted, arguments.get("num_items_in_batch"))
+        options = {name: arguments.get(name) for name in self.place.options}
+        labels = options.get("shift_labels")
+        if labels is None:
+            labels = _shift(arguments["labels"]) if self.place.shifts else arguments["labels"]
+        offset = _offset_of(self.module)
+        return _Request(labels, options.get("num_items_in_batch"), offset, self.place.calls_function)
 
     def _obstacle(self, arguments: dict[str, Any]) -> str | None:
         """Why a call with these arguments needs all logits, None if it does not."""
@@ -196,8 +256,7 @@ class CausalForward(ModelReplacement):
             if request.loss is None:  # the projection ran as it is, for fp64 or a weight that is not gathered
                 value: Tensor = self.loss_function(logits, *args, **kwargs)
                 return value
-            # The sum of no logits is zero, and ties the loss to the projection's output, which FSDP2's hooks watch.
-            return request.loss + logits.sum()
+            return request.answer(logits)
 
         own = self.module.__dict__.get("_loss_function")
         self.head.request = request
@@ -239,13 +298,24 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return getattr(module, name, None)
 
 
+def _with_plain_logits(result: Any) -> Any:
+    """An output of the model whose logits are a plain tensor again."""
+    if isinstance(result, tuple):
+        return tuple(x.as_subclass(Tensor) if isinstance(x, _NoLogits) else x for x in result)
+    if isinstance(result, dict):
+        for name, value in result.items():
+            if isinstance(value, _NoLogits):
+                result[name] = value.as_subclass(Tensor)
+    return result
+
+
 def _shift(labels: Tensor) -> Tensor:
     """For each token the label of the next one; the last has none."""
     return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
 
 
 def find_head(model: nn.Module) -> CausalHead:
-    """The causal language model in `model` (itself, or what an adapter wraps) and what its loss is.
+    """The language model in `model` (itself, or what an adapter wraps) and what its loss is.
 
     Raises:
         ModelError: there is none, or it computes another loss; says which part does not fit.
@@ -254,9 +324,9 @@ def find_head(model: nn.Module) -> CausalHead:
         if hasattr(type(module), "get_output_embeddings") and _takes(module, "labels"):
             projection = _projection_of(module)
             full_name = f"{name}.{projection}" if name else projection
-            return CausalHead(name, full_name, _spec_of(module, projection))
+            return replace(_head_of(module, projection), name=name, projection=full_name)
     raise ModelError(
-        f"loss is 'chunked', but {type(model).__name__} holds no Hugging Face causal language model; "
+        f"loss is 'chunked', but {type(model).__name__} holds no Hugging Face language model; "
         f"call laconic.linear_cross_entropy where the loss is computed"
     )
 
@@ -266,15 +336,21 @@ def _takes(module: nn.Module, *names: str) -> bool:
 
 
 def _projection_of(module: nn.Module) -> str:
-    """The name of the output projection, a plain linear child of the language model."""
+    """The name of the output projection, a plain linear layer in the language model."""
     projection = _attribute(module, "get_output_embeddings")()
-    name = next((name for name, child in module.named_children() if child is projection), None)
+    name = next((name for name, child in module.named_modules() if child is projection), None)
     if name is None or type(projection) is not nn.Linear:
         raise ModelError(
             f"loss is 'chunked', but the output projection of {type(module).__name__} is "
-            f"{type(projection).__name__}, and it must be a plain nn.Linear child; use loss='exact'"
+            f"{type(projection).__name__}, and it must be a plain nn.Linear in it; use loss='exact'"
         )
     return name
+
+
+def _offset_of(module: nn.Module) -> Tensor | None:
+    """What BART and its relatives add to the logits: a buffer, [vocabulary] here."""
+    offset = module._buffers.get("final_logits_bias")
+    return None if offset is None else offset.reshape(-1)
 
 
 class _Output(dict[str, Any]):
@@ -303,7 +379,14 @@ class _Returns(nn.Module):
         return self  # nothing else is there, or this would not be called
 
 
-def _spec_of(module: nn.Module, projection: str) -> LossSpec:
+class _PassesOn(nn.Module):
+    """Returns its first argument: stands for what comes before the projection in a head of several layers."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+def _head_of(module: nn.Module, projection: str) -> CausalHead:
     """What happens between the projection and the loss, found by running the forward on made-up logits."""
     config = _attribute(module, "config")
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -318,47 +401,82 @@ def _spec_of(module: nn.Module, projection: str) -> LossSpec:
     trials: list[dict[str, Any]] = [{}]
     if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values()):
         trials += [{"num_items_in_batch": 7}, {"shift_labels": labels.flip(1)}]
+    offset = None if _offset_of(module) is None else torch.randn(num_entries, generator=generator)
+    shifted_logits = logits if offset is None else logits + offset
     try:
-        found = [_try(module, projection, logits, labels, trial) for trial in trials]
+        results = [_try(module, projection, logits, offset, labels, trial) for trial in trials]
     except Exception as error:  # whatever it is, it is not a forward of the kind looked for
         raise ModelError(
             f"loss is 'chunked', but the forward of {type(module).__name__} cannot be tried on made-up logits "
             f"({type(error).__name__}: {error}); use loss='exact'"
         ) from error
+    found, calls_function = [loss for loss, _ in results], all(called for _, called in results)
     for scale, cap in product((scale for scale in scales if scale is not None), caps):
         if cap is None and caps[1] is not None:
             continue
         spec = LossSpec(softcap=cap, scale=float(scale))
-        expected = [_expected(spec, logits, labels, trial) for trial in trials]
-        if all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True)):
-            return spec
+        for shifts, options in product((True, False), (_OPTIONS, _OPTIONS[:1], ())):
+            head = CausalHead("", projection, spec, shifts, options, calls_function)
+            expected = [_expected(head, shifted_logits, labels, trial) for trial in trials]
+            if all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True)):
+                return head
     raise ModelError(
-        f"loss is 'chunked', but {type(module).__name__} computes another loss than the cross entropy of the next "
-        f"token (tried on made-up logits); use loss='exact'"
+        f"loss is 'chunked', but {type(module).__name__} computes another loss than the cross entropy of each token, "
+        f"or of the next (tried on made-up logits); use loss='exact'"
     )
 
 
-def _try(module: nn.Module, projection: str, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-    """The loss that the module's forward computes from these logits."""
+def _twin_of(module: nn.Module, projection: str, answer: nn.Module, other: nn.Module) -> nn.Module:
+    """A module with `answer` in place of its projection; `other` for its other children, and inside of heads none."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__.update(module.__dict__)
+    child, _, below = projection.partition(".")
+    inner = _twin_of(module.get_submodule(child), below, answer, _PassesOn()) if below else answer
+    rest = {name: part if isinstance(part, nn.CrossEntropyLoss) else other for name, part in module._modules.items()}
+    twin.__dict__["_modules"] = {**rest, child: inner}
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    return twin
+
+
+def _try(
+    module: nn.Module,
+    projection: str,
+    logits: Tensor,
+    offset: Tensor | None,
+    labels: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, bool]:
+    """The loss that the module's forward computes from these logits, and whether by its `loss_function`."""
     hidden = torch.zeros(*labels.shape, 8)
-    rest = {name: _Returns(_Output(last_hidden_state=hidden)) for name in module._modules if name != projection}
-    twin.__dict__["_modules"] = {**rest, projection: _Returns(logits.clone())}
+    twin = _twin_of(module, projection, _Returns(logits.clone()), _Returns(_Output(last_hidden_state=hidden)))
+    loss_function, called = _attribute(module, "loss_function"), False
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        called = True
+        return loss_function(*args, **kwargs)
+
+    twin.__dict__["_loss_function"] = record
+    if offset is not None:
+        twin.__dict__["_buffers"] = {**module._buffers, "final_logits_bias": offset.unsqueeze(0)}
     arguments = {"input_ids": torch.zeros_like(labels), "labels": labels} | options
     for name in ("output_router_logits", "use_cache"):
         if _takes(module, name):
             arguments[name] = False
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        loss: Tensor = type(module).forward(twin, **arguments).loss
-    return loss
+        loss = type(module).forward(twin, **arguments).loss
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"its loss is {type(loss).__name__}")
+    return loss, called
 
 
-def _expected(spec: LossSpec, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+def _expected(head: CausalHead, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
     """The loss of these logits by the formula."""
+    spec, options = head.spec, {name: value for name, value in options.items() if name in head.options}
     logits = logits * spec.scale
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    shifted = options.get("shift_labels", _shift(labels)).reshape(-1)
+    shifted = options.get("shift_labels", _shift(labels) if head.shifts else labels).reshape(-1)
     losses = F.cross_entropy(logits.flatten(0, 1), shifted, reduction="none")
     return mean(losses, shifted, _IGNORED, options.get("num_items_in_batch"))
