@@ -36,6 +36,28 @@ MIXTURES: dict[str, dict[str, Any]] = {
 """Models with mixture-of-experts blocks, four experts each of which a token takes two."""
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "opt": {"word_embed_proj_dim": 64, "ffn_dim": 160},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"alibi": False, "new_decoder_architecture": False},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "mamba": {"state_size": 8},
+    "qwen3_next": {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+    },
+}
+"""Models whose layers call functions of torch or mix tokens by code of their own."""
+
+
 def make_model(family: str, **overrides: Any) -> nn.Module:
     """A two-layer model of a family with random weights, norms and biases included."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,7 +78,15 @@ def make_model(family: str, **overrides: Any) -> nn.Module:
         sizes.pop("num_key_value_heads")
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = AutoConfig.for_model(
-        family, **{**sizes, **special, **FAMILIES.get(family, {}), **MIXTURES.get(family, {}), **overrides}
+        family,
+        **{
+            **sizes,
+            **special,
+            **FAMILIES.get(family, {}),
+            **MIXTURES.get(family, {}),
+            **OTHERS.get(family, {}),
+            **overrides,
+        },
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -47,7 +47,7 @@ def _planned() -> nn.Module:
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    **{family: lambda family=family: _compressed(family) for family in (*FAMILIES, *MIXTURES)},  # type: ignore[misc]
+    **{family: lambda family=family: _compressed(family) for family in (*FAMILIES, *MIXTURES, "opt", "bloom")},  # type: ignore[misc]
     "plan": _planned,
     "chunked": lambda: _compressed("llama", loss="chunked"),
     "hooks": lambda: _compressed("llama", mode="hooks"),
@@ -155,7 +155,9 @@ def test_every_family_takes_names(case: str) -> None:
 
 
 def test_no_kind_of_replaced_forward_is_left_out() -> None:
-    seen = set().union(*(_looks(CASES[case]()) for case in ("llama", "mixtral", "plan", "chunked", "hooks")))
+    seen = set().union(
+        *(_looks(CASES[case]()) for case in ("llama", "mixtral", "opt", "bloom", "gpt2", "plan", "chunked", "hooks"))
+    )
     bases = {SiteForward, ModelReplacement}
     assert {cls for cls in _subclasses(Replacement) if cls.__module__.startswith("laconic")} - bases <= seen
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations import find_sites
-from laconic.activations.functions import NormSpec
+from laconic.activations.functions import ACTIVATIONS, NormSpec
 from laconic.activations.sites import LinearSpec, MlpSpec
 from tests.activations.models import make_model
 
@@ -94,7 +94,14 @@ class ScaledNorm(nn.Module):
 
 def test_a_block_that_computes_something_else_is_left_alone() -> None:
     kinds = Counter(site.kind for site in find_sites(nn.ModuleList([FamiliarNamesOnly(), ScaledNorm()])))
-    assert kinds == {"linear": 3}
+    assert kinds == {"linear": 3, "activation": 1, "functions": 1}
+
+
+class QuickGelu(nn.Module):
+    """CLIP's approximation of GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
 
 
 class Plain(nn.Module):
@@ -116,6 +123,7 @@ class Plain(nn.Module):
         (nn.GELU(), "gelu"),
         (nn.GELU(approximate="tanh"), "gelu_tanh"),
         (nn.SiLU(), "silu"),
+        (QuickGelu(), "quick_gelu"),
         (nn.ReLU(inplace=True), None),
         (nn.Tanh(), None),
         (nn.PReLU(), None),
@@ -137,6 +145,17 @@ class UnheardOf(nn.Module):
         return F.rms_norm(x.float(), (8,), 1 + self.weight.float(), self.variance_epsilon).to(x.dtype)
 
 
+class HandWritten(nn.Module):
+    """A norm whose epsilon is in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(8)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-6)
+
+
 @pytest.mark.parametrize(
     ("norm", "spec"),
     [
@@ -144,6 +163,9 @@ class UnheardOf(nn.Module):
         (nn.RMSNorm(8, eps=1e-6), NormSpec("rms", 1e-6)),
         (nn.LayerNorm(8), NormSpec("layer", 1e-5)),
         (nn.LayerNorm(8, bias=False), NormSpec("layer", 1e-5)),
+        (nn.LayerNorm(8, elementwise_affine=False), NormSpec("layer", 1e-5)),
+        (nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), NormSpec("rms", 1e-6)),
+        (HandWritten(), NormSpec("layer", 1e-6)),
     ],
 )
 def test_a_norm_is_recognized_by_its_values(norm: nn.Module, spec: NormSpec) -> None:
@@ -151,12 +173,45 @@ def test_a_norm_is_recognized_by_its_values(norm: nn.Module, spec: NormSpec) -> 
     assert site.spec == spec
 
 
-def test_parametrized_and_derived_linears_are_left_alone() -> None:
-    class Quantized(nn.Linear):
-        pass
+class Named(nn.Linear):
+    """Multiplies, as Falcon's does, by code of its own."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Quantized(nn.Linear):
+    """Multiplies by rounded weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.round(decimals=1), self.bias)
+
+
+class Noisy(nn.Linear):
+    """Multiplies by noisy weights in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + torch.randn_like(self.weight) if self.training else self.weight, self.bias)
+
+
+class Scaled(nn.Linear):
+    """Has a parameter more."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, features)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_of_another_class_is_recognized_by_its_values(bias: bool) -> None:
+    (site,) = find_sites(nn.Sequential(Named(4, 6, bias=bias)))
+    assert (site.spec, site.features) == (LinearSpec(transposed=False), (4,))
+
+
+def test_linears_that_do_more_are_left_alone() -> None:
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    assert find_sites(nn.Sequential(Quantized(4, 4), normed)) == []
+    assert find_sites(nn.Sequential(Quantized(4, 4), Noisy(4, 4), Scaled(4), normed)) == []
 
 
 class ChannelsFirst(nn.Module):
@@ -183,8 +238,16 @@ class ChannelsFirst(nn.Module):
     ],
 )
 def test_a_norm_over_other_dimensions_than_the_last_is_none(norm: Callable[[int], nn.Module], features: int) -> None:
-    assert find_sites(nn.Sequential(norm(features))) == []
+    assert all(site.kind != "norm" for site in find_sites(nn.Sequential(norm(features))))
 
 
 def test_a_module_that_gets_its_shape_later_is_no_site() -> None:
     assert find_sites(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 4)))[0].name == "2"
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_the_derivative_of_an_activation_is_that_of_autograd(name: str) -> None:
+    x = torch.linspace(-6, 6, 401, dtype=torch.float64).requires_grad_()
+    grad = torch.randn(401, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (expected,) = torch.autograd.grad(ACTIVATIONS[name].forward(x), x, grad)
+    torch.testing.assert_close(ACTIVATIONS[name].backward(grad, x.detach()), expected)

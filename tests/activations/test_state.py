@@ -18,8 +18,12 @@ from laconic import BlockFormat
 from laconic.activations import Recompute, Site, apply, saved_nbytes_per_token
 from laconic.activations.attention import attention_core_of
 from laconic.activations.choice import Choice
+from laconic.activations.dropout import DropoutForward
+from laconic.activations.elementwise import ElementwiseForward
 from laconic.activations.experts import ExpertsForward, RouterForward
 from laconic.activations.feedforward import ActivationForward, ProjectionForward
+from laconic.activations.functional import FunctionsForward
+from laconic.activations.mixer import MixerForward
 from laconic.errors import ModelError
 from tests.activations.models import VOCABULARY, loss_of, make_ids, make_model
 
@@ -225,6 +229,16 @@ CLASSES = (
 )
 
 
+FAMILY_OF = {
+    RouterForward: "mixtral",
+    ExpertsForward: "mixtral",
+    DropoutForward: "gpt2",
+    ElementwiseForward: "opt",
+    FunctionsForward: "opt",
+    MixerForward: "bloom",
+}
+
+
 def recomputed(site: Site) -> Choice:
     return Recompute() if site.kind == "mlp" else BlockFormat("int8")
 
@@ -232,7 +246,7 @@ def recomputed(site: Site) -> Choice:
 @pytest.mark.parametrize("step", [*FUNCTIONS, *CLASSES], ids=lambda step: getattr(step, "__name__", step))
 def test_a_failure_at_any_step_leaves_the_model_as_it_was(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a step fails, in the next trial the second, and so on until the conversion gets through."""
-    model = make_model("mixtral" if step in (RouterForward, ExpertsForward) else "llama")
+    model = make_model(FAMILY_OF.get(step, "llama"))
     options: dict[str, Any] = {"loss": "chunked", "attention": "int8"}
     if step in (apply.RecomputedMlpForward, ProjectionForward):
         options = {"policy": recomputed}

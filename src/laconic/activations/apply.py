@@ -11,16 +11,20 @@ from torch import nn
 from laconic.activations.attention import AttentionCore, attention_core_of
 from laconic.activations.checkpoint import LayerForward, is_checkpointed_layer
 from laconic.activations.choice import Choice, Recompute
+from laconic.activations.dropout import DropoutForward
+from laconic.activations.elementwise import ElementwiseForward
 from laconic.activations.experts import ExpertsForward, RouterForward
 from laconic.activations.feedforward import MlpForward, RecomputedMlpForward
 from laconic.activations.follow import follow
 from laconic.activations.forwards import LinearForward, NormForward, SiteForward
+from laconic.activations.functional import FunctionsForward
 from laconic.activations.head import CausalForward, CausalHead, HeadForward, find_head
 from laconic.activations.hooks import HooksForward
+from laconic.activations.mixer import MixerForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.replacement import Replacement, check_module, replacements_of
 from laconic.activations.report import Measurement, Report, brief, make_report, measure, measure_first, sample_inputs
-from laconic.activations.sites import Site, find_sites
+from laconic.activations.sites import FunctionsSpec, Site, find_sites
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import BITS
@@ -33,6 +37,10 @@ _FORWARDS: Mapping[str, type[SiteForward]] = {
     "mlp": MlpForward,
     "router": RouterForward,
     "experts": ExpertsForward,
+    "activation": ElementwiseForward,
+    "dropout": DropoutForward,
+    "functions": FunctionsForward,
+    "mixer": MixerForward,
 }
 
 
@@ -69,8 +77,10 @@ def compress_activations(
         block_size: values per scale: 16, 32, 64, 128 or 256.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         attention: how query, key and value are kept: "exact" leaves attention as it is; "int8", "nf4" (any code) or a
-            format packs them, and attention runs again in backward. The output then costs nothing. None is "int8"
-            (`ATTENTION`), "exact" if `bits` is 16, or what the policy or plan says if there is one.
+            format packs them, and attention runs again in backward. The output then costs nothing. "recompute" keeps
+            the input of the attention module in 8 bits instead, and the whole module runs again, its projections
+            included. None is "int8" (`ATTENTION`), "exact" if `bits` is 16, or what the policy or plan says if there
+            is one. Other mixers of tokens (state-space models) keep their packed input.
         checkpoint: how a layer's input is kept where Hugging Face's `gradient_checkpointing_enable`, before or after
             this call, computes the layer again in backward: "exact", a code or a format; exact if `bits` is 16. Such a
             layer keeps nothing else, and its second run is exact but for its input.
@@ -105,7 +115,9 @@ def compress_activations(
             "attention= is for the default policy; with policy= or plan=, that decides about attention sites"
         )
     kept_attention = attention or ("exact" if block_format is None else ATTENTION)
-    attention_format = _format("attention", kept_attention, block_size, scale_dtype)
+    attention_format: Choice = Recompute()
+    if kept_attention != "recompute":
+        attention_format = _format("attention", kept_attention, block_size, scale_dtype)
     input_format = _format("checkpoint", checkpoint, block_size, scale_dtype)
     if _forwards(model):
         raise ModelError(
@@ -182,9 +194,13 @@ def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
     """Give each module the forward that the choice for its site asks for."""
     recomputed = []
     for module, site, choice in chosen:
-        if isinstance(choice, Recompute):
+        if isinstance(choice, Recompute) and site.kind in ("attention", "mixer"):
+            MixerForward(module, site, BlockFormat("int8")).install()
+        elif isinstance(choice, Recompute):
             recomputed.append(RecomputedMlpForward(module, site))
             recomputed[-1].install()
+        elif choice is not None and isinstance(site.spec, FunctionsSpec):
+            FunctionsForward(module, site, choice).install()
         elif choice is not None and site.kind == "attention":
             AttentionCore(module, site, choice)
         elif choice is not None:

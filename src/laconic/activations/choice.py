@@ -11,7 +11,10 @@ from laconic.activations.traceable import argument_class
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat
 
-__all__ = ["Choice", "Offload", "Packing", "Recompute", "entry_of", "choice_of"]
+__all__ = ["RECOMPUTED", "Choice", "Offload", "Packing", "Recompute", "choice_of", "entry_of"]
+
+RECOMPUTED = ("mlp", "attention", "mixer")
+"""Kinds of sites that can be recomputed on their own."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,9 @@ argument_class(Offload)
 class Recompute:
     """Nothing is saved: backward computes the tensors again from the rebuilt input of the site.
 
-    For feed-forward blocks: gate and up are projected a second time. A norm or linear saves nothing but its input
-    anyway; to recompute attention or a whole decoder layer, see `ActivationPlan.layers`.
+    Of a feed-forward block gate and up are projected a second time. An attention module or another mixer of tokens
+    runs again as a whole, projections included, from its input in 8 bits. A norm or linear saves nothing but its input
+    anyway; to recompute a whole decoder layer, see `ActivationPlan.layers`.
     """
 
 

@@ -30,7 +30,16 @@ from laconic.activations.sites import MlpSpec, Site
 from laconic.activations.trial import PlainAttributes
 from laconic.formats import BlockFormat
 
-__all__ = ["ActivationForward", "MlpForward", "ProjectionForward", "RecomputedMlpForward"]
+__all__ = [
+    "PARTS",
+    "PRODUCTS",
+    "ActivationForward",
+    "MlpForward",
+    "ProjectionForward",
+    "RecomputedMlpForward",
+    "is_made",
+    "note_parts",
+]
 
 
 class MlpForward(SiteForward):
@@ -93,8 +102,8 @@ class ActivationForward(SiteForward):
         return self.block._noting_origin(y)
 
 
-_PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
-_PARTS = (torch.chunk, torch.split, Tensor.chunk, Tensor.split, Tensor.__getitem__)
+PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
+PARTS = (torch.chunk, torch.split, Tensor.chunk, Tensor.split, Tensor.__getitem__)
 
 
 class _Products(TorchFunctionMode):
@@ -106,28 +115,29 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and not kwargs and torch.is_grad_enabled() and self._may_keep(*args):
+        if func in PRODUCTS and not kwargs and torch.is_grad_enabled() and self._may_keep(*args):
             a, b = args
             return functions.multiply(a, b, self._block.format)
         result = func(*args, **kwargs)
-        if func in _PARTS and not torch.compiler.is_compiling():
-            _note_parts(func, args, kwargs, result)
+        if func in PARTS and not torch.compiler.is_compiling():
+            note_parts(func, args, kwargs, result)
         return result
 
     def _may_keep(self, a: Any, b: Any) -> bool:
         ours = SiteForward.ours(a) and SiteForward.ours(b)
         # What needs no gradient is a mask or a constant, which is exact, and the other factor is not kept for it. A
         # leaf is a parameter, which is there anyway.
-        if not ours or a.shape != b.shape or a.dtype != b.dtype or not all(_is_made(x) for x in (a, b)):
+        if not ours or a.shape != b.shape or a.dtype != b.dtype or not all(is_made(x) for x in (a, b)):
             return False
         return self._block.may_keep(a) and self._block.may_keep(b)
 
 
-def _is_made(x: Tensor) -> bool:
+def is_made(x: Tensor) -> bool:
+    """Whether a tensor was computed and wants a gradient: no mask, no constant, no parameter."""
     return x.requires_grad and not x.is_leaf
 
 
-def _note_parts(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+def note_parts(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
     """Note on the parts of a tensor that can be rebuilt (gate and up, side by side) that they can be too."""
     whole = found(args[0]) if isinstance(args[0], Tensor) else None
     if whole is None or any(isinstance(leaf, Tensor) for leaf in args[1:]):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic.activations.choice import Choice, Recompute
+from laconic.activations.choice import RECOMPUTED, Choice, Recompute
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.replacement import ModelReplacement, replacements_of
 from laconic.activations.sites import Site, find_sites
@@ -84,7 +84,7 @@ class _Follower:
         while name and name not in self.choices:
             name = name.rpartition(".")[0]
         choice = self.choices.get(name)
-        return None if isinstance(choice, Recompute) and site.kind != "mlp" else choice
+        return None if isinstance(choice, Recompute) and site.kind not in RECOMPUTED else choice
 
 
 def _few(names: list[str]) -> str:

@@ -68,10 +68,17 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda x: F.gelu(x, approximate="tanh"),
         lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
     ),
+    "quick_gelu": Activation(lambda x: x * torch.sigmoid(1.702 * x), lambda grad, x: _quick_gelu_backward(grad, x)),
     "relu": Activation(F.relu, lambda grad, x: torch.ops.aten.threshold_backward(grad, x, 0)),
     "relu2": Activation(lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)),
 }
 """The activation functions a gated or plain feed-forward site can rebuild, by name."""
+
+
+def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of x sigmoid(1.702 x), CLIP's approximation of GELU."""
+    gate = torch.sigmoid(1.702 * x)
+    return grad * (gate + 1.702 * x * gate * (1 - gate))
 
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:

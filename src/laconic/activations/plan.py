@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from laconic.activations.choice import Choice, Recompute, choice_of, entry_of
+from laconic.activations.choice import RECOMPUTED, Choice, Recompute, choice_of, entry_of
 from laconic.activations.sites import Site
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
@@ -32,8 +32,8 @@ keys are off by a fifth (benchmarks/results/gradient_error_*).
 
 
 def uniform(format: Choice, attention: Choice = None) -> Policy:
-    """The policy that gives every site the same format, except attention."""
-    return lambda site: attention if site.kind == "attention" else format
+    """The policy that gives every site the same format, except attention and other mixers of tokens."""
+    return lambda site: attention if site.kind in ("attention", "mixer") else format
 
 
 def careful_head(format: BlockFormat | None, attention: Choice = None) -> Policy:
@@ -82,10 +82,11 @@ class ActivationPlan:
                     f"the plan names the site {name!r}, but the model has no such site; make the plan from "
                     f"laconic.activations.find_sites(model) of the same model"
                 )
-            if isinstance(choice, Recompute) and site.kind != "mlp":
+            if isinstance(choice, Recompute) and site.kind not in RECOMPUTED:
                 raise ModelError(
-                    f"the plan says recompute for {name!r}, a site of kind {site.kind!r}, but only feed-forward blocks "
-                    f"can be computed again on their own; give it a format, or name its layer under 'layers'"
+                    f"the plan says recompute for {name!r}, a site of kind {site.kind!r}, but only feed-forward "
+                    f"blocks, attention and other mixers can be computed again on their own; give it a format, or name "
+                    f"its layer under 'layers'"
                 )
         for layer in self.layers:
             is_index = layer.rpartition(".")[2].isdigit()

@@ -74,9 +74,9 @@ class Replay:
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
         """The value of `function()`, and the state for `again`."""
-        before = self._generators()
+        before = self.generators()
         value = function()
-        drew = any(not torch.equal(old, new) for old, new in zip(before, self._generators(), strict=True))
+        drew = any(not torch.equal(old, new) for old, new in zip(before, self.generators(), strict=True))
         return value, before if drew else ()
 
     @contextmanager
@@ -97,7 +97,8 @@ class Replay:
                     part.training = training
             yield
 
-    def _generators(self) -> tuple[Tensor, ...]:
+    def generators(self) -> tuple[Tensor, ...]:
+        """States of the random generators that code on the device may draw from, uint8 on the CPU."""
         if self._device.type == "cuda":
             return torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
         return (torch.get_rng_state(),)

@@ -21,11 +21,21 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from laconic.activations.code_scan import TorchCalls, calls_of
 from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled
 
-__all__ = ["LinearSpec", "MlpSpec", "Site", "find_sites"]
+__all__ = [
+    "ActivationSpec",
+    "DropoutSpec",
+    "FunctionsSpec",
+    "LinearSpec",
+    "MixerSpec",
+    "MlpSpec",
+    "Site",
+    "find_sites",
+]
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,44 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class ActivationSpec:
+    """An activation module outside of a feed-forward block; `activation` is a key of `ACTIVATIONS`."""
+
+    activation: str
+
+
+@dataclass(frozen=True)
+class DropoutSpec:
+    """Torch's dropout; its mask is kept in bits, whatever the format."""
+
+
+@dataclass(frozen=True)
+class FunctionsSpec:
+    """A module whose own code calls `names` of torch.nn.functional (see functional.py)."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MixerSpec:
+    """A module that mixes tokens by code of its own and runs again in backward (see mixer.py)."""
+
+
+Spec = (
+    NormSpec
+    | LinearSpec
+    | MlpSpec
+    | AttentionSpec
+    | RouterSpec
+    | ExpertsSpec
+    | ActivationSpec
+    | DropoutSpec
+    | FunctionsSpec
+    | MixerSpec
+)
+
+
+@dataclass(frozen=True)
 class Site:
     """A place where backward needs a tensor.
 
@@ -82,10 +130,12 @@ class Site:
     """
 
     name: str
-    kind: Literal["norm", "linear", "mlp", "attention", "router", "experts"]
+    kind: Literal[
+        "norm", "linear", "mlp", "attention", "router", "experts", "activation", "dropout", "functions", "mixer"
+    ]
     layer: int | None
     features: tuple[int, ...]
-    spec: NormSpec | LinearSpec | MlpSpec | AttentionSpec | RouterSpec | ExpertsSpec
+    spec: Spec
     head: bool = False
 
 
@@ -99,6 +149,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
+    taken: set[nn.Module] = set()  # activations that feed-forward blocks have taken charge of
     for name, module in model.named_modules():
         layer = _layer_of(name)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
@@ -107,8 +158,10 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             width = _weight_of(module).shape[0 if linear.transposed else 1]
             yield Site(name, "linear", layer, (width,), linear)
         elif (norm := _norm(module)) is not None:
-            yield Site(name, "norm", layer, tuple(_weight_of(module).shape), norm)
+            weight = module._parameters.get("weight")
+            yield Site(name, "norm", layer, () if weight is None else tuple(weight.shape), norm)
         elif (mlp := _mlp(module)) is not None:
+            taken.add(module.get_submodule(mlp.act))
             down = _child(module, mlp.down)
             width = _weight_of(down).shape[0 if _is_conv1d(down) else 1]
             yield Site(name, "mlp", layer, (width * (1 if mlp.up is None and not mlp.fused else 2),), mlp)
@@ -118,6 +171,38 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(name, "router", layer, (_weight_of(module).shape[1],), router)
         elif (experts := experts_of(module)) is not None:
             yield Site(name, "experts", layer, (experts.hidden_size,), experts)
+        elif is_dropout(module):
+            yield Site(name, "dropout", layer, (), DropoutSpec())
+        elif module in taken:
+            continue
+        elif (activation := _activation(module)) is not None:
+            yield Site(name, "activation", layer, (), ActivationSpec(activation))
+        elif layer is not None and _is_mixer(module):
+            yield Site(name, "mixer", layer, (), MixerSpec())
+        elif names := tuple(sorted(calls_of(module) & TorchCalls.PACKED)):
+            kind: Literal["attention", "functions"] = "attention" if TorchCalls.ATTENTION in names else "functions"
+            yield Site(name, kind, layer, (), FunctionsSpec(names))
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module is torch's dropout and works out of place."""
+    return type(module) is nn.Dropout and own_forward(module) is None and not module.inplace
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    """Whether a module mixes tokens by code of its own, so that only its input is worth keeping.
+
+    Eager attention (a softmax between linear layers) and state-space or delta-rule mixers (linear layers around a
+    recurrence with parameters of its own). This proposes; the forward proves by running twice (see mixer.py).
+    """
+    num_linears = sum(isinstance(child, nn.Linear) or _is_conv1d(child) for child in module.children())
+    if num_linears < 2 or own_forward(module) is not None:
+        return False
+    calls = calls_of(module)
+    if TorchCalls.ATTENTION in calls:
+        return False
+    has_own = any(p is not None for p in module._parameters.values())
+    return has_own or "softmax" in calls or any(type(child) is nn.Softmax for child in module.children())
 
 
 def _layer_of(name: str) -> int | None:
@@ -130,10 +215,30 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _linear(module: nn.Module) -> LinearSpec | None:
-    # Subclasses may do more than multiply (quantized weights, parametrizations): only the plain classes are known.
     if type(module) is nn.Linear:
         return LinearSpec(transposed=False) if own_forward(module) is None else None
+    # Subclasses may do more than multiply (quantized weights, parametrizations): values decide.
+    if isinstance(module, nn.Linear):
+        return LinearSpec(transposed=False) if _is_linear(module) else None
     return LinearSpec(transposed=True) if _is_conv1d(module) and _multiplies(module) else None
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether a subclass of nn.Linear computes what that does, with and without a bias as it has one."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if module._parameters.keys() != {"weight", "bias"} or len(module._buffers) > 0 or len(module._modules) > 0:
+        return False
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point() or not has_plain_attributes(module):
+        return False
+    if weight.shape != (module.out_features, module.in_features):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"weight": torch.randn(3, 4, generator=generator)}
+    if bias is not None:
+        tensors["bias"] = torch.randn(3, generator=generator)
+    x = torch.randn(2, 5, 4, generator=generator)
+    got = settled(module, tensors, x, attributes={"in_features": 4, "out_features": 3})
+    return got is not None and _same(got, torch.nn.functional.linear(x, tensors["weight"], tensors.get("bias")))
 
 
 def _multiplies(module: nn.Module) -> bool:
@@ -159,21 +264,37 @@ def _weight_of(module: nn.Module) -> Tensor:
 def _norm(module: nn.Module) -> NormSpec | None:
     """The normalization a leaf module computes over its last dimension, found by running it on random numbers."""
     weight = module._parameters.get("weight")  # not the attribute: a parametrized one is computed anew, and may change
-    if weight is None or weight.dim() != 1:
+    if weight is not None and weight.dim() != 1:
         return None
     if any(True for _ in module.children()) or not has_plain_attributes(module):
         return None
     if not set(module._parameters) <= {"weight", "bias"} or len(module._buffers) > 0:
         return None
-    eps = next((getattr(module, name) for name in ("eps", "variance_epsilon") if hasattr(module, name)), None)
-    if isinstance(module, nn.RMSNorm) and eps is None:
-        return None  # its epsilon then depends on the dtype of the input
-    if not isinstance(eps, float):
-        return None
+    if weight is None and (own := getattr(module, "normalized_shape", None)) is not None and len(own) != 1:
+        return None  # over more than the last dimension
+    features = weight.numel() if weight is not None else own[0] if own is not None else 8
+    return next((spec for eps in _epsilons(module) if (spec := _norm_with(module, features, eps)) is not None), None)
+
+
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps")
+_EPS_USUAL = (1e-5, 1e-6, 1e-8, 1e-12)
+
+
+def _epsilons(module: nn.Module) -> tuple[float, ...]:
+    """Epsilons that a norm may have: the one that an attribute names, else those in use."""
+    if isinstance(module, nn.RMSNorm) and module.eps is None:
+        return ()  # its epsilon then depends on the dtype of the input
+    named = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
+    if named is not None:
+        return (named,) if isinstance(named, float) else ()
+    return () if type(module).__module__.startswith("torch.") else _EPS_USUAL  # torch's own norms name theirs
+
+
+def _norm_with(module: nn.Module, features: int, eps: float) -> NormSpec | None:
+    """The normalization with this epsilon that a module computes over its last dimension of `features`."""
     # Few numbers of small size make epsilon and the offset of the weight show in the result. With several dimensions,
     # none before the last of its length: a norm over the second one (GroupNorm, channels first) may look alike in two.
     generator = torch.Generator().manual_seed(0)
-    features = weight.numel()
     others = 3 if features != 3 else 5
     shapes = ((2, features), (2, others, features), (2, others, 2, features))
     xs = [torch.randn(shape, generator=generator) * eps**0.5 for shape in shapes]
@@ -184,11 +305,12 @@ def _norm(module: nn.Module) -> NormSpec | None:
     }
     found = [settled(module, parameters, x) for x in xs]
     candidates = [NormSpec("rms", eps), NormSpec("rms", eps, unit_offset=True), NormSpec("layer", eps)]
-    bias = parameters.get("bias")
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     for spec in candidates:
-        if (bias is None or spec.kind == "layer") and all(
-            got is not None and _same(got, normalize(x, parameters["weight"], bias, spec))
-            for x, got in zip(xs, found, strict=True)
+        if (spec.unit_offset and weight is None) or (bias is not None and spec.kind != "layer"):
+            continue
+        if all(
+            got is not None and _same(got, normalize(x, weight, bias, spec)) for x, got in zip(xs, found, strict=True)
         ):
             return spec
     return None

@@ -1,0 +1,53 @@
+"""Activation modules outside of a recognized feed-forward block.
+
+The activation between two linear layers is often a child of something larger (an encoder layer, an intermediate module,
+`nn.Sequential`) that follows no formula. The activation itself does: it packs its input, and the linear layer behind it
+rebuilds its own input from those codes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from laconic.activations import functions
+from laconic.activations.choice import Packing
+from laconic.activations.forwards import SiteForward
+from laconic.activations.kept import found
+from laconic.activations.sites import ActivationSpec, Site
+from laconic.activations.trial import PlainAttributes
+
+__all__ = ["ElementwiseForward", "is_worth_packing"]
+
+
+def is_worth_packing(x: Tensor, activation: str) -> bool:
+    """Whether the input of an activation is better kept packed.
+
+    torch's relu saves its output, which the layer behind saves as well, so packing the input helps only in front of a
+    layer that can be rebuilt: one that computes over the last dimension, like the linear layer that made the input.
+    Pictures [batch, channels, height, width] are the business of convolutions.
+    """
+    source = x if x._base is None else x._base  # gate and up may be parts of what one layer made
+    if found(x) is not None or getattr(source.grad_fn, "origin", None) is not None:
+        return True
+    return activation not in ("relu", "relu2") and x.dim() <= 3
+
+
+class ElementwiseForward(SiteForward):
+    """Saves the packed input of an activation; its output is rebuilt from that."""
+
+    def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
+        super().__init__(module, site, format)
+        assert isinstance(site.spec, ActivationSpec)
+        self.activation = site.spec.activation
+        self.attributes = PlainAttributes(module)
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether a gradient is wanted and the module still computes what was recognized; not in compiled graphs."""
+        if torch.compiler.is_compiling():
+            return False
+        return x.requires_grad and self.attributes.unchanged(self.module) and is_worth_packing(x, self.activation)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The activation of x, saving x packed."""
+        return self._noting_origin(functions.activate(x, self.value(x), self.activation, self.format))

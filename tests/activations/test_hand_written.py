@@ -1,0 +1,270 @@
+"""Functions, dropout, activations and mixers in hand-written models: same bits, same draws, fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import laconic
+from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
+from laconic.activations.dropout import pack_mask, unpack_mask
+from laconic.formats import BlockFormat
+from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
+from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
+
+MODELS = [
+    *(("function", feedforward) for feedforward in ("plain", "gelu", "relu", "silu")),
+    ("eager", "plain"),
+    ("recurrent", "gelu"),
+]
+
+
+def step(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor], int]:
+    """Loss, random state after the step, gradients, and bytes kept for backward but the loss's own."""
+    torch.manual_seed(3)
+    with SavedTensorTracker(model) as tracker:
+        loss = model(ids)
+    loss.backward()
+    return loss.detach(), torch.get_rng_state(), gradients_of(model), tracker.nbytes - tracker.by_module[""]
+
+
+def everything(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+@pytest.mark.parametrize(("mixer", "feedforward"), MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hand_written_model_computes_and_draws_what_it_did(mixer: str, feedforward: str, dtype: torch.dtype) -> None:
+    model, ids = Language(mixer, feedforward).to(dtype), make_ids()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, example_inputs={"ids": ids})
+    expected, got = step(model, ids), step(twin, ids)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert got[2].keys() == expected[2].keys()
+    a, b = everything(got[2]).double(), everything(expected[2]).double()
+    assert F.cosine_similarity(a, b, dim=0) > 0.98
+    assert expected[3] > (4 if dtype is torch.float32 else 3) * got[3]
+
+
+@pytest.mark.parametrize(("mixer", "feedforward"), MODELS)
+def test_at_eight_bits_every_gradient_is_close(mixer: str, feedforward: str) -> None:
+    model, ids = Language(mixer, feedforward), make_ids()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8)
+    expected, got = step(model, ids), step(twin, ids)
+    for name, grad in got[2].items():
+        assert relative_error(grad, expected[2][name]) < (0.08 if feedforward == "relu" else 0.03), name
+
+
+@pytest.mark.usefixtures("nothing_is_packed")
+@pytest.mark.parametrize(("mixer", "feedforward"), [case for case in MODELS if case[0] == "function"])
+def test_backward_is_right_when_nothing_is_packed(mixer: str, feedforward: str) -> None:
+    model, ids = Language(mixer, feedforward), make_ids()
+    twin = copy.deepcopy(model)
+    # Attention packs by itself: with 8 bits its own error would hide mistakes, so it stays exact here.
+    plan = ActivationPlan.make(
+        find_sites(twin), lambda site: None if site.kind in ("attention", "mixer") else BlockFormat("int8")
+    )
+    laconic.compress_activations(twin, plan=plan)
+    expected, got = step(model, ids), step(twin, ids)
+    for name, grad in got[2].items():
+        assert relative_error(grad, expected[2][name]) < 2e-5, name
+
+
+def test_a_plan_that_leaves_a_child_exact_is_followed_in_the_code_around_it() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = FunctionsOnly("gelu", 0.0)
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inside(F.gelu(self.linear(x)))
+            return y
+
+    def nbytes(**choices: BlockFormat) -> tuple[int, int]:
+        model = Around()
+        laconic.compress_activations(model, plan=ActivationPlan(choices))
+        with SavedTensorTracker(model) as tracker:
+            model(torch.randn(8, 64, requires_grad=True)).sum()
+        return tracker.by_module[""], tracker.by_module["inside"]
+
+    exact, packed = (
+        nbytes(linear=BlockFormat("int8")),
+        nbytes(**{"": BlockFormat("int8"), "linear": BlockFormat("int8")}),
+    )
+    assert packed[0] < exact[0]
+    assert packed[1] == exact[1]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (64,), (1,), (2, 3, 7)])
+def test_masks_survive_packing(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) < 0.5
+    bits = pack_mask(mask)
+    assert bits.numel() == -(-mask.numel() // 8)
+    assert torch.equal(unpack_mask(bits, mask.shape), mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+def test_dropout_keeps_a_bit_per_value_and_its_exact_gradient(dtype: torch.dtype, p: float) -> None:
+    model = nn.Sequential(nn.Dropout(p))
+    x = torch.randn(16, 40).to(dtype)
+    x[:, ::3] = 0  # a zero that stays and one that is dropped look alike in the output, and differ in the gradient
+    weights = torch.randn(16, 40).to(dtype)
+    grads = []
+    for compressed in (False, True):
+        if compressed:
+            laconic.compress_activations(model, example_inputs={"input": x.clone().requires_grad_()})
+        given = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        with SavedTensorTracker(model) as tracker:
+            y = model(given)
+        (y * weights).sum().backward()
+        grads.append((y.detach(), given.grad, torch.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+    assert tracker.nbytes == 16 * 40 // 8
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_that_draws_nothing_is_left_to_torch(p: float) -> None:
+    model = nn.Sequential(nn.Dropout(p))
+    laconic.compress_activations(model)
+    x = torch.randn(4, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 1 - p))  # type: ignore[arg-type]
+
+
+class Remembering(Recurrent):
+    """Gives something else every time that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.add_(1)
+        return super().forward(x) * self.last
+
+
+class Counting(Recurrent):
+    """Counts its calls in an attribute."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Unseeded(Recurrent):
+    """Draws from a generator of its own, which nobody sets back."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("cls", [Remembering, lambda: Counting(0.0), Unseeded])
+def test_a_mixer_that_does_not_repeat_itself_stays_exact_and_the_log_says_so(
+    cls: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = Language("recurrent", rate=0.0), make_ids()
+    model.h[0].mixer = cls()
+    exact = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, "laconic"):
+        laconic.compress_activations(model, bits=8, example_inputs={"ids": ids})
+    assert "h.0.mixer" in caplog.text
+    assert "stays exact" in caplog.text
+    expected, got = step(exact, ids), step(model, ids)
+    for name, grad in got[2].items():
+        assert relative_error(grad, expected[2][name]) < 0.03, name
+
+
+def test_a_mixer_of_frozen_parameters_and_exact_inputs_runs_as_it_is() -> None:
+    model = nn.ModuleList([Recurrent(0.0)])
+    model.requires_grad_(False)
+    laconic.compress_activations(model)
+    x = torch.randn(2, 4, 64)
+    with SavedTensorTracker(model) as tracker:
+        model[0](x)
+    assert tracker.nbytes == 0
+
+
+def test_a_mixer_runs_again_with_the_dropout_of_the_first_run() -> None:
+    torch.manual_seed(0)
+    mixer = nn.ModuleList([Recurrent(0.5)])
+    twin = copy.deepcopy(mixer)
+    laconic.compress_activations(twin, policy=lambda site: BlockFormat("int8", block_size=16))
+    x = torch.randn(2, 12, 64)
+    found = []
+    for each in (mixer, twin):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = each[0](given)
+        torch.rand(5)  # other code draws before backward
+        y.square().sum().backward()
+        found.append((y.detach(), given.grad, torch.get_rng_state()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][2], found[1][2])
+    assert relative_error(found[1][1], found[0][1]) < 0.03  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom", "falcon", "gptj", "mamba", "qwen3_next"])
+def test_layers_with_code_of_their_own_keep_a_third_or_less(family: str) -> None:
+    model, ids = make_model(family), make_ids(length=32)
+    twin = copy.deepcopy(model)
+    report = laconic.compress_activations(twin, example_inputs={"input_ids": ids, "labels": ids})
+    assert torch.equal(loss_of(model, ids), loss_of(twin, ids))
+    assert report.before is not None
+    assert report.after is not None
+    before, after = (sum(each.by_module.values()) - each.by_module.get("", 0) for each in (report.before, report.after))
+    assert before > 3 * after, report
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_a_cache_that_the_first_run_fills_is_not_filled_again(family: str) -> None:
+    model, ids = make_model(family), make_ids(length=16)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8)
+    results = []
+    for each in (model, twin):
+        torch.manual_seed(0)
+        out = each(input_ids=ids, labels=ids, use_cache=True)
+        out.loss.backward()
+        results.append((out, gradients_of(each)))
+    assert torch.equal(results[0][0].loss, results[1][0].loss)
+    assert [out.past_key_values.get_seq_length(layer) for out, _ in results for layer in (0, 1)] == [16] * 4
+    for name, grad in results[1][1].items():
+        assert relative_error(grad, results[0][1][name]) < 0.1, name
+
+
+def test_a_call_with_a_filled_cache_runs_as_it_is() -> None:
+    model, ids = make_model("bloom"), make_ids(length=16)
+    with torch.no_grad():
+        past = model(input_ids=ids, use_cache=True).past_key_values
+    twin, past_of_twin = copy.deepcopy(model), copy.deepcopy(past)
+    laconic.compress_activations(twin, bits=8)
+    losses = []
+    for each, cache in ((model, past), (twin, past_of_twin)):
+        torch.manual_seed(0)
+        loss = each(input_ids=ids, labels=ids, past_key_values=cache).loss
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+
+
+def test_only_the_code_of_mixers_counts() -> None:
+    kinds = {site.name: site.kind for site in find_sites(Language("eager"))}
+    assert kinds["h.0.mixer"] == "mixer"
+    assert {site.kind for site in find_sites(nn.ModuleList([Attention(0.0)])) if site.name == "0"} == {"attention"}

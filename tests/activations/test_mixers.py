@@ -1,0 +1,62 @@
+"""attention="recompute": attention modules run again from their input in eight bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
+from laconic.activations.mixer import MixerForward
+from laconic.activations.replacement import replacements_of
+from laconic.errors import ModelError
+from laconic.formats import BlockFormat
+from tests.activations.models import both_gradients, loss_of, make_ids, make_model, relative_error
+
+
+def everything(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+def test_every_family_computes_what_it_did_and_has_close_gradients(family: str) -> None:
+    model, ids = make_model(family), make_ids()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, attention="recompute")
+    assert torch.equal(loss_of(model, ids), loss_of(twin, ids))
+    expected, got = both_gradients(model, twin, ids)
+    assert relative_error(everything(got), everything(expected)) < 0.02
+
+
+def test_a_llama_layer_keeps_half_a_u_for_attention() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=4, **sizes)
+    model, ids = AutoModelForCausalLM.from_config(config).to(torch.bfloat16), make_ids(length=128)
+    laconic.compress_activations(model, attention="recompute")
+    with SavedTensorTracker(model) as tracker:
+        loss_of(model, ids)
+    layers = sum(nbytes for name, nbytes in tracker.by_module.items() if ".layers." in name)
+    assert layers / 2 / (ids.numel() * 256 * 2) < 3.2
+
+
+def test_a_plan_says_it_as_data_and_comes_out_again() -> None:
+    model, ids = make_model("llama"), make_ids()
+    choices = {
+        site.name: Recompute() if site.kind == "attention" else BlockFormat("int8") for site in find_sites(model)
+    }
+    plan = ActivationPlan.from_json(ActivationPlan(choices).to_json())
+    laconic.compress_activations(model, plan=plan)
+    attention = model.get_submodule("model.layers.0.self_attn")
+    assert [type(each) for each in replacements_of(attention)] == [MixerForward]
+    loss_of(model, ids).backward()
+    laconic.decompress_activations(model)
+    assert "forward" not in vars(attention)
+
+
+def test_what_cannot_be_recomputed_on_its_own_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"recompute for 'model.norm'.*only feed-forward blocks, attention and other"):
+        laconic.compress_activations(make_model("llama"), plan=ActivationPlan({"model.norm": Recompute()}))
