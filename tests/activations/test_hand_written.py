@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites
+from laconic.activations.checkpoint import checkpoint
 from laconic.activations.dropout import pack_mask, unpack_mask
+from laconic.activations.mixer import MixerForward
+from laconic.activations.replacement import replacements_of
 from laconic.formats import BlockFormat
 from tests.activations.hand_written import Attention, FunctionsOnly, Language, Recurrent
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
@@ -60,7 +63,7 @@ def test_at_eight_bits_every_gradient_is_close(mixer: str, feedforward: str) -> 
     laconic.compress_activations(twin, bits=8)
     expected, got = step(model, ids), step(twin, ids)
     for name, grad in got[2].items():
-        assert relative_error(grad, expected[2][name]) < (0.08 if feedforward == "relu" else 0.03), name
+        assert relative_error(grad, expected[2][name]) < 0.03, name
 
 
 @pytest.mark.usefixtures("nothing_is_packed")
@@ -268,3 +271,74 @@ def test_only_the_code_of_mixers_counts() -> None:
     kinds = {site.name: site.kind for site in find_sites(Language("eager"))}
     assert kinds["h.0.mixer"] == "mixer"
     assert {site.kind for site in find_sites(nn.ModuleList([Attention(0.0)])) if site.name == "0"} == {"attention"}
+
+
+def test_a_mixer_with_sharp_logits_keeps_its_input_exactly() -> None:
+    ids = make_ids()
+    for scale, sharp in ((1.0, False), (30.0, True)):
+        model = Language("eager", rate=0.0)
+        with torch.no_grad():
+            for layer in model.h:
+                layer.mixer.c_attn.weight.mul_(scale)
+        twin = copy.deepcopy(model)
+        laconic.compress_activations(twin, bits=8, example_inputs={"ids": ids})
+        forwards = [next(replacements_of(layer.mixer)) for layer in twin.h]
+        assert all(isinstance(each, MixerForward) and each.is_sensitive is sharp for each in forwards)
+        expected, got = step(model, ids), step(twin, ids)
+        assert relative_error(everything(got[2]), everything(expected[2])) < 0.05
+
+
+class Gated(nn.Module):
+    """A gated block whose children have names of its own."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two, self.shape = nn.Linear(64, 256), nn.Linear(128, 64), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.one(x).chunk(2, dim=-1)
+        out: Tensor = self.two(self.shape(a) * b)
+        return out
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU(), nn.ReLU(), nn.GELU(approximate="tanh")])
+def test_a_gated_block_with_other_names_keeps_gate_and_up_packed(act: nn.Module) -> None:
+    model, x = nn.Sequential(nn.LayerNorm(64), Gated(act)), torch.randn(4, 32, 64)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8)
+    found = []
+    for each in (model, twin):
+        with SavedTensorTracker(each) as tracker:
+            y = each(x)
+        y.square().sum().backward()
+        found.append((y.detach(), gradients_of(each), tracker.nbytes))
+    assert torch.equal(found[0][0], found[1][0])
+    assert relative_error(everything(found[1][1]), everything(found[0][1])) < 0.02
+    signs = 128 / 8 if isinstance(act, nn.ReLU) else 0
+    # norm's input and gate and up at 8.25 bits, and the output that the test squares
+    assert found[1][2] <= 4 * 32 * ((64 + 256) * 8.25 / 8 + signs + 64 * 4)
+
+
+def test_a_relu_passes_on_the_gradients_of_values_that_round_to_zero() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(64))
+    x = torch.full((8, 64), 1e-3)
+    x[:, 0] = 100.0
+    exact, packed = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(exact).sum().backward()
+    laconic.compress_activations(model, policy=lambda site: BlockFormat("nf4"))
+    model(packed).sum().backward()
+    torch.testing.assert_close(packed.grad, exact.grad)
+
+
+def test_a_permuted_input_comes_back_with_its_strides() -> None:
+    x = torch.randn(2, 64, 12).transpose(1, 2).requires_grad_()
+    strides = []
+
+    def function(x: Tensor) -> Tensor:
+        strides.append(x.stride())
+        return x.square()
+
+    checkpoint(function, x).sum().backward()
+    assert strides == [x.stride()] * 2

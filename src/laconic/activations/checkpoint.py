@@ -70,19 +70,28 @@ def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
     # Held by this frame, so that no address can be reused meanwhile.
     places = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape) for x in tensors}
 
-    def pack(x: Tensor) -> Tensor | BlockTensor:
+    def pack(x: Tensor) -> Tensor | tuple[BlockTensor, tuple[int, ...]]:
         if (x.untyped_storage()._cdata, x.storage_offset(), x.shape) not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
         packed = format.quantize(x.detach())
         observe(packed.codes, packed.scales)
-        return packed
+        return packed, x.stride()
 
-    def unpack(saved: Tensor | BlockTensor) -> Tensor:
-        return in_range(saved.dequantize()) if isinstance(saved, BlockTensor) else saved
+    def unpack(saved: Tensor | tuple[BlockTensor, tuple[int, ...]]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else _laid_out(in_range(saved[0].dequantize()), saved[1])
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """`x` with the strides of the tensor it stands for, if that was a permuted one: functions may ask for them."""
+    order = sorted(range(x.dim()), key=lambda d: (stride[d], x.shape[d]), reverse=True)
+    dense = torch.empty([x.shape[d] for d in order], device="meta").stride()
+    if x.stride() == stride or tuple(stride[d] for d in order) != dense:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _packable(x: Any) -> bool:

@@ -26,6 +26,7 @@ __all__ = ["TorchCalls", "calls_of"]
 class TorchCalls:
     """Names for the functions of torch that matter here."""
 
+    PRODUCT = "multiply"
     ATTENTION = "scaled_dot_product_attention"
     FUNCTIONS: ClassVar[dict[Any, str]] = {
         F.dropout: "dropout",
@@ -43,6 +44,7 @@ class TorchCalls:
         F.softmax: "softmax",
         torch.softmax: "softmax",
         Tensor.softmax: "softmax",
+        nn.Softmax: "softmax",
     }
     PACKED = frozenset({"dropout", "layer_norm", "rms_norm", "gelu", "silu", "relu", ATTENTION})
     """Those that can save something smaller for backward (see functional.py)."""
@@ -99,11 +101,13 @@ def _scan_code(
             value = None if known is None else getattr(known, step.argval, None)
         else:
             value = None
+            if step.opname == "BINARY_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr == "*"):
+                found.add(TorchCalls.PRODUCT)
         _note(value, cls, found, seen, depth)
 
 
 def _note(value: Any, cls: type, found: set[str], seen: set[CodeType], depth: int) -> None:
-    name = TorchCalls.FUNCTIONS.get(value) if callable(value) and not isinstance(value, type) else None
+    name = TorchCalls.FUNCTIONS.get(value) if callable(value) and getattr(value, "__hash__", None) else None
     if name is not None:
         found.add(name)
     elif isinstance(value, FunctionType) and not value.__module__.startswith("torch"):

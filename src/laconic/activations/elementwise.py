@@ -3,21 +3,29 @@
 The activation between two linear layers is often a child of something larger (an encoder layer, an intermediate module,
 `nn.Sequential`) that follows no formula. The activation itself does: it packs its input, and the linear layer behind it
 rebuilds its own input from those codes.
+
+A relu keeps the sign of its input as well, in one bit per value: codes round small values to zero, which would stop
+their gradients, and models with many of them would feel it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
+from laconic.activations.derivatives import first_derivative
+from laconic.activations.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards import SiteForward
-from laconic.activations.kept import found
+from laconic.activations.kept import attach, derive, found, keep
 from laconic.activations.sites import ActivationSpec, Site
 from laconic.activations.trial import PlainAttributes
 
-__all__ = ["ElementwiseForward", "is_worth_packing"]
+__all__ = ["ElementwiseForward", "activation", "is_worth_packing"]
 
 
 def is_worth_packing(x: Tensor, activation: str) -> bool:
@@ -31,6 +39,37 @@ def is_worth_packing(x: Tensor, activation: str) -> bool:
     if found(x) is not None or getattr(source.grad_fn, "origin", None) is not None:
         return True
     return activation not in ("relu", "relu2") and x.dim() <= 3
+
+
+def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
+    """`value`, an activation of x, with a backward that saves x packed, or the sign of x if it is a relu.
+
+    Args:
+        x: [..., features].
+        value: [..., features], the activation of x, without gradients.
+        name: a key of `ACTIVATIONS`.
+        format: how x is packed if it is not saved already.
+    """
+    if name != "relu":
+        return functions.activate(x, value, name, format)
+    kept = keep(x, format, "mlp")
+    y: Tensor = _Relu.apply(x, value, pack_mask(value > 0))
+    attach(y, derive(F.relu, (kept,), (), "mlp"))
+    return y
+
+
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, bits: Tensor) -> Tensor:
+        ctx.origin, ctx.shape = "mlp", x.shape
+        ctx.save_for_backward(bits)
+        return value.detach()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (bits,) = ctx.saved_tensors
+        return grad.masked_fill(~unpack_mask(bits, ctx.shape), 0), None, None
 
 
 class ElementwiseForward(SiteForward):
@@ -50,4 +89,4 @@ class ElementwiseForward(SiteForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The activation of x, saving x packed."""
-        return self._noting_origin(functions.activate(x, self.value(x), self.activation, self.format))
+        return self._noting_origin(activation(x, self.value(x), self.activation, self.format))

@@ -29,7 +29,7 @@ from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.code_scan import TorchCalls
 from laconic.activations.dropout import dropout
-from laconic.activations.elementwise import is_worth_packing
+from laconic.activations.elementwise import activation, is_worth_packing
 from laconic.activations.feedforward import PARTS, PRODUCTS, is_made, note_parts
 from laconic.activations.forwards import SiteForward
 from laconic.activations.functions import NormSpec
@@ -131,7 +131,7 @@ def _activation(forward: FunctionsForward, func: Any, args: Any, kwargs: Any) ->
     in_place = kwargs.get("inplace", False) or (func in (F.silu, F.relu) and len(args) > 1 and args[1])
     if in_place or not x.requires_grad or not is_worth_packing(x, name):
         return func(*args, **kwargs)
-    return functions.activate(x, _value(func, args, kwargs), name, forward.format)
+    return activation(x, _value(func, args, kwargs), name, forward.format)
 
 
 def _norm(forward: FunctionsForward, func: Any, args: Any, kwargs: Any) -> Tensor:

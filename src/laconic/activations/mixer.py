@@ -7,8 +7,9 @@ its input.
 
 Whether that is allowed is proved once per module, at its first training call: it runs twice for its value alone, and
 both runs have to give the same bits and leave arguments, buffers and attributes as they were. A module that fails stays
-exact, and the log says so. A call with arguments that cannot be handed over twice (a filled cache, objects of unknown
-kinds) runs as it is.
+exact, and the log says so. Then its gradients for a random output gradient are compared, from the exact input and from
+the packed one: where they differ too much (attention with very sharp logits), the input is kept exactly. A call with
+arguments that cannot be handed over twice (a filled cache, objects of unknown kinds) runs as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from laconic.formats import BlockFormat
 
 __all__ = ["MixerForward"]
 
+LARGEST_ERROR = 0.1
+"""Relative error of a mixer's gradients, run from its packed input, above which the input is kept exactly.
+
+Eight bits are off by half a per cent, of which most mixers make a few per cent (benchmarks/families.py tries many).
+"""
+
 
 class MixerForward(SiteForward):
     """Keeps the packed input of a mixer, which runs again in backward.
@@ -43,10 +50,13 @@ class MixerForward(SiteForward):
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
         self.repeats: bool | None = None  # not known before the first training call
+        self.is_sensitive = False
 
     @property
-    def input_format(self) -> BlockFormat:
-        """The format of the kept input, which is not moved to the host."""
+    def input_format(self) -> BlockFormat | None:
+        """The format of the kept input, which is not moved to the host; None keeps it exactly."""
+        if self.is_sensitive:
+            return None
         return self.format.format if isinstance(self.format, Offload) else self.format
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +76,9 @@ class MixerForward(SiteForward):
                     type(self.module).__name__,
                 )
                 return self.original(*args, **kwargs)
-        with packed_inputs(args, self.input_format):
+        # What has another shape is a mask, a position or a bias, and stays exact.
+        alike = [x for x in args if isinstance(x, Tensor) and x.shape == args[0].shape]
+        with packed_inputs(alike, self.input_format):
             return torch.utils.checkpoint.checkpoint(self._run, *args, use_reentrant=False, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,18 +102,44 @@ class MixerForward(SiteForward):
         return True
 
     def _repeats(self, args: Any, kwargs: Any) -> bool:
-        """Whether two runs give the same bits and change nothing."""
+        """Whether two runs give the same bits and change nothing; notes whether the packed input moves the output."""
         args, kwargs = _without_caches(args, kwargs)
         replay = Replay(args[0].device, self.module)
         before = self._state(args, kwargs)
         random_state = replay.generators()
-        values = []
-        for _ in range(2):
+
+        def run(x: Tensor) -> tuple[list[Any], Any]:
             with forgetting(), replay.again(random_state):
-                values.append(tree_flatten(self.original(*args, **kwargs)))
-        if self._state(args, kwargs) != before or values[0][1] != values[1][1]:
+                return tree_flatten(self.original(x, *args[1:], **kwargs))
+
+        (first, spec), (second, other_spec) = run(args[0]), run(args[0])
+        if self._state(args, kwargs) != before or spec != other_spec:
             return False
-        return all(_same(a, b) for a, b in zip(values[0][0], values[1][0], strict=True))
+        if not all(_same(a, b) for a, b in zip(first, second, strict=True)):
+            return False
+        if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
+            cotangent = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(0)).to(first[0])
+            packed = self.input_format.quantize(args[0].detach()).dequantize()
+            exact, rounded = (
+                self._gradient(x, args[1:], kwargs, cotangent, replay, random_state) for x in (args[0], packed)
+            )
+            # Not the other way round: NaN is too large.
+            self.is_sensitive = not (rounded - exact).norm() <= LARGEST_ERROR * exact.norm()
+        return True
+
+    def _gradient(
+        self, x: Tensor, rest: Any, kwargs: Any, cotangent: Tensor, replay: Replay, random_state: tuple[Tensor, ...]
+    ) -> Tensor:
+        """The gradients of the input and the mixer's parameters at `x`, flattened, in fp64."""
+        leaf = x.detach().requires_grad_()
+        hidden_from_trackers = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.detach(), lambda saved: saved
+        )
+        with hidden_from_trackers, replay.again(random_state):
+            output = tree_flatten(self.original(leaf, *rest, **kwargs))[0][0]
+        wanted = [leaf, *(p for p in self.module.parameters() if p.requires_grad)]
+        grads = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+        return torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
 
     def _state(self, args: Any, kwargs: Any) -> list[Any]:
         """What shows a change: versions of tensors, identities and plain attributes of all modules inside."""
@@ -122,8 +160,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether a value is a cache of Hugging Face's."""
-    return any(base.__name__ == "Cache" and "transformers" in base.__module__ for base in type(value).__mro__)
+    """Whether a value is a cache of Hugging Face's that grows; others may be asked for more than keys and values."""
+    return any(base.__name__ == "DynamicCache" and "transformers" in base.__module__ for base in type(value).__mro__)
 
 
 def _is_empty(cache: Any, layer: int) -> bool:

@@ -179,7 +179,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(name, "activation", layer, (), ActivationSpec(activation))
         elif layer is not None and _is_mixer(module):
             yield Site(name, "mixer", layer, (), MixerSpec())
-        elif names := tuple(sorted(calls_of(module) & TorchCalls.PACKED)):
+        elif names := _functions_of(module):
             kind: Literal["attention", "functions"] = "attention" if TorchCalls.ATTENTION in names else "functions"
             yield Site(name, kind, layer, (), FunctionsSpec(names))
 
@@ -187,6 +187,15 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 def is_dropout(module: nn.Module) -> bool:
     """Whether a module is torch's dropout and works out of place."""
     return type(module) is nn.Dropout and own_forward(module) is None and not module.inplace
+
+
+def _functions_of(module: nn.Module) -> tuple[str, ...]:
+    """Functions of torch that a module's own code calls; products count beside an activation child (gated blocks)."""
+    calls = calls_of(module)
+    names = calls & TorchCalls.PACKED
+    if TorchCalls.PRODUCT in calls and any(_activation(child) is not None for child in module.children()):
+        names |= {TorchCalls.PRODUCT}
+    return tuple(sorted(names))
 
 
 def _is_mixer(module: nn.Module) -> bool:
@@ -202,6 +211,7 @@ def _is_mixer(module: nn.Module) -> bool:
     if TorchCalls.ATTENTION in calls:
         return False
     has_own = any(p is not None for p in module._parameters.values())
+    has_own = has_own or any(type(child) is nn.Conv1d for child in module.children())
     return has_own or "softmax" in calls or any(type(child) is nn.Softmax for child in module.children())
 
 
