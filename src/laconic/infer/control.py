@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from laconic.errors import CollectiveError, ConfigError
 from laconic.infer.settings import WorkerSettings
@@ -40,9 +40,9 @@ __all__ = [
     "RemoteWorker",
     "Worker",
     "check_world",
+    "connect_rank",
     "master_store",
     "open_store",
-    "serve_rank",
 ]
 
 _LAST_WORDS_SECONDS = 1.0
@@ -310,20 +310,18 @@ class RankConnections:
         return hello if known and fits else None
 
 
-def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
-    """Be the worker of a rank above 0 that torchrun has started, and end the process with it.
-
-    Rank 0 runs `Engine(..., launcher="torchrun")` and says what this rank is to be. The directory of the model has the
-    same path on all machines.
+def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[str]]:
+    """Connect this rank of torchrun to the engine on rank 0.
 
     Args:
-        timeout_seconds: for the engine on rank 0 to start.
+        timeout_seconds: for the engine to start.
+
+    Returns:
+        What this rank is to be, lines of commands, and where lines of events go.
 
     Raises:
         ConfigError: this is no rank above 0, or rank 0 cannot be reached.
     """
-    from laconic.infer.worker import work
-
     info = read_environment(os.environ)
     if info is None or info.rank == 0:
         raise ConfigError(
@@ -350,7 +348,7 @@ def serve_rank(timeout_seconds: float = 300.0) -> NoReturn:
         raise ConfigError(f"the engine on rank 0 did not take rank {info.rank}; see the output of rank 0")
     if info.local_world_size == info.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    work(WorkerSettings.from_json(line), commands, events)
+    return WorkerSettings.from_json(line), commands, events
 
 
 def _attempt() -> str:
