@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites, uniform
+from laconic.activations.mixer import MixerForward
+from laconic.activations.replacement import replacements_of
 from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave
 from tests.activations.models import gradients_of, loss_of, make_ids, make_model, relative_error
@@ -34,9 +36,20 @@ def gradients_and_bytes(model: nn.Module, inner: nn.Module, ids: torch.Tensor) -
 
 
 def compressed(how: str) -> nn.Module:
-    """How: a mode, "attention" packed, or "recompute": layer 0 as a whole, of layer 1 the feed-forward block."""
-    model = make_model("llama")
-    if how == "attention":
+    """How: a mode, "attention" packed, or "recompute": layer 0 as a whole, of layer 1 the feed-forward block.
+
+    "again" recomputes attention modules, and "mixer" Bloom's; the latter proves its mixers in the wrapped model.
+    """
+    model = make_model("bloom" if how == "mixer" else "llama")
+    if how == "mixer":
+        laconic.compress_activations(model, bits=4)
+        for module in model.modules():
+            for forward in replacements_of(module):
+                if isinstance(forward, MixerForward):
+                    forward.repeats = None
+    elif how == "again":
+        laconic.compress_activations(model, bits=4, attention="recompute")
+    elif how == "attention":
         laconic.compress_activations(model, bits=4, attention="int8")
     elif how == "recompute":
         choices = ActivationPlan.make(
@@ -60,7 +73,7 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
     else:
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = bf16 if wrapping == "fsdp-bf16" else MixedPrecisionPolicy()
-        for layer in model.model.layers:
+        for layer in model.transformer.h if mode == "mixer" else model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     ids = make_ids(batch=2 * WORLD)
@@ -78,6 +91,9 @@ def work(rank: int, wrapping: str, mode: str, directory: str) -> None:
         ("fsdp", "sites", 1e-5),
         ("fsdp-bf16", "sites", 0.05),
         ("fsdp", "hooks", 1e-5),
+        ("ddp", "mixer", 1e-5),
+        ("fsdp", "mixer", 1e-5),
+        ("fsdp", "again", 1e-5),
         ("ddp", "attention", 1e-5),
         ("fsdp-bf16", "attention", 0.05),
         ("fsdp", "recompute", 1e-5),
