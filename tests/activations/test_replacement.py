@@ -51,6 +51,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "plan": _planned,
     "chunked": lambda: _compressed("llama", loss="chunked"),
     "hooks": lambda: _compressed("llama", mode="hooks"),
+    "combined": lambda: _compressed("gpt2", mode="combined", attention="exact"),
 }
 
 
@@ -135,7 +136,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "plan", "chunked", "hooks"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "plan", "chunked", "hooks", "combined"])
 def test_every_replaced_forward_looks_like_the_original_and_takes_names(case: str) -> None:
     model = CASES[case]()
     assert _looks(model)
@@ -155,9 +156,8 @@ def test_every_family_takes_names(case: str) -> None:
 
 
 def test_no_kind_of_replaced_forward_is_left_out() -> None:
-    seen = set().union(
-        *(_looks(CASES[case]()) for case in ("llama", "mixtral", "opt", "bloom", "gpt2", "plan", "chunked", "hooks"))
-    )
+    cases = ("llama", "mixtral", "opt", "bloom", "gpt2", "plan", "chunked", "hooks", "combined")
+    seen = set().union(*(_looks(CASES[case]()) for case in cases))
     bases = {SiteForward, ModelReplacement}
     assert {cls for cls in _subclasses(Replacement) if cls.__module__.startswith("laconic")} - bases <= seen
 

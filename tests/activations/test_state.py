@@ -219,13 +219,14 @@ FUNCTIONS = (
 CLASSES = (
     apply.AttentionCore,
     apply.CausalForward,
+    apply.ExactForward,
     apply.HeadForward,
     apply.HooksForward,
     apply.LayerForward,
     apply.RecomputedMlpForward,
     ActivationForward,
     ProjectionForward,
-    *apply._FORWARDS.values(),
+    *dict.fromkeys(apply._FORWARDS.values()),
 )
 
 
@@ -252,6 +253,8 @@ def test_a_failure_at_any_step_leaves_the_model_as_it_was(step: Any, monkeypatch
         options = {"policy": recomputed}
     elif step is apply.HooksForward:
         options = {"mode": "hooks"}
+    elif step is apply.ExactForward:
+        options = {"mode": "combined", "policy": lambda site: None if site.kind == "norm" else BlockFormat("int8")}
     owner, name = (apply, step) if isinstance(step, str) else (step, "__init__")
     original = getattr(owner, name)
     for successes in range(100):

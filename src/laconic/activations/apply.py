@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ from laconic.activations.follow import follow
 from laconic.activations.forwards import LinearForward, NormForward, SiteForward
 from laconic.activations.functional import FunctionsForward
 from laconic.activations.head import CausalForward, CausalHead, HeadForward, find_head
-from laconic.activations.hooks import HooksForward
+from laconic.activations.hooks import ExactForward, HooksForward
+from laconic.activations.leaves import LeafForward, LeafSpec
 from laconic.activations.mixer import MixerForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.replacement import Replacement, check_module, replacements_of
@@ -31,7 +33,7 @@ from laconic.ops import BITS
 
 __all__ = ["compress_activations", "decompress_activations"]
 
-_FORWARDS: Mapping[str, type[SiteForward]] = {
+_FORWARDS: Mapping[str, type[SiteForward] | type[LeafForward]] = {
     "norm": NormForward,
     "linear": LinearForward,
     "mlp": MlpForward,
@@ -55,7 +57,7 @@ def compress_activations(
     checkpoint: str | BlockFormat = "int8",
     policy: Policy | None = None,
     plan: ActivationPlan | None = None,
-    mode: Literal["sites", "hooks"] = "sites",
+    mode: Literal["sites", "hooks", "combined"] = "sites",
     loss: Literal["exact", "chunked"] = "exact",
     example_inputs: Mapping[str, Any] | None = None,
     sequence_length: int = 128,
@@ -69,7 +71,8 @@ def compress_activations(
     DDP or FSDP2 and before torch.compile.
 
     Args:
-        model: changed in place. Any decoder-only Hugging Face model; with `mode="hooks"` any module.
+        model: changed in place. Any Hugging Face model or convolutional network; with `mode="hooks"` or "combined" any
+            module.
         bits: 4, 5, 6, 8, or 16 for leaving everything as it is. At 4 bits the input of the final norm, which the output
             projection depends on, is kept at 8 (see `careful_head`).
         format: "nf4" (default at 4 bits), "e2m1" or "int4"; 5, 6 and 8 bits have one format each: "int5", "int6" and
@@ -86,7 +89,9 @@ def compress_activations(
             layer keeps nothing else, and its second run is exact but for its input.
         policy: decides site by site instead of `bits` and `format`.
         plan: the decision as data, instead of a policy; sites it does not name stay exact.
-        mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model.
+        mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model; "combined"
+            rewrites recognized layers and packs what the code around them saves. A site that a policy or plan leaves
+            exact stays exact in all of them.
         loss: "exact" leaves the loss alone. "chunked" computes that of a Hugging Face language model from its
             hidden states, without holding its logits (see `linear_cross_entropy`): calls with labels and gradients
             return the loss, and logits of no tokens.
@@ -105,8 +110,8 @@ def compress_activations(
             loss is not one that can be chunked, or the model is no module.
     """
     check_module(model)
-    if mode not in ("sites", "hooks"):
-        raise ModelError(f"mode is {mode!r}, but it must be 'sites' or 'hooks'")
+    if mode not in ("sites", "hooks", "combined"):
+        raise ModelError(f"mode is {mode!r}, but it must be 'sites', 'hooks' or 'combined'")
     if loss not in ("exact", "chunked"):
         raise ModelError(f"loss is {loss!r}, but it must be 'exact' or 'chunked'")
     block_format = BlockFormat.from_bits(bits, code=format, block_size=block_size, scale_dtype=scale_dtype)
@@ -125,11 +130,11 @@ def compress_activations(
             f"call laconic.decompress_activations(model) before compressing it again"
         )
     sites = find_sites(model)
-    if mode == "sites":
-        if not sites:
+    if mode != "hooks":
+        if not sites and mode == "sites":
             raise ModelError(
-                f"no site recognized in {type(model).__name__}: it has no linear layer, norm or feed-forward block "
-                f"that laconic knows; mode='hooks' packs the saved tensors of any model"
+                f"no site recognized in {type(model).__name__}: it has no linear layer, norm, feed-forward block or "
+                f"convolution that laconic knows; mode='hooks' packs the saved tensors of any model"
             )
         if plan is None:
             plan = ActivationPlan.make(sites, policy or careful_head(block_format, attention_format))
@@ -142,12 +147,14 @@ def compress_activations(
     head = find_head(model) if loss == "chunked" else None
     before, inputs, unmeasured = measure_first(model, sample_inputs(model, example_inputs, sequence_length))
     try:
-        if mode == "hooks":
-            if block_format is not None:
-                HooksForward(model, block_format).install()
-        else:
+        if mode != "hooks":
             assert plan is not None
             _convert(model, sites, plan, head, None if block_format is None else input_format)
+        if mode == "combined" and block_format is not None:
+            assert plan is not None
+            _leave_exact(model, [site.name for site in sites if plan.choices.get(site.name) is None])
+        if mode != "sites" and block_format is not None:
+            HooksForward(model, block_format).install()
         after = None
         if before is not None:
             try:
@@ -158,7 +165,11 @@ def compress_activations(
                     f"activations ({brief(error)}); it is left as it was. Leave sites exact that it may come from: "
                     f"attention='exact', or a policy that answers None"
                 ) from error
-        return _report(model, mode, sites, plan, head, (before, after), unmeasured)
+        packed_bits = None if block_format is None or mode == "sites" else block_format.bits
+        report = _report(model, mode, sites, plan, head, (before, after), unmeasured, packed_bits)
+        if report.warning is not None:
+            logging.getLogger("laconic").warning("%s: %s", type(model).__name__, report.warning)
+        return report
     except BaseException:
         _take_out(model)
         raise
@@ -190,6 +201,14 @@ def _convert(
     follow(model, choices, _install)
 
 
+def _leave_exact(model: nn.Module, names: Sequence[str]) -> None:
+    """Keep hooks around the model from packing what these sites save."""
+    for name in names:
+        module = model.get_submodule(name)
+        if module is not model:
+            ExactForward(module).install()
+
+
 def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
     """Give each module the forward that the choice for its site asks for."""
     recomputed = []
@@ -204,7 +223,8 @@ def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
         elif choice is not None and site.kind == "attention":
             AttentionCore(module, site, choice)
         elif choice is not None:
-            _FORWARDS[site.kind](module, site, choice).install()
+            forward = LeafForward if isinstance(site.spec, LeafSpec) else _FORWARDS[site.kind]
+            forward(module, site, choice).install()
     for block in recomputed:
         block.note_projections()
 
@@ -217,6 +237,7 @@ def _report(
     head: CausalHead | None,
     measured: tuple[Measurement | None, Measurement | None],
     unmeasured: str | None,
+    packed_bits: int | None,
 ) -> Report:
     modules = dict(model.named_modules())
     found = _forwards(model)
@@ -230,7 +251,7 @@ def _report(
         rows.append((site, choice, origins.get(id(modules[site.name]))))
     checkpointed = {id(f.module): f.format for f in found if isinstance(f, LayerForward) and f.is_checkpointed}
     layers = {name: checkpointed[id(module)] for name, module in modules.items() if id(module) in checkpointed}
-    return make_report(model, mode, rows, layers, *measured, unmeasured)
+    return make_report(model, mode, rows, layers, *measured, unmeasured, packed_bits)
 
 
 def decompress_activations(model: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from laconic.activations.derivatives import first_derivative
 from laconic.activations.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import attach, derive, found, keep
+from laconic.activations.leaves import run_packed
 from laconic.activations.sites import ActivationSpec, Site
 from laconic.activations.trial import PlainAttributes
 
@@ -86,6 +87,12 @@ class ElementwiseForward(SiteForward):
         if torch.compiler.is_compiling():
             return False
         return x.requires_grad and self.attributes.unchanged(self.module) and is_worth_packing(x, self.activation)
+
+    def left(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a picture, say: what torch's own function saves is packed; see leaves.py."""
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        return run_packed(self, self.format, *args, **kwargs)
 
     def run(self, x: Tensor) -> Tensor:
         """The activation of x, saving x packed."""

@@ -70,9 +70,13 @@ class SiteForward(Replacement):
         """`run` where the call has to save something that is worth packing, else the original forward."""
         args, kwargs = self.positional(args, kwargs)
         if len(args) != 1 or kwargs or not self.ours(args[0]) or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
+            return self.left(*args, **kwargs)
         x: Tensor = args[0]
-        return self.run(x) if self.keeps(x) and not self.stays_exact() else self.original(x)
+        return self.run(x) if self.keeps(x) and not self.stays_exact() else self.left(x)
+
+    def left(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a call from which this site saves nothing of its own."""
+        return self.original(*args, **kwargs)
 
     def _noting_origin(self, y: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

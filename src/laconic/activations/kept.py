@@ -33,7 +33,20 @@ from laconic.activations.choice import Offload, Packing
 from laconic.activations.offload import offloader_of
 from laconic.formats import BlockTensor
 
-__all__ = ["Kept", "Memo", "attach", "derive", "found", "found_or_held", "in_range", "keep", "pack", "take_all"]
+__all__ = [
+    "Kept",
+    "Memo",
+    "attach",
+    "derive",
+    "found",
+    "found_or_held",
+    "in_range",
+    "keep",
+    "known",
+    "note",
+    "pack",
+    "take_all",
+]
 
 Tensors = tuple[Tensor, ...]
 
@@ -123,18 +136,31 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
     """
+    kept = known(x)
+    if kept is None:
+        kept = pack(x, format, origin)
+        note(x, kept)
+    return kept
+
+
+def known(x: Tensor) -> Kept | None:
+    """What is saved for `x` already, or the tensor its producer holds anyway; None if there is neither."""
+    kept = None if _is_reused(x) else found(x)
+    if kept is None and _producer_holds(x):
+        return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
+    return kept
+
+
+def note(x: Tensor, kept: Kept) -> None:
+    """Let later readers of `x` find what was kept of it."""
+    if not _is_reused(x):
+        attach(x, kept)
+
+
+def _is_reused(x: Tensor) -> bool:
     # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of each step
     # into one tensor. What was kept of it last time must not be found again.
-    is_reused = x.is_leaf and x.requires_grad
-    known = None if is_reused else found(x)
-    if known is not None:
-        return known
-    if _producer_holds(x):
-        return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
-    kept = pack(x, format, origin)
-    if not is_reused:
-        attach(x, kept)
-    return kept
+    return x.is_leaf and x.requires_grad
 
 
 def found_or_held(x: Tensor) -> Kept:

@@ -10,28 +10,37 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laconic.activations.choice import Choice, Offload, Recompute
+from laconic.activations.leaves import LeafSpec
 from laconic.activations.preserve import preserved
 from laconic.activations.sites import Site
-from laconic.activations.tracker import SavedTensorTracker, kind_of
+from laconic.activations.tracker import SavedTensor, SavedTensorTracker, kind_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 
 __all__ = ["Measurement", "Report", "SiteReport", "measure", "saved_nbytes_per_token"]
 
 
+_LEAST_FACTOR = 2.0
+"""Below this a conversion saves so little that the report says why."""
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes saved for backward by one forward: of how many `tokens`, and `by_module` name (the root is "")."""
+    """Bytes saved for backward by one forward: of how many `tokens`, `by_module` name (the root is ""), the `largest`.
+
+    `largest` are the three tensors that cost most.
+    """
 
     tokens: int
     by_module: Mapping[str, int]
+    largest: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,9 @@ class SiteReport:
         name: of the module.
         kind: of the site.
         shape: of the saved tensor per token.
-        bits: per value (16: exact, 0: recomputed).
-        format: name of the block format, with "on host" behind it if it is offloaded, or "exact" or "recompute".
+        bits: per value (16: exact, 0: recomputed, or nothing but a shape).
+        format: name of the block format, with "on host" behind it if it is offloaded; of the exact code ("mask",
+            "offsets"); or "exact", "recompute", or "hooks" for what is packed without a site.
         origin: the kind of site whose saved tensors rebuild this one's; None if it saves its own.
         before_nbytes_per_token, after_nbytes_per_token: None if the model could not be measured.
     """
@@ -63,7 +73,7 @@ class Report:
     """The result of `compress_activations`.
 
     Attributes:
-        mode: "sites" or "hooks".
+        mode: "sites", "hooks" or "combined".
         dtype: of the model's parameters.
         rows: every site in model order, then every other module that saves tensors, left exact.
         before, after: the measured forwards; None if the model could not be run, and then `unmeasured` says why.
@@ -88,6 +98,18 @@ class Report:
     def after_nbytes_per_token(self) -> float | None:
         """Bytes that the converted model keeps for backward per token."""
         return None if self.after is None else sum(self.after.by_module.values()) / self.after.tokens
+
+    @property
+    def warning(self) -> str | None:
+        """What to say if less than 2x is saved: the three tensors that cost most, and a remedy; None if it is more."""
+        before, after = self.before_nbytes_per_token, self.after_nbytes_per_token
+        if before is None or after is None or self.after is None or before >= _LEAST_FACTOR * after:
+            return None
+        if before == after and all(row.format == "exact" for row in self.rows):  # which was asked for
+            return None
+        largest = "; ".join(map(str, self.after.largest))
+        remedy = "mode='combined' also packs what no site covers" if self.mode == "sites" else "they are kept exactly"
+        return f"less than {_LEAST_FACTOR:.0f}x is saved; most is kept of {largest}; {remedy}"
 
     @property
     def left_exact(self) -> tuple[str, ...]:
@@ -164,7 +186,9 @@ class Report:
             dtype = str(self.dtype).removeprefix("torch.")
             lines.append(f"kept for backward per token ({dtype}): {before:,.0f} -> {after:,.0f} bytes, {saved}")
             logits = sum(row.after_nbytes_per_token or 0.0 for row in self.rows if row.kind == "loss")
-            if self.mode == "sites" and logits > after / 4:
+            if self.warning is not None:
+                lines.append(self.warning)
+            if self.mode != "hooks" and logits > after / 4:
                 lines.append(f'{logits:,.0f} of them belong to the loss; loss="chunked" would not keep them')
         return "\n".join(lines)
 
@@ -173,7 +197,8 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measure
     """Run one forward and count the bytes that it saves for backward. Everything in the model stays as it was."""
     with preserved(model, inputs), torch.enable_grad(), SavedTensorTracker(model) as tracker:
         model(**inputs)
-    return Measurement(tokens, dict(tracker.by_module))
+    largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
+    return Measurement(tokens, dict(tracker.by_module), tuple(largest))
 
 
 Sample = tuple[dict[str, Any], int]
@@ -314,8 +339,12 @@ def make_report(
     before: Measurement | None,
     after: Measurement | None,
     unmeasured: str | None,
+    packed_bits: int | None = None,
 ) -> Report:
-    """The report from sites, the input formats of recomputed layers, and measurements."""
+    """The report from sites, the input formats of recomputed layers, and measurements.
+
+    `packed_bits` is the width at which hooks pack what no site covers; None without hooks.
+    """
     kinds = {name: kind_of(module, name, model) for name, module in model.named_modules()}
     kinds |= {site.name: site.kind for site, _, _ in sites}
 
@@ -330,8 +359,8 @@ def make_report(
             name=site.name,
             kind=site.kind,
             shape=site.features,
-            bits=_described(choice)[0],
-            format=_described(choice)[1],
+            bits=_described(choice, site)[0],
+            format=_described(choice, site)[1],
             origin=origin if origin not in (site.kind, "recompute") else None,
             before_nbytes_per_token=per_token(before, site.name),
             after_nbytes_per_token=per_token(after, site.name),
@@ -343,9 +372,20 @@ def make_report(
         for name, format in layers.items()
     ]
     others = {name for m in (before, after) if m is not None for name, nbytes in m.by_module.items() if nbytes}
+
+    def kept_by_other(name: str) -> tuple[int, str]:
+        saved = [0 if m is None else m.by_module.get(name, 0) for m in (before, after)]
+        return (packed_bits, "hooks") if packed_bits is not None and saved[1] < saved[0] else (16, "exact")
+
     rows += [
         SiteReport(
-            name, kinds.get(name, "other"), (), 16, "exact", None, per_token(before, name), per_token(after, name)
+            name,
+            kinds.get(name, "other"),
+            (),
+            *kept_by_other(name),
+            None,
+            per_token(before, name),
+            per_token(after, name),
         )
         for name in kinds
         if name in others and name not in owners and name not in layers
@@ -354,8 +394,10 @@ def make_report(
     return Report(mode, dtype, tuple(rows), before, after, kinds, unmeasured)
 
 
-def _described(choice: Choice) -> tuple[int, str]:
-    """Bits and name of a choice."""
+def _described(choice: Choice, site: Site | None = None) -> tuple[int, str]:
+    """Bits and name of a choice for a site."""
+    if choice is not None and site is not None and isinstance(site.spec, LeafSpec) and site.spec.exact is not None:
+        return site.spec.exact
     match choice:
         case None:
             return 16, "exact"
@@ -375,4 +417,4 @@ def _booked(measurement: Measurement | None, owners: Mapping[str, Site]) -> Meas
         parent = name.rpartition(".")[0]
         owned = name not in owners and parent in owners and owners[parent].kind in ("mlp", "experts")
         booked[parent if owned else name] += nbytes
-    return Measurement(measurement.tokens, dict(booked))
+    return replace(measurement, by_module=dict(booked))

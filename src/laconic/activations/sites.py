@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from laconic.activations.code_scan import TorchCalls, calls_of
 from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
+from laconic.activations.leaves import LeafKind, LeafSpec, leaf_of
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled
 
@@ -111,6 +112,7 @@ Spec = (
     | DropoutSpec
     | FunctionsSpec
     | MixerSpec
+    | LeafSpec
 )
 
 
@@ -130,9 +132,7 @@ class Site:
     """
 
     name: str
-    kind: Literal[
-        "norm", "linear", "mlp", "attention", "router", "experts", "activation", "dropout", "functions", "mixer"
-    ]
+    kind: Literal["norm", "linear", "mlp", "attention", "router", "experts", "functions", "mixer"] | LeafKind
     layer: int | None
     features: tuple[int, ...]
     spec: Spec
@@ -149,7 +149,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    taken: set[nn.Module] = set()  # activations that feed-forward blocks have taken charge of
+    inside: set[nn.Module] = set()  # activations of feed-forward blocks and experts, which belong to these
     for name, module in model.named_modules():
         layer = _layer_of(name)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
@@ -161,22 +161,25 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             weight = module._parameters.get("weight")
             yield Site(name, "norm", layer, () if weight is None else tuple(weight.shape), norm)
         elif (mlp := _mlp(module)) is not None:
-            taken.add(module.get_submodule(mlp.act))
             down = _child(module, mlp.down)
             width = _weight_of(down).shape[0 if _is_conv1d(down) else 1]
+            inside.add(module.get_submodule(mlp.act))
             yield Site(name, "mlp", layer, (width * (1 if mlp.up is None and not mlp.fused else 2),), mlp)
         elif (attention := _attention(module)) is not None:
             yield Site(name, "attention", layer, () if attention.heads is None else (sum(attention.heads),), attention)
         elif (router := router_of(module)) is not None:
             yield Site(name, "router", layer, (_weight_of(module).shape[1],), router)
         elif (experts := experts_of(module)) is not None:
+            inside.update(module.modules())
             yield Site(name, "experts", layer, (experts.hidden_size,), experts)
         elif is_dropout(module):
             yield Site(name, "dropout", layer, (), DropoutSpec())
-        elif module in taken:
+        elif module in inside:
             continue
         elif (activation := _activation(module)) is not None:
             yield Site(name, "activation", layer, (), ActivationSpec(activation))
+        elif (leaf := leaf_of(module)) is not None:
+            yield Site(name, leaf.kind, layer, leaf.features, leaf)
         elif layer is not None and _is_mixer(module):
             yield Site(name, "mixer", layer, (), MixerSpec())
         elif names := _functions_of(module):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["least_numel"]
+__all__ = ["functions_named", "least_numel"]
 
 _PRODUCTS = """mul multiply square matmul mm bmm mv dot inner outer ger vdot addmm addmv addbmm baddbmm addr addcmul
     chain_matmul einsum tensordot kron linear bilinear prelu lerp dropout feature_dropout dropout1d dropout2d
@@ -37,16 +37,16 @@ _LARGEST_POWER = 3
 """Of a power, backward multiplies by at most the square of what it saved."""
 
 
-def _functions(names: str) -> frozenset[Callable[..., Any]]:
+def functions_named(names: str) -> frozenset[Callable[..., Any]]:
     """Everything in torch that goes by one of the names, also in place."""
     homes = (torch, Tensor, F, torch._C._nn, torch.special)
     spellings = [spelling for name in names.split() for spelling in (name, f"{name}_")]
     return frozenset(getattr(home, name) for home, name in product(homes, spellings) if hasattr(home, name))
 
 
-_TOLERANT = _functions(" ".join((_PRODUCTS, _CONVOLUTIONS, _ACTIVATIONS, _RECURRENT)))
-_NORM_FUNCTIONS = _functions(_NORMS)
-_POWER_FUNCTIONS = _functions(_POWERS)
+_TOLERANT = functions_named(" ".join((_PRODUCTS, _CONVOLUTIONS, _ACTIVATIONS, _RECURRENT)))
+_NORM_FUNCTIONS = functions_named(_NORMS)
+_POWER_FUNCTIONS = functions_named(_POWERS)
 
 
 def least_numel(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +18,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from laconic.formats.shards import local_part
 
-__all__ = ["SavedTensorTracker", "kind_of", "observe", "own_storages"]
+__all__ = ["SavedTensor", "SavedTensorTracker", "kind_of", "observe", "own_storages"]
 
 _OPEN: list[SavedTensorTracker] = []
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One storage that autograd saved: the name of the `module` that ran (the root is ""), shape, dtype and bytes."""
+
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.module or 'the model itself'} {list(self.shape)} {dtype}, {self.nbytes:,} bytes"
 
 
 def observe(*tensors: Tensor) -> None:
@@ -73,7 +88,8 @@ def _compiled(root: nn.Module) -> set[nn.Module]:
 class SavedTensorTracker:
     """Context manager that counts the bytes autograd saves while it is open.
 
-    After the block: `nbytes`, `by_module` (name -> bytes, the root is "") and `by_kind` (kind -> bytes, see `kind_of`).
+    After the block: `nbytes`, `by_module` (name -> bytes, the root is ""), `by_kind` (kind -> bytes, see `kind_of`)
+    and `tensors`, in the order in which they were saved.
     Tensors that were moved to pinned host memory count in `host_nbytes` instead.
 
     A tensor is booked on the innermost module that was running when its storage was saved first; tensors that a
@@ -93,6 +109,7 @@ class SavedTensorTracker:
         self._parameters: dict[int, StorageWeakRef] = {}
         self._handles: list[Any] = []
         self.by_module: Counter[str] = Counter()
+        self.tensors: list[SavedTensor] = []
         self.host_nbytes = 0
 
     @property
@@ -131,7 +148,9 @@ class SavedTensorTracker:
             if tensor.device.type == "cpu" and tensor.is_pinned():
                 self.host_nbytes += storage.nbytes()
                 return
-            self.by_module[self._stack[-1] if self._stack else ""] += storage.nbytes()
+            module = self._stack[-1] if self._stack else ""
+            self.by_module[module] += storage.nbytes()
+            self.tensors.append(SavedTensor(module, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.count(tensor)

@@ -136,8 +136,8 @@ class ActivationsConfig:
     """Block format; None means nf4 at 4 bits and int5, int6 or int8 at 5, 6 or 8."""
     block_size: Annotated[Literal[16, 32, 64, 128, 256], exact] = 64
     """Values that share one scale."""
-    mode: Literal["sites", "hooks"] = "sites"
-    """"sites" rewrites recognized layers and rebuilds the rest; "hooks" packs every saved tensor of any model."""
+    mode: Literal["sites", "hooks", "combined"] = "sites"
+    """"sites" rewrites recognized layers, "hooks" packs every saved tensor of any model, "combined" does both."""
     attention: Literal["exact", "int8", "nf4"] | None = None
     """How query, key and value are kept: as they are, or packed, and attention runs again in backward; None means the
     library's default, and exact with bits = 16."""

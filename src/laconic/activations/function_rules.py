@@ -1,0 +1,225 @@
+"""What backward of a function of torch reads of the tensors that it saves, and how its output is computed again.
+
+Three kinds of knowledge, by function: exact codes (a mask for a relu, see `laconic.activations.exact_codes`), which
+saved tensors may be rounded (`laconic.activations.tolerant`), and for norms and elementwise activations the function
+that gives their output once more. What is not listed stays exact and is not rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from laconic.activations.exact_codes import Coded, Layout, as_mask, as_offsets, as_shape
+from laconic.activations.tolerant import functions_named, least_numel
+
+__all__ = ["Call"]
+
+_NOT_READ_ON = ("cpu", "cuda")
+"""Devices whose pooling reads no value of its input in backward."""
+
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "relu": ("input",),
+    "leaky_relu": ("input", "negative_slope"),
+    "relu6": ("input",),
+    "hardtanh": ("input", "min_val", "max_val"),
+    "hardsigmoid": ("input",),
+    "dropout": ("input",),
+    "max_pool2d": ("input", "kernel_size", "stride", "padding", "dilation"),
+    "avg_pool1d": ("input",),
+    "avg_pool2d": ("input",),
+    "avg_pool3d": ("input",),
+    "adaptive_avg_pool2d": ("input",),
+    "adaptive_avg_pool3d": ("input",),
+    "convolution": ("input", "weight"),
+    "gelu": ("input", "approximate"),
+    "silu": ("input",),
+    "mish": ("input",),
+    "hardswish": ("input",),
+    "softplus": ("input", "beta", "threshold"),
+    "elu": ("input", "alpha"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+"""Arguments of the functions known here, in the order of torch.nn.functional."""
+
+_SPELLINGS = {"convolution": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"}
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d feature_dropout"
+
+
+def _families() -> dict[Callable[..., Any], str]:
+    found: dict[Callable[..., Any], str] = {}
+    for family in _SIGNATURES:
+        for function in functions_named(_SPELLINGS.get(family, _DROPOUTS if family == "dropout" else family)):
+            found[function] = family
+    # torch's own take their arguments in another order than those of torch.nn.functional.
+    return {function: name for function, name in found.items() if name not in _NORMS or function is getattr(F, name)}
+
+
+_NORMS = ("batch_norm", "group_norm", "layer_norm", "rms_norm")
+_FAMILIES = _families()
+
+
+@dataclass
+class Call:
+    """One call of a function of torch.
+
+    Attributes:
+        function, args, kwargs: of the call.
+        mask: the factors of zero or one number that the call's dropout drew, once they were packed.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    mask: Coded | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.family = _FAMILIES.get(self.function)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by name; `default` where it was not given."""
+        assert self.family is not None
+        position = _SIGNATURES[self.family].index(name)
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def may_round(self, tensor: Tensor) -> bool:
+        """Whether the function tolerates that this saved tensor is rounded."""
+        least = least_numel(self.function, self.args, self.kwargs)
+        if least is None or tensor.numel() < least:
+            return False
+        if self.family != "convolution":
+            return True
+        # A computed weight (standardized, cast by autocast) is exact, like one that is a parameter.
+        x, weight = self.argument("input"), self.argument("weight")
+        return bool(tensor.shape != weight.shape or tensor.shape == x.shape)
+
+    def code(self, tensor: Tensor) -> Coded | None:
+        """The exact codes of a tensor that the call saves; None if backward may read all of it."""
+        match self.family:
+            case "dropout":
+                coded = _mask_of_dropout(tensor, self.argument("input"))
+                self.mask = None if tensor.dtype is torch.bool else coded
+                return coded
+            case "max_pool2d":
+                return self._pooled(tensor)
+            case "avg_pool1d" | "avg_pool2d" | "avg_pool3d" | "adaptive_avg_pool2d" | "adaptive_avg_pool3d":
+                return as_shape(tensor) if tensor.device.type in _NOT_READ_ON else None
+        step = self._step(tensor) if tensor.is_floating_point() else None
+        return None if step is None else as_mask(step[0], Layout.of(tensor), *step[1:])
+
+    def _step(self, x: Tensor) -> tuple[Tensor, float, float] | None:
+        """For a derivative that is a step: where x passes, a value that does, and one that does not."""
+        match self.family:
+            case "relu":
+                return ~(x <= 0), 1.0, 0.0
+            case "leaky_relu":
+                return x > 0, 1.0, -1.0
+            case "relu6" | "hardtanh":
+                low, high = (0.0, 6.0) if self.family == "relu6" else self._limits()
+                return ~((x <= low) | (x >= high)), (low + high) / 2, high
+            case "hardsigmoid":
+                return (x > -3) & (x < 3), 0.0, 6.0
+        return None
+
+    def _limits(self) -> tuple[float, float]:
+        return self.argument("min_val", -1.0), self.argument("max_val", 1.0)
+
+    def _pooled(self, tensor: Tensor) -> Coded | None:
+        x = self.argument("input")
+        if tensor.is_floating_point():
+            return as_shape(tensor) if tensor.device.type in _NOT_READ_ON else None
+        kernel = _pair(self.argument("kernel_size"))
+        stride = _pair(self.argument("stride") or kernel)
+        padding, dilation = _pair(self.argument("padding", 0)), _pair(self.argument("dilation", 1))
+        if tensor.dtype != torch.int64 or kernel[0] * kernel[1] > 256:
+            return None
+        return as_offsets(tensor, x.shape[-1], kernel, stride, padding, dilation)
+
+    def again(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+        """A function that computes the call's output from its input, and the tensors that it takes after that.
+
+        None for functions that are not known to depend on their first argument and on parameters alone.
+        """
+        match self.family:
+            case "relu":
+                return torch.relu, ()
+            case "relu6":
+                return _with(F.hardtanh, min_val=0.0, max_val=6.0), ()
+            case "hardtanh":
+                low, high = self._limits()
+                return _with(F.hardtanh, min_val=low, max_val=high), ()
+            case "leaky_relu":
+                return _with(F.leaky_relu, negative_slope=self.argument("negative_slope", 0.01)), ()
+            case "gelu":
+                return _with(F.gelu, approximate=self.argument("approximate", "none")), ()
+            case "elu":
+                return _with(F.elu, alpha=self.argument("alpha", 1.0)), ()
+            case "softplus":
+                beta, threshold = self.argument("beta", 1.0), self.argument("threshold", 20.0)
+                return _with(F.softplus, beta=beta, threshold=threshold), ()
+            case "silu" | "mish" | "hardswish" | "hardsigmoid":
+                return getattr(F, self.family), ()
+            case "dropout" if self.mask is not None:
+                decode = self.mask.decode
+                return (lambda x, *codes: x * decode(codes)), self.mask.tensors
+            case "batch_norm" | "group_norm" | "layer_norm" | "rms_norm":
+                return self._norm()
+        return None
+
+    def _norm(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        # Statistics of the rebuilt input: with those of the exact one, rounding a channel that hardly varies would be
+        # divided by a standard deviation of almost nothing.
+        family = self.family
+        assert family is not None
+        names = [name for name in ("running_mean", "running_var", "weight", "bias") if name in _SIGNATURES[family]]
+        training = family == "batch_norm" and bool(self.argument("training", False))
+        if training:
+            names = names[2:]
+        given = {name: self.argument(name) for name in names}
+        names = [name for name, value in given.items() if isinstance(value, Tensor)]
+        others: dict[str, Any] = {"eps": self.argument("eps", None if family == "rms_norm" else 1e-5)}
+        if family == "batch_norm":
+            others |= {"training": training, "momentum": 0.0}
+            others |= {name: None for name in ("running_mean", "running_var") if name not in names}
+        for name in ("num_groups", "normalized_shape"):
+            if name in _SIGNATURES[family]:
+                others[name] = self.argument(name)
+        function = getattr(F, family)
+
+        def normalize(x: Tensor, *tensors: Tensor) -> Tensor:
+            y: Tensor = function(x, **dict(zip(names, tensors, strict=True)), **others)
+            return y
+
+        return normalize, tuple(given[name] for name in names)
+
+
+def _with(function: Callable[..., Tensor], **options: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x, **options)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    values = tuple(value)
+    return (values[0], values[-1])
+
+
+def _mask_of_dropout(tensor: Tensor, x: Any) -> Coded | None:
+    """One bit per value of what dropout multiplied its input by: zero, or one and the same number."""
+    if tensor.dtype is torch.bool:
+        return as_mask(tensor, Layout.of(tensor), 1.0, 0.0)
+    if not tensor.is_floating_point() or tensor is x:
+        return None
+    kept = tensor != 0
+    largest = tensor.amax()
+    if not bool((kept.logical_not() | (tensor == largest)).all()):
+        return None
+    return as_mask(kept, Layout.of(tensor), float(largest), 0.0)

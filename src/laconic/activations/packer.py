@@ -1,0 +1,243 @@
+"""Packs what autograd saves while code runs, function by function.
+
+A `Packer` sees which function of torch runs and what it saves, so it can keep of each saved tensor what backward reads:
+a bit per value for a relu, four bits for the input of a convolution, everything for a function that it does not know.
+It leaves notes on results that can be computed again (see [Note: kept tensors]), as sites do: the output of a batch
+norm, and of the relu behind it, is rebuilt from the packed input of the norm and costs the next convolution nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from laconic.activations.choice import Offload, Packing
+from laconic.activations.exact_codes import Layout
+from laconic.activations.function_rules import Call
+from laconic.activations.kept import Kept, attach, derive, found, known, note, pack
+from laconic.activations.tracker import own_storages
+from laconic.errors import ModelError
+from laconic.formats import BlockFormat
+from laconic.ops import DTYPES
+from laconic.ops.codebooks import LEVEL_MAX
+
+__all__ = ["Packer", "exactly", "running_packer"]
+
+_MIN_NUMEL = 1024
+"""Smaller tensors are not worth a call."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd holds in the place of a tensor: what the hooks around made of `tensors`, and the way back."""
+
+    tensors: tuple[Any, ...]
+    unpack: Callable[[tuple[Tensor, ...]], Tensor]
+    outer: Callable[[Any], Tensor] | None
+
+    def restore(self) -> Tensor:
+        tensors = self.tensors if self.outer is None else tuple(map(self.outer, self.tensors))
+        return self.unpack(tensors)
+
+
+class _Running(threading.local):
+    """The packer whose hooks are in force in this thread."""
+
+    packer: Packer | None = None
+
+
+_RUNNING = _Running()
+
+
+def running_packer() -> Packer | None:
+    """The packer under which this thread runs, if any."""
+    return _RUNNING.packer
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """While the block runs, the packer around it packs nothing."""
+    packer = _RUNNING.packer
+    with ExitStack() as stack:
+        if packer is not None:
+            stack.enter_context(packer.packing_as(None))
+        yield
+
+
+class Packer(TorchFunctionMode):
+    """Packs saved tensors while it is `active`; what is saved several times is packed once.
+
+    Args:
+        format: how tensors are packed that are rounded.
+        checked: keep tensors exactly whose packed values would not be finite; costs a look at the scales.
+    """
+
+    def __init__(self, format: Packing, *, checked: bool) -> None:
+        super().__init__()
+        self.format: Packing | None = format
+        self.checked = checked
+        self._call: Call | None = None
+        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        # Parameters and buffers; and what was saved: how it is kept, None if exactly. The weak references pin the
+        # addresses, so a storage that has been freed since cannot be mistaken for one of these.
+        self._own: dict[int, StorageWeakRef] = {}
+        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, Kept | None]] = {}
+
+    @contextmanager
+    def active(self, module: nn.Module) -> Iterator[None]:
+        """Pack while the block runs; the parameters and buffers of `module` itself are left out."""
+        # Hooks around these see what these make of a tensor: save_on_cpu gets codes.
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.leave_out(module)
+        before, _RUNNING.packer = _RUNNING.packer, self
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore), self:
+                yield
+        finally:
+            _RUNNING.packer = before
+
+    @contextmanager
+    def packing_as(self, format: Packing | None) -> Iterator[None]:
+        """While the block runs, pack in another format; None packs nothing."""
+        before, self.format = self.format, format
+        try:
+            yield
+        finally:
+            self.format = before
+
+    def leave_out(self, module: nn.Module, args: object = None) -> None:
+        """Exclude the parameters and buffers that a module holds now from packing."""
+        self._own.update(own_storages(module))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = Call(func, args, kwargs)
+        x = call.argument("input") if call.family is not None and torch.is_grad_enabled() else None
+        kept = found(x) if isinstance(x, Tensor) else None  # before the call, which may work in place
+        before, self._call = self._call, call
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._call = before
+        if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad:
+            self._note(call, x, kept, result)
+        return result
+
+    def _note(self, call: Call, x: Tensor, kept: Kept | None, result: Tensor) -> None:
+        """Note on the result of a call that it can be computed again, if its input can be rebuilt."""
+        kept = kept or (found(x) if x is not result else None)
+        again = None if kept is None or self.format is None else call.again()
+        if kept is None or again is None or result.dtype not in DTYPES:
+            return
+        function, tensors = again
+        dtype, states = result.dtype, tuple(map(_state, tensors))
+
+        def rebuild(x: Tensor, *tensors: Tensor) -> Tensor:
+            for tensor, state in zip(tensors, states, strict=True):
+                _unchanged(tensor, state)
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                return function(x, *tensors).to(dtype)
+
+        attach(result, derive(rebuild, (kept,), tensors, kept.origin))
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        tensors, unpack = self._packed(tensor)
+        pack, restore = self._outer or (None, None)
+        return _Saved(tensors if pack is None else tuple(map(pack, tensors)), unpack, restore)
+
+    def _packed(self, tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Tensor]]:
+        call = self._call
+        storage = tensor.untyped_storage()
+        is_own = storage._cdata in self._own or isinstance(tensor, nn.Parameter)
+        if self.format is not None and call is not None and not is_own and _is_large(tensor):
+            coded = call.code(tensor) if call.family is not None else None
+            if coded is not None:
+                return coded.tensors, coded.decode
+        kept = None if is_own else self._kept(tensor, storage, call)
+        if kept is not None:
+            kept.memo.announce()
+            shape = tensor.shape
+            held = tuple(tensor.detach() for tensor in kept.tensors)
+            return held, lambda tensors: _shaped(kept.memo.take(tensors), shape)
+        # With the node that made it, the graph would hold itself.
+        state = _state(tensor)
+        return (tensor.detach(),), lambda tensors: _unchanged(tensors[0], state)
+
+    def _kept(self, tensor: Tensor, storage: torch.UntypedStorage, call: Call | None) -> Kept | None:
+        """The packed form of a tensor that a call saves; None if it stays exact."""
+        format = self.format.format if isinstance(self.format, Offload) else self.format
+        if (
+            self.format is None
+            or format is None
+            or tensor.dtype not in DTYPES
+            or not _is_large(tensor)
+            or format.nbytes((tensor.numel(),)) >= tensor.numel() * tensor.element_size()
+        ):
+            return None
+        # Flattened and unflattened views of one tensor are the same bytes.
+        layout = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+        key = (storage._cdata, tensor.storage_offset(), layout, tensor.dtype, tensor._version)
+        tolerated = call is not None and call.may_round(tensor)
+        reference, kept = self._seen.get(key, (None, None))
+        if reference is None or reference.expired():
+            kept = self._rounded(tensor, self.format, format) if tolerated else None
+        elif not tolerated:
+            kept = None
+        # What one function keeps exact is there anyway, so the next one refers to it.
+        self._seen[key] = (StorageWeakRef(storage), kept)
+        return kept
+
+    def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat) -> Kept | None:
+        kept = known(tensor)
+        if kept is not None:
+            return kept
+        layout = Layout.of(tensor)
+        flat = pack(layout.flatten(tensor.detach()), packing, "hooks")
+        if self.checked and not isinstance(packing, Offload):
+            # Infinities and NaN make the scale of their block NaN, which is below nothing.
+            limit = torch.finfo(tensor.dtype).max / LEVEL_MAX[format.code]
+            if not bool((flat.tensors[1].float() <= limit).all()):
+                return None
+        kept = derive(layout.unflatten, (flat,), (), "hooks")
+        note(tensor, kept)
+        return kept
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.numel() >= _MIN_NUMEL
+
+
+def _shaped(value: Tensor, shape: torch.Size) -> Tensor:
+    return value if value.shape == shape else value.view(shape)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """The address and the version of what a tensor holds."""
+    return tensor.untyped_storage()._cdata, tensor._version
+
+
+def _unchanged(tensor: Tensor, state: tuple[int, int]) -> Tensor:
+    """The tensor, if nobody changed it in place since it had `state`; torch does not look where hooks are in force.
+
+    A copy, which hooks around ours may make, has not been changed.
+
+    Raises:
+        ModelError: it was.
+    """
+    address, version = _state(tensor)
+    if address == state[0] and version != state[1]:
+        raise ModelError(
+            f"a tensor {list(tensor.shape)} that backward needs was changed in place after the forward that saved it "
+            f"(version {version} instead of {state[1]}), so the gradient would be wrong; call backward before the "
+            f"change, or change a copy"
+        )
+    return tensor

@@ -1,0 +1,181 @@
+"""What backward reads in part is kept in part, and the gradient has the same bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import laconic
+from laconic.activations import SavedTensorTracker
+from laconic.activations.exact_codes import Layout, pack_bits, unpack_bits
+
+SHAPE = (6, 10, 14, 11)
+VALUES = SHAPE[0] * SHAPE[1] * SHAPE[2] * SHAPE[3]
+MASK = -(-VALUES // 8)
+
+
+class Computes(nn.Module):
+    """A function behind a product with one, so that it works on no leaf."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * 1.0)
+
+
+# How many bytes each may keep: a bit per value of the input, four bits per value of the output, nothing.
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "relu": (torch.relu, MASK),
+    "relu in place": (lambda x: F.relu(x, inplace=True), MASK),
+    "relu_": (torch.relu_, MASK),
+    "method": (lambda x: x.relu(), MASK),
+    "relu6": (F.relu6, MASK),
+    "relu6 in place": (lambda x: F.relu6(x, inplace=True), MASK),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), MASK),
+    "leaky_relu in place": (lambda x: F.leaky_relu(x, 0.2, inplace=True), MASK),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.5, 2.0), MASK),
+    "hardtanh by name": (lambda x: F.hardtanh(x, max_val=0.0), MASK),
+    "hardsigmoid": (F.hardsigmoid, MASK),
+    "dropout": (lambda x: F.dropout(x, 0.3), MASK),
+    "dropout in place": (lambda x: F.dropout(x, 0.9, inplace=True), MASK),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), -(-60 * 7 * 5 // 2)),
+    "max_pool2d of all kinds": (lambda x: F.max_pool2d(x, (3, 2), (2, 1), (1, 0), (2, 3), ceil_mode=True), 60 * 6 * 8),
+    "large windows": (lambda x: F.max_pool2d(x, 6, stride=1), 60 * 9 * 6),
+    "max_pool2d of torch": (lambda x: torch.max_pool2d(x, [3, 3], [2, 2], [1, 1]), 60 * 7 * 6),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), 0),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x.flatten(0, 1), 3), 0),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 3), 0),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 3)), 0),
+    "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, (2, 4, 3)), 0),
+}  # fmt: skip
+
+
+def numbers(dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Numbers of all sizes, among them kinks, ties, infinities and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SHAPE, generator=generator) * 3
+    special = [0.0, -0.0, 6.0, -3.0, 3.0, -0.5, 2.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-30]
+    x.view(-1)[: 64 * len(special)] = torch.tensor(special).repeat(64)
+    x = x[:, :, torch.randperm(SHAPE[2], generator=generator)].to(dtype)
+    return x.contiguous(memory_format=torch.channels_last) if channels_last else x.contiguous()
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Output, gradient of the input, and what was kept."""
+    torch.manual_seed(0)
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with SavedTensorTracker(model) as tracker:
+        y = model(x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    (grad,) = torch.autograd.grad(y, x, weights)
+    return y.detach(), grad, tracker.nbytes
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_gradient_has_the_same_bits_from_a_few_bits(name: str, channels_last: bool) -> None:
+    function, most = FUNCTIONS[name]
+    model = Computes(function)
+    x = numbers(torch.float32, channels_last)
+    if "hardtanh" in name or "relu6" in name:
+        x = x.nan_to_num()  # for NaN the gradient depends on torch's vector width
+    y, expected, before = step(model, x)
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, mode="hooks", example_inputs={"x": x})
+    again, got, after = step(twin, x)
+    torch.testing.assert_close(again, y, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert got.stride() == expected.stride()
+    assert after <= most < before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["relu", "relu6", "leaky_relu", "dropout", "max_pool2d"])
+def test_half_precision_has_the_same_bits_too(name: str, dtype: torch.dtype) -> None:
+    model = Computes(FUNCTIONS[name][0])
+    x = numbers(dtype, channels_last=True)
+    _, expected, before = step(model, x)
+    laconic.compress_activations(model, mode="hooks", example_inputs={"x": x})
+    _, got, after = step(model, x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert after < before
+
+
+def test_pooling_reads_no_value_of_its_input() -> None:
+    x = numbers(torch.float32, channels_last=False).nan_to_num()
+    pooling = {name: function for name, (function, _) in FUNCTIONS.items() if "pool" in name}
+    expected = {name: step(Computes(function), x)[1] for name, function in pooling.items()}
+    try:
+        torch.use_deterministic_algorithms(True)  # fills tensors that are not initialized with NaN
+        for name, function in pooling.items():
+            model = Computes(function)
+            laconic.compress_activations(model, mode="hooks", example_inputs={"x": x})
+            assert torch.equal(step(model, x)[1], expected[name]), name
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@settings(max_examples=50, deadline=None)
+@given(numel=st.integers(1, 4000), seed=st.integers(0, 2**16), density=st.floats(0, 1))
+def test_bits_come_back(numel: int, seed: int, density: float) -> None:
+    mask = torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < density
+    codes = pack_bits(mask)
+    assert codes.dtype is torch.uint8
+    assert codes.numel() == -(-numel // 8)
+    assert torch.equal(unpack_bits(codes, numel), mask)
+    assert [bool(codes[index // 8] >> (index % 8) & 1) for index in range(numel)] == mask.tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    dilation=st.integers(1, 3),
+    ceil_mode=st.booleans(),
+    size=st.tuples(st.integers(13, 40), st.integers(13, 40)),
+    padded=st.booleans(),
+)
+def test_every_place_of_a_maximum_comes_back(
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    dilation: int,
+    ceil_mode: bool,
+    size: tuple[int, int],
+    padded: bool,
+) -> None:
+    padding = (kernel[0] // 2, kernel[1] // 2) if padded else (0, 0)
+    model = Computes(lambda x: F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode))
+    x = torch.randn(8, 16, *size, generator=torch.Generator().manual_seed(0))
+    _, expected, _ = step(model, x)
+    laconic.compress_activations(model, mode="hooks", example_inputs={"x": x})
+    assert torch.equal(step(model, x)[1], expected)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(120.0).view(2, 3, 4, 5),
+        torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(120.0).view(2, 3, 4, 5).permute(3, 0, 2, 1),
+        torch.arange(240.0).view(2, 3, 4, 10)[..., ::2],
+        torch.arange(3.0).view(1, 3, 1).expand(2, 3, 4),
+        torch.arange(200.0)[80:].view(2, 60),
+        torch.zeros(0, 3),
+        torch.tensor(1.0),
+    ],
+)
+def test_a_layout_gives_back_the_values_and_dense_strides(x: Tensor) -> None:
+    layout = Layout.of(x)
+    again = layout.unflatten(layout.flatten(x).clone())
+    assert torch.equal(again, x)
+    is_dense = len(x.untyped_storage()) // 4 == x.numel()
+    assert again.stride() == x.stride() or not is_dense
