@@ -46,7 +46,8 @@ class TorchCalls:
         Tensor.softmax: "softmax",
         nn.Softmax: "softmax",
     }
-    PACKED = frozenset({"dropout", "layer_norm", "rms_norm", "gelu", "silu", "relu", ATTENTION})
+    ACTIVATIONS = frozenset({"gelu", "silu", "relu"})
+    PACKED = frozenset({"dropout", "layer_norm", "rms_norm", ATTENTION}) | ACTIVATIONS
     """Those that can save something smaller for backward (see functional.py)."""
 
 

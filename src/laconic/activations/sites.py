@@ -150,6 +150,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     inside: set[nn.Module] = set()  # activations of feed-forward blocks and experts, which belong to these
+    beside_linears = {child for module in model.modules() if _has_linear(module) for child in module.children()}
     for name, module in model.named_modules():
         layer = _layer_of(name)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
@@ -176,7 +177,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(name, "dropout", layer, (), DropoutSpec())
         elif module in inside:
             continue
-        elif (activation := _activation(module)) is not None:
+        elif module in beside_linears and (activation := _activation(module)) is not None:
             yield Site(name, "activation", layer, (), ActivationSpec(activation))
         elif (leaf := leaf_of(module)) is not None:
             yield Site(name, leaf.kind, layer, leaf.features, leaf)
@@ -192,10 +193,16 @@ def is_dropout(module: nn.Module) -> bool:
     return type(module) is nn.Dropout and own_forward(module) is None and not module.inplace
 
 
+def _has_linear(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Linear) or _is_conv1d(child) for child in module.children())
+
+
 def _functions_of(module: nn.Module) -> tuple[str, ...]:
     """Functions of torch that a module's own code calls; products count beside an activation child (gated blocks)."""
     calls = calls_of(module)
     names = calls & TorchCalls.PACKED
+    if not _has_linear(module):
+        names -= TorchCalls.ACTIVATIONS  # of pictures, between convolutions
     if TorchCalls.PRODUCT in calls and any(_activation(child) is not None for child in module.children()):
         names |= {TorchCalls.PRODUCT}
     return tuple(sorted(names))
