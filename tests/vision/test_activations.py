@@ -98,14 +98,13 @@ def test_hooks_pack_what_convolutions_norms_and_attention_keep(bits: int, cosine
     assert packed[-1] < straight[-1] + 0.1 * straight[0]
 
 
-def test_layers_are_sites_and_the_integration_is_named() -> None:
+def test_layers_are_sites_and_so_is_the_relu_of_the_integration() -> None:
     model = tiny()
     inputs = {"pixel_values": images(8, 24), "labels": torch.arange(8) % 5}
     exact = copy.deepcopy(model)
     report = laconic.compress_activations(model, example_inputs=inputs)
     converted = {row.name for row in report.rows if row.format != "exact"}
-    layers = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Linear)
+    # The relu between squeeze and expand is called in the code of AFI itself.
+    layers = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Linear, AFI)
     assert converted >= {name for name, module in model.named_modules() if type(module) in layers}
-    # What keeps a tensor outside of these layers stays as it was.
-    assert {name for name, module in model.named_modules() if isinstance(module, AFI)} <= set(report.left_exact)
     assert torch.equal(model(**inputs).loss, exact(**inputs).loss)
