@@ -224,9 +224,29 @@ def test_a_batch_norm_rebuilds_what_the_convolution_behind_it_reads() -> None:
         model(x).sum().backward()
     values = 8 * 16 * 30 * 30
     statistics = 2 * 16 * 4
-    assert tracker.by_module["1"] == BlockFormat("nf4").nbytes((values,)) + statistics
+    center = 16 * 4
+    assert tracker.by_module["1"] == BlockFormat("nf4").nbytes((values,)) + statistics + center
     assert tracker.by_module["2"] == values // 8
     assert tracker.by_module["3"] == 0
+
+
+@pytest.mark.parametrize("norm", ["BatchNorm2d", "GroupNorm", "InstanceNorm2d", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_offset_of_many_deviations_is_no_error(norm: str, dtype: torch.dtype) -> None:
+    make = {"GroupNorm": lambda: nn.GroupNorm(8, 8), "InstanceNorm2d": lambda: nn.InstanceNorm2d(8, affine=True)}
+    model = nn.Sequential(make.get(norm, lambda: nn.BatchNorm2d(8))(), nn.Conv2d(8, 8, 1)).to(dtype)
+    x = images(2, 32)[:, :1] + torch.tensor([0.0, 1, -3, 20, -50, 100, 300, -1000]).view(8, 1, 1)
+    x = x.to(dtype).requires_grad_()
+    model(x)
+    model.train(norm != "eval")
+    found = []
+    for each in (model, copy.deepcopy(model)):
+        if each is not model:
+            laconic.compress_activations(each, example_inputs={"input": x})
+        weights = torch.randn(2, 8, 32, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+        found.append(torch.autograd.grad(each(x), [x, *each.parameters()], weights))
+    for got, expected in zip(found[1], found[0], strict=True):
+        assert float((got - expected).float().norm()) < 0.25 * float(expected.float().norm())
 
 
 def test_what_is_computed_again_uses_the_parameters_of_the_forward() -> None:

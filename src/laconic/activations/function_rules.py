@@ -23,6 +23,9 @@ __all__ = ["Call"]
 _NOT_READ_ON = ("cpu", "cuda")
 """Devices whose pooling reads no value of its input in backward."""
 
+_ENOUGH = 64
+"""Values of a channel whose mean is near that of all."""
+
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     "relu": ("input",),
     "leaky_relu": ("input", "negative_slope"),
@@ -45,6 +48,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "elu": ("input", "alpha"),
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+    "instance_norm": ("input",),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
@@ -100,6 +104,28 @@ class Call:
         # A computed weight (standardized, cast by autocast) is exact, like one that is a parameter.
         x, weight = self.argument("input"), self.argument("weight")
         return bool(tensor.shape != weight.shape or tensor.shape == x.shape)
+
+    def center(self, x: Tensor) -> Tensor | None:
+        """What to subtract from the input of a norm over channels before it is rounded: about the mean of each channel.
+
+        Backward divides the error of rounding by the channel's deviation, and rounding is relative to the largest
+        value, so an offset of many deviations would leave nothing but error.
+
+        Args:
+            x: [batch, channels, ...], what the call saves.
+
+        Returns:
+            [1, channels, ...] for batch norm, from as many samples as hold `_ENOUGH` values of a channel; [batch,
+            channels, ...] for group and instance norm. None for other functions, and for small channels of the latter.
+        """
+        if self.family not in ("batch_norm", "group_norm", "instance_norm") or x.dim() < 2:
+            return None
+        if x.numel() != self.argument("input").numel():  # statistics; instance norm saves a view of its input
+            return None
+        size, rest = x.shape[2:].numel(), tuple(range(2, x.dim()))
+        if self.family == "batch_norm":
+            return x[: max(1, -(-_ENOUGH // max(size, 1)))].mean((0, *rest), keepdim=True)
+        return x.mean(rest, keepdim=True) if size >= _ENOUGH else None
 
     def code(self, tensor: Tensor) -> Coded | None:
         """The exact codes of a tensor that the call saves; None if backward may read all of it."""

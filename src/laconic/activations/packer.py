@@ -189,25 +189,32 @@ class Packer(TorchFunctionMode):
         tolerated = call is not None and call.may_round(tensor)
         reference, kept = self._seen.get(key, (None, None))
         if reference is None or reference.expired():
-            kept = self._rounded(tensor, self.format, format) if tolerated else None
+            kept = self._rounded(tensor, self.format, format, call) if call is not None and tolerated else None
         elif not tolerated:
             kept = None
         # What one function keeps exact is there anyway, so the next one refers to it.
         self._seen[key] = (StorageWeakRef(storage), kept)
         return kept
 
-    def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat) -> Kept | None:
+    def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat, call: Call) -> Kept | None:
         kept = known(tensor)
         if kept is not None:
             return kept
-        layout = Layout.of(tensor)
-        flat = pack(layout.flatten(tensor.detach()), packing, "hooks")
+        layout, x = Layout.of(tensor), tensor.detach()
+        center = call.center(x)
+        if center is not None:
+            x = (x.float() if x.dtype == torch.float16 else x) - center  # a difference may leave the range of float16
+        flat = pack(layout.flatten(x), packing, "hooks")
         if self.checked and not isinstance(packing, Offload):
             # Infinities and NaN make the scale of their block NaN, which is below nothing.
             limit = torch.finfo(tensor.dtype).max / LEVEL_MAX[format.code]
             if not bool((flat.tensors[1].float() <= limit).all()):
                 return None
-        kept = derive(layout.unflatten, (flat,), (), "hooks")
+        if center is None:
+            kept = derive(layout.unflatten, (flat,), (), "hooks")
+        else:
+            dtype = tensor.dtype
+            kept = derive(lambda x, center: (layout.unflatten(x) + center).to(dtype), (flat,), (center,), "hooks")
         note(tensor, kept)
         return kept
 
