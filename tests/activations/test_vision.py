@@ -249,6 +249,27 @@ def test_an_offset_of_many_deviations_is_no_error(norm: str, dtype: torch.dtype)
         assert float((got - expected).float().norm()) < 0.25 * float(expected.float().norm())
 
 
+def test_a_batch_norm_over_few_values_is_exact() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, stride=8), nn.BatchNorm2d(64), nn.ReLU6())
+    twin, x = copy.deepcopy(model), images(3)
+    laconic.compress_activations(twin, example_inputs={"input": x})
+    (_, expected, _), (_, got, _) = step(model, x), step(twin, x)
+    assert torch.equal(got["1.weight"], expected["1.weight"])
+    assert torch.equal(got["0.bias"], expected["0.bias"])
+
+
+def test_two_models_of_one_batch_pack_it_in_their_own_format() -> None:
+    x = images()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    _, expected, _ = step(model, x)
+    errors = []
+    for bits in (4, 8):
+        twin = copy.deepcopy(model)
+        laconic.compress_activations(twin, bits=bits, example_inputs={"input": x})
+        errors.append(float((step(twin, x)[1]["0.weight"] - expected["0.weight"]).norm()))
+    assert errors[1] < 0.2 * errors[0]
+
+
 def test_what_is_computed_again_uses_the_parameters_of_the_forward() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3))
     laconic.compress_activations(model, example_inputs={"input": images()})

@@ -43,7 +43,6 @@ __all__ = [
     "in_range",
     "keep",
     "known",
-    "note",
     "pack",
     "take_all",
 ]
@@ -139,7 +138,8 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
     kept = known(x)
     if kept is None:
         kept = pack(x, format, origin)
-        note(x, kept)
+        if not _is_reused(x):
+            attach(x, kept)
     return kept
 
 
@@ -149,12 +149,6 @@ def known(x: Tensor) -> Kept | None:
     if kept is None and _producer_holds(x):
         return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
     return kept
-
-
-def note(x: Tensor, kept: Kept) -> None:
-    """Let later readers of `x` find what was kept of it."""
-    if not _is_reused(x):
-        attach(x, kept)
 
 
 def _is_reused(x: Tensor) -> bool:

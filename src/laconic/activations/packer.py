@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.exact_codes import Layout
 from laconic.activations.function_rules import Call
-from laconic.activations.kept import Kept, attach, derive, found, known, note, pack
+from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.tracker import own_storages
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
@@ -122,7 +122,7 @@ class Packer(TorchFunctionMode):
         kwargs = kwargs or {}
         call = Call(func, args, kwargs)
         x = call.argument("input") if call.family is not None and torch.is_grad_enabled() else None
-        kept = found(x) if isinstance(x, Tensor) else None  # before the call, which may work in place
+        kept = found(x) if isinstance(x, Tensor) and not x.is_leaf else None  # before the call, which may work in place
         before, self._call = self._call, call
         try:
             result = func(*args, **kwargs)
@@ -134,7 +134,7 @@ class Packer(TorchFunctionMode):
 
     def _note(self, call: Call, x: Tensor, kept: Kept | None, result: Tensor) -> None:
         """Note on the result of a call that it can be computed again, if its input can be rebuilt."""
-        kept = kept or (found(x) if x is not result else None)
+        kept = kept or (found(x) if x is not result and not x.is_leaf else None)
         again = None if kept is None or self.format is None else call.again()
         if kept is None or again is None or result.dtype not in DTYPES:
             return
@@ -197,7 +197,11 @@ class Packer(TorchFunctionMode):
         return kept
 
     def _rounded(self, tensor: Tensor, packing: Packing, format: BlockFormat, call: Call) -> Kept | None:
-        kept = known(tensor)
+        # The batch outlives the step, and the next model that reads it may pack in another format.
+        kept = None if tensor.is_leaf else known(tensor)
+        if kept is not None and any(held is tensor for held in kept.tensors):
+            # With the node that made it, the graph would hold itself.
+            return Kept((tensor.detach(),), kept.memo, kept.origin)
         if kept is not None:
             return kept
         layout, x = Layout.of(tensor), tensor.detach()
@@ -215,7 +219,8 @@ class Packer(TorchFunctionMode):
         else:
             dtype = tensor.dtype
             kept = derive(lambda x, center: (layout.unflatten(x) + center).to(dtype), (flat,), (center,), "hooks")
-        note(tensor, kept)
+        if not tensor.is_leaf:
+            attach(tensor, kept)
         return kept
 
 
