@@ -151,6 +151,8 @@ def test_what_cannot_be_traced_is_refused(model: Path, tmp_path: Path) -> None:
         Engine(model, experts=0, trace=tmp_path / "run.json")
     with pytest.raises(ConfigError, match="is no directory"):
         Engine(model, trace=tmp_path / "none" / "run.json")
+    with pytest.raises(ConfigError, match="that is a directory"):
+        Engine(model, trace=tmp_path)
 
 
 @pytest.mark.slow

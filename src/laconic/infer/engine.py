@@ -528,6 +528,8 @@ class Engine:
         self._check_traceable()
         if not path.parent.is_dir():
             raise ConfigError(f"trace is {str(path)!r}, but {str(path.parent)!r} is no directory; make it first")
+        if path.is_dir():
+            raise ConfigError(f"trace is {str(path)!r}, but that is a directory; give the name of a file")
         self._trace_path = path
         return Recording(self)
 

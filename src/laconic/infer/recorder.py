@@ -16,7 +16,7 @@ __all__ = ["AnswerLog", "LayerLog", "MessageLog", "PassLog", "Recorder", "Worker
 
 now_ns = time.monotonic_ns
 
-_MOST_ENTRIES = 200_000
+_MOST_ENTRIES = 50_000
 
 
 @dataclass(slots=True)
