@@ -1,8 +1,10 @@
-"""An engine whose workers are on two hosts: tokens, bytes on the wire, and what lossless rows gain on a slow link."""
+"""An engine whose workers are on two hosts: tokens, bytes on the wire, what lossless rows gain, hosts that are lost."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,3 +49,43 @@ def test_lossless_rows_between_two_hosts_give_the_same_tokens_in_less_time(make_
     assert 1.4 * lossless_sent < raw_sent
     # The best prompt of each: what disturbs a shared machine only makes it slower.
     assert max(lossless["tokens_per_second"]) > 1.15 * max(raw["tokens_per_second"])
+
+
+ENGINE_END = """
+import json, os
+from torch._C._distributed_c10d import HashStore
+from laconic.infer import control
+from laconic.infer.settings import WorkerSettings
+control._KEEPALIVE |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 3000}
+store = HashStore()
+connections = control.RankConnections(store)
+print("place", store.get("laconic-infer-0/laconic-infer/engine").decode(), flush=True)
+worker = connections.accept({1: WorkerSettings(1, "", "")}, 30)[1]
+print("connected", flush=True)
+print(len(list(worker.events)), worker.ending(), flush=True)
+"""
+RANK_END = """
+import json, os, socket, sys, time
+address, port, token = json.loads(sys.argv[1])
+connection = socket.create_connection((address, port))
+hello = {"rank": 1, "token": token, "pid": os.getpid(), "host": "other"}
+connection.sendall(json.dumps(hello).encode() + b"\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_is_noticed_without_a_word_from_it(make_lab: MakeLab) -> None:
+    """With shorter times than those of `_KEEPALIVE`; the connection is idle, so nothing else would fail."""
+    lab = make_lab(2, 1e9)
+    changes = {"MASTER_ADDR": lab.address(0), "PYTHONWARNINGS": "default"}
+    engine = lab.start(0, [sys.executable, "-c", ENGINE_END], environment(**changes), cwd=ROOT)
+    engine.wait_for("place")
+    place = engine.out.partition("place ")[2].splitlines()[0]
+    lab.start(1, [sys.executable, "-S", "-c", RANK_END, place])
+    engine.wait_for("connected")
+    lab.host_links[1].cut()
+    start = time.monotonic()
+    engine.wait_for("0 (rank 1, pid ", 20)
+    assert time.monotonic() - start < 10
+    assert "on other) broke its connection" in engine.out
