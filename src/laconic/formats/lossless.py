@@ -49,7 +49,7 @@ class Expect:
     shape: torch.Size | tuple[int, ...]
 
 
-def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None) -> Tensor:
+def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None, out: Tensor | None = None) -> Tensor:
     """Encode a tensor into one message.
 
     Args:
@@ -60,36 +60,50 @@ def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None)
         capacity_nbytes: None for a message that is exactly as long as it needs to be. A number for one of that size
             whatever the values are; then no sizes have to be exchanged and the host waits for nothing. A message that
             does not fit has a header only; decoding it says so.
+        out: uint8 [at least the message's length] on x's device, contiguous, to be written at its beginning; not
+            together with capacity_nbytes. `max_nbytes` is always enough. None for a new tensor.
 
     Returns:
-        uint8 [nbytes] or [capacity_nbytes] on x's device; equal values give equal bytes everywhere.
+        uint8 [nbytes] or [capacity_nbytes] on x's device, with `out` its first bytes; equal values give equal bytes
+        everywhere.
 
     Raises:
-        FormatError: an argument is outside of these values.
+        FormatError: an argument is outside of these values, or the message is longer than `out`, which then keeps its
+            values.
     """
     check_has_bytes(x)
+    if out is not None:
+        _check_message_buffer(out, x.device, capacity_nbytes)
     message = lossless_encode(x, code="tiered" if code == "auto" else code, capacity_nbytes=capacity_nbytes)
     if capacity_nbytes is not None:
         return message
     nbytes = int(message[16:24].view(torch.int64))
-    # A slice would keep the longest message's memory alive.
-    return message[:nbytes].clone()
+    if out is None:
+        # A slice would keep the longest message's memory alive.
+        return message[:nbytes].clone()
+    if out.numel() < nbytes:
+        raise FormatError(f"out has {out.numel()} bytes, but the message has {nbytes}; max_nbytes is always enough")
+    return out[:nbytes].copy_(message[:nbytes])
 
 
-def decode(buffer: Tensor, expect: Tensor | Expect | None = None) -> Tensor:
+def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor | None = None) -> Tensor:
     """Decode one message.
 
     Args:
         buffer: uint8 [nbytes], exactly one message with the zeros up to its capacity.
         expect: a tensor or an `Expect` whose dtype and shape the message must have; nothing larger is ever allocated.
             Without it at most 8 elements are, per byte of the buffer.
+        out: the message's dtype and shape, contiguous, on the buffer's device, to be written. None for a new tensor.
 
     Returns:
-        The tensor that was encoded, contiguous, on the buffer's device: its dtype, shape and every bit.
+        The tensor that was encoded, contiguous, on the buffer's device: its dtype, shape and every bit; `out` if given.
 
     Raises:
-        FormatError: the bytes are not one whole, undamaged message, or not the expected one.
+        FormatError: the bytes are not one whole, undamaged message, or not the expected one, or `out` does not fit it.
+            A message whose payload is damaged leaves `out` undefined.
     """
+    if out is not None:
+        check_has_bytes(out, "out")
     header = read_header(buffer)
     if header.code == "too long":  # its shape is not vouched for by anything that is there
         raise DamagedMessage(Status.TOO_LONG)
@@ -99,7 +113,13 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None) -> Tensor:
             f"the message holds {header.dtype} {header.shape}, but {expect.dtype} {tuple(expect.shape)} is expected;"
             " sender and receiver must mean the same tensor",
         )
-    out = torch.empty(header.shape, dtype=header.dtype, device=buffer.device)
+    if out is None:
+        out = torch.empty(header.shape, dtype=header.dtype, device=buffer.device)
+    elif (out.dtype, tuple(out.shape)) != (header.dtype, header.shape):
+        raise FormatError(
+            f"out is {out.dtype} {tuple(out.shape)}, but the message holds {header.dtype} {header.shape};"
+            " give a tensor of that dtype and shape, or none"
+        )
     _raise_for(lossless_decode_(out, buffer))
     return out
 
@@ -214,6 +234,17 @@ def check_has_bytes(x: object, field: str = "x") -> None:
         remedy = "its parts, of .unbind()," if x.is_nested else "its .to_dense(), or its indices and values,"
         layout = "nested" if x.is_nested else str(x.layout)
         raise FormatError(f"{field} has layout {layout}, but it must be strided; encode {remedy} instead")
+
+
+def _check_message_buffer(out: Tensor, device: torch.device, capacity_nbytes: int | None) -> None:
+    check_has_bytes(out, "out")
+    if capacity_nbytes is not None:
+        raise FormatError(f"capacity_nbytes is {capacity_nbytes}, but with out it must be None; give one of the two")
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device != device:
+        raise FormatError(
+            f"out is {out.dtype} with shape {tuple(out.shape)} and strides {out.stride()} on {out.device}, but it must"
+            f" be contiguous uint8 [nbytes] on {device}"
+        )
 
 
 def _check_is_one_message(buffer: Tensor, numel: int, dtype: torch.dtype | None) -> None:
