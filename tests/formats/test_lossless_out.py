@@ -62,3 +62,22 @@ def test_encode_refuses_an_out_by_name(out: torch.Tensor, capacity_nbytes: int |
 def test_decode_refuses_an_out_that_does_not_fit(out: torch.Tensor) -> None:
     with pytest.raises(FormatError, match="out"):
         decode(encode(torch.ones(2, 3)), out=out)
+
+
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_decode_refuses_an_out_over_the_message(first: int) -> None:
+    x = torch.ones(4, 1)
+    message = encode(x)
+    memory = torch.empty(message.numel() + 8, dtype=torch.uint8)
+    placed = memory[8:].copy_(message)
+    with pytest.raises(FormatError, match="overlap"):
+        decode(placed, out=memory[first : first + 16].view(torch.float32).view(4, 1))
+    assert same_tensor(decode(placed), x)
+
+
+def test_decode_takes_an_out_right_behind_the_message() -> None:
+    x = torch.ones(4, 1)
+    message = encode(x, "raw")  # a multiple of four bytes long
+    memory = torch.cat([message, torch.zeros(16, dtype=torch.uint8)])
+    decode(memory[:-16], out=memory[-16:].view(torch.float32).view(4, 1))
+    assert same_tensor(memory[-16:].view(torch.float32).view(4, 1), x)

@@ -99,8 +99,8 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor
         The tensor that was encoded, contiguous, on the buffer's device: its dtype, shape and every bit; `out` if given.
 
     Raises:
-        FormatError: the bytes are not one whole, undamaged message, or not the expected one, or `out` does not fit it.
-            A message whose payload is damaged leaves `out` undefined.
+        FormatError: the bytes are not one whole, undamaged message, or not the expected one; or `out` does not fit it
+            or overlaps it. A message whose payload is damaged leaves `out` undefined.
     """
     if out is not None:
         check_has_bytes(out, "out")
@@ -120,6 +120,8 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor
             f"out is {out.dtype} {tuple(out.shape)}, but the message holds {header.dtype} {header.shape};"
             " give a tensor of that dtype and shape, or none"
         )
+    elif _overlap(buffer, out):
+        raise FormatError("out and the message overlap in memory, but decoding overwrites out; give memory of its own")
     _raise_for(lossless_decode_(out, buffer))
     return out
 
@@ -245,6 +247,12 @@ def _check_message_buffer(out: Tensor, device: torch.device, capacity_nbytes: in
             f"out is {out.dtype} with shape {tuple(out.shape)} and strides {out.stride()} on {out.device}, but it must"
             f" be contiguous uint8 [nbytes] on {device}"
         )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share a byte."""
+    first, second = sorted(((a.data_ptr(), a.nbytes), (b.data_ptr(), b.nbytes)))
+    return a.device == b.device and min(first[1], second[1]) > 0 and first[0] + first[1] > second[0]
 
 
 def _check_is_one_message(buffer: Tensor, numel: int, dtype: torch.dtype | None) -> None:
