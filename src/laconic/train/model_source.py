@@ -38,7 +38,9 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
         ConfigError, ModelError: model.path leaves open which tokenizer or weights are meant.
     """
     path = config.model.path
-    if config.data.tokenizer is None:
+    if config.task == "image-classification":
+        pass  # images have no tokenizer
+    elif config.data.tokenizer is None:
         tokenizer = "bytes" if path is None else own_tokenizer(path, config.model.allow_download)
         config = replace(config, data=replace(config.data, tokenizer=tokenizer))
         if path is not None:

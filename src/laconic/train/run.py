@@ -6,6 +6,7 @@ behind.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
@@ -29,6 +30,7 @@ from laconic.train.config.plan import activation_plan, check_plan, load_plan
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
 from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, check_vocab, load_tokenizer, prepare
+from laconic.train.data.images import ImageCorpus, load_images
 from laconic.train.data.tokenizer import bytes_per_token
 from laconic.train.distributed import comm_compression
 from laconic.train.distributed.consistency import check_agreement
@@ -45,10 +47,18 @@ from laconic.train.moe.router_balance import Routers, watch_routers
 from laconic.train.moe.setup import SpreadExperts, check_experts, spread_experts
 from laconic.train.pipeline import Pipeline
 from laconic.train.report.metrics import check_tensorboard
-from laconic.train.report.run_dir import check_run_dir, claim_run_dir, copy_tokenizer, write_json
+from laconic.train.report.run_dir import PREPROCESSOR_FILE, check_run_dir, claim_run_dir, copy_tokenizer, write_json
 from laconic.train.report.run_logger import RunLogger, closing_words
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
+from laconic.train.tasks.image_classification import (
+    ImageClassification,
+    build_classifier,
+    check_batch_norm,
+    preprocessor_config,
+)
+from laconic.train.tasks.language_modeling import LanguageModeling
+from laconic.train.tasks.task import Task
 from laconic.train.trainer import StepResult, Trainer, make_optimizer
 
 if TYPE_CHECKING:
@@ -92,9 +102,9 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
     started = time.monotonic()
     config, parallel_state, run_dir = _check_settings(config, world, lock)
     data = _load_data(config, world)
-    plain = _build_model(config, world, parallel_state, data.corpus)
-    model = _convert_model(plain, config, world, parallel_state, data.train)
-    identity = _identity(config, data.corpus)
+    plain = _build_model(config, world, parallel_state, data)
+    model = _convert_model(plain, config, world, parallel_state, data)
+    identity = _identity(config, data.fingerprint)
     checkpoint = _find_start(config, world, run_dir, identity)
     training = _make_trainer(plain, model, config, world, parallel_state, data, checkpoint)
     del plain  # frees it: a stage of a pipeline holds only its own part
@@ -103,7 +113,7 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         if world.is_main:
             print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
         return 0
-    _write_settings(config, world, lock, run_dir, model)
+    _write_settings(config, world, lock, run_dir, model, data)
     saver = _Saver(config, world, lock, run_dir, training, identity, model.texts)
     with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
         stop.armed = True
@@ -111,17 +121,22 @@ def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) ->
         _announce(training, model, run_logger, first_step)
         done, stopped = _steps(config, training, run_logger, stop, first_step, saver)
     summary = run_logger.summary(done, training.trainer, model.bf16_nbytes_per_token, time.monotonic() - started)
-    _write_summary(summary, config, world, run_dir, training, data.corpus)
+    _write_summary(summary, config, world, run_dir, training, data)
     return stop.exit_code if stopped else 0
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The token datasets of a run; without `validation` there is no validation loss."""
+    """Windows of tokens; without `validation` there is no validation loss."""
 
     corpus: TokenCorpus
     train: TokenDataset
     validation: TokenDataset | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the tokens and their split."""
+        return self.corpus.fingerprint
 
 
 @dataclass(frozen=True)
@@ -204,8 +219,11 @@ def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[T
     return config, parallel_state, run_dir
 
 
-def _load_data(config: TrainConfig, world: World) -> _Data:
-    """Tokenize the corpus, or open token files of an earlier run."""
+def _load_data(config: TrainConfig, world: World) -> _Data | ImageCorpus:
+    """Tokenize the corpus, or open token files of an earlier run; or read all images."""
+    if config.task == "image-classification":
+        with _log_on_stderr(world):
+            return load_images(config.data, config.images)
     with _log_on_stderr(world):
         corpus = prepare(config.data, verify=world.local_rank == 0)
     train = TokenDataset(corpus.train, config.sequence_length)
@@ -214,9 +232,16 @@ def _load_data(config: TrainConfig, world: World) -> _Data:
 
 
 def _build_model(
-    config: TrainConfig, world: World, parallel_state: ParallelState, corpus: TokenCorpus
+    config: TrainConfig, world: World, parallel_state: ParallelState, data: _Data | ImageCorpus
 ) -> PreTrainedModel:
     """Build the unchanged model, on its device unless it is going to be cut into stages."""
+    if isinstance(data, ImageCorpus):
+        with _log_on_stderr(world):
+            classifier = build_classifier(config.model, data, config.seed)
+        check_batch_norm(classifier, config.batch_size // (parallel_state.num_replicas * config.micro_batches))
+        nn.Module.to(classifier, world.device)
+        return classifier
+    corpus = data.corpus
     with _log_on_stderr(world):
         shape = corpus.vocab_size, config.sequence_length
         model = build_model(config.model, *shape, config.seed, corpus.end_of_document)
@@ -227,9 +252,11 @@ def _build_model(
 
 
 def _convert_model(
-    plain: PreTrainedModel, config: TrainConfig, world: World, parallel_state: ParallelState, train: TokenDataset
+    plain: PreTrainedModel, config: TrainConfig, world: World, parallel_state: ParallelState, data: _Data | ImageCorpus
 ) -> _ConvertedModel:
     """Hook the routers of `plain`, spread its experts and compress its activations, all in place."""
+    if isinstance(data, ImageCorpus):
+        return _convert_classifier(plain, config, world, data)
     bf16_nbytes_per_token = saved_nbytes_per_token(plain, sequence_length=config.sequence_length)
     chunked_loss = _chunks_loss(config, world, parallel_state, plain)
     plan = None
@@ -241,10 +268,41 @@ def _convert_model(
     experts = spread_experts(plain, config, world)
     report = _compress(plain, config, plan, chunked_loss)
     if experts is not None:
-        experts.tune(partial(_first_loss, plain, config, world, parallel_state, train, chunked_loss))
+        experts.tune(partial(_first_loss, plain, config, world, parallel_state, data.train, chunked_loss))
     return _ConvertedModel(
         chunked_loss, plan, report, bf16_nbytes_per_token, model_config, texts, routers, router_message, experts
     )
+
+
+def _convert_classifier(
+    plain: PreTrainedModel, config: TrainConfig, world: World, corpus: ImageCorpus
+) -> _ConvertedModel:
+    """Compress the activations of an image classifier; bytes are measured with two images and counted per image."""
+    images = ImageClassification(corpus, config).training_batch(range(2)).to(world.device)
+    # The first integer tensor says of how many: labels, one per image.
+    inputs = {"labels": images.labels, "pixel_values": images.pixels}
+    halved = inputs | {"pixel_values": images.pixels.bfloat16()}
+    in_bf16 = copy.deepcopy(plain).bfloat16()  # with its buffers: batch normalization takes no mixture
+    bf16_nbytes = saved_nbytes_per_token(in_bf16, dtype=None, example_inputs=halved)
+    texts, model_config = _model_texts(plain), plain.config.to_dict()
+    chosen = config.activations
+    report = laconic.compress_activations(
+        plain,
+        chosen.bits,
+        format=chosen.format,
+        block_size=chosen.block_size,
+        mode=chosen.mode,
+        attention="exact" if chosen.attention is None and chosen.bits == 16 else chosen.attention,
+        example_inputs=inputs,
+    )
+    return _ConvertedModel(False, None, report, bf16_nbytes, model_config, texts, None, None, None)
+
+
+def _make_task(config: TrainConfig, data: _Data | ImageCorpus, chunked_loss: bool) -> Task:
+    """Make the task of the run."""
+    if isinstance(data, ImageCorpus):
+        return ImageClassification(data, config)
+    return LanguageModeling(data.train, data.validation, config.seed, chunked_loss)
 
 
 def _find_start(config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any]) -> Checkpoint | None:
@@ -263,7 +321,7 @@ def _make_trainer(
     config: TrainConfig,
     world: World,
     parallel_state: ParallelState,
-    data: _Data,
+    data: _Data | ImageCorpus,
     checkpoint: Checkpoint | None,
 ) -> _Training:
     """Wrap `plain` or cut it into stages, choose the codecs of its messages, and make its optimizer."""
@@ -288,10 +346,8 @@ def _make_trainer(
         wrapped,
         gradients,
         optimizer,
-        data.train,
-        data.validation,
+        _make_task(config, data, model.chunked_loss),
         pipeline,
-        model.chunked_loss,
         model.routers,
     )
     split = () if pipeline is None else pipeline.split
@@ -310,7 +366,14 @@ def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -
     return 0 if checkpoint is None else checkpoint.step
 
 
-def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: Path, model: _ConvertedModel) -> None:
+def _write_settings(
+    config: TrainConfig,
+    world: World,
+    lock: RunLock,
+    run_dir: Path,
+    model: _ConvertedModel,
+    data: _Data | ImageCorpus,
+) -> None:
     """Make the run directory, unless the run is resumed, and write the files that the run can be repeated from."""
     if not config.resume:
         claim_run_dir(lock, run_dir, False, world)
@@ -323,12 +386,16 @@ def _write_settings(config: TrainConfig, world: World, lock: RunLock, run_dir: P
         saved = replace(saved, plan=str(run_dir / "plan.json"))
     save_config(saved, run_dir / "config.toml")
     write_json(run_dir / "activations.json", model.report.to_dict())
-    copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
+    if isinstance(data, ImageCorpus):
+        write_json(run_dir / PREPROCESSOR_FILE, preprocessor_config(data))
+    else:
+        copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
 
 
 def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger, first_step: int) -> None:
     """Log what the steps run with: activations, experts, routers, communication, the step resumed from."""
-    run_logger.message(str(model.report).splitlines()[-1])
+    unit = training.trainer.unit
+    run_logger.message(str(model.report).splitlines()[-1].replace("per token", f"per {unit}"))
     lines: list[str] = []
     if training.experts is not None:
         training.experts.begin()
@@ -365,7 +432,7 @@ def _steps(
         last = done == config.steps
         stopped = result.stop and not last
         if last or (config.eval_every and done % config.eval_every == 0):
-            run_logger.validation(done, training.trainer.evaluate())
+            run_logger.validation(done, training.trainer.evaluate(), training.trainer.validation_accuracy)
         if last or stopped or (config.checkpoint.every and done % config.checkpoint.every == 0):
             saver.save(done)
         if stopped:
@@ -400,23 +467,25 @@ def _write_summary(
     world: World,
     run_dir: Path,
     training: _Training,
-    corpus: TokenCorpus,
+    data: _Data | ImageCorpus,
 ) -> None:
     """Complete `summary`, write summary.json and print the closing words."""
     summary["moe"] = None if training.experts is None else training.experts.summary()
     if world.is_main:
         # Losses of runs with other tokenizers are compared per byte of text.
-        summary["bytes_per_token"] = _bytes_per_token(config, corpus)
+        summary["bytes_per_token"] = None if isinstance(data, ImageCorpus) else _bytes_per_token(config, data.corpus)
         write_json(run_dir / "summary.json", summary)
         print(closing_words(summary, run_dir, config), flush=True)
 
 
 def _check_batch(config: TrainConfig, parallel_state: ParallelState) -> None:
-    """Check that the token ids of a step alone fit into this machine's memory.
+    """Check that the token ids of a step alone, where there are any, fit into this machine's memory.
 
     Raises:
         ConfigError: they do not.
     """
+    if config.task == "image-classification":
+        return
     sequences = config.batch_size // parallel_state.num_replicas
     nbytes, memory = 8 * sequences * (config.sequence_length + 1), psutil.virtual_memory().total
     if nbytes > memory:
@@ -495,11 +564,12 @@ def _bytes_per_token(config: TrainConfig, corpus: TokenCorpus) -> float | None:
     return bytes_per_token(tokenizer, stream.read(0, min(len(stream), _SAMPLE_TOKENS)))
 
 
-def _identity(config: TrainConfig, corpus: TokenCorpus) -> dict[str, Any]:
+def _identity(config: TrainConfig, fingerprint: str) -> dict[str, Any]:
     """Settings that a resumed run must share with the run that wrote its checkpoint."""
-    return {
+    of_images: dict[str, Any] = {} if config.task == "language-modeling" else {"images": asdict(config.images)}
+    return of_images | {
         "model": asdict(replace(config.model, allow_download=False)),
-        "data": corpus.fingerprint,
+        "data": fingerprint,
         "sequence_length": config.sequence_length,
         "batch_size": config.batch_size,
         "seed": config.seed,

@@ -26,18 +26,18 @@ from laconic.activations import SavedTensorTracker
 from laconic.collectives import audit
 from laconic.optim import AdamW8bit
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
-from laconic.train.data.corpus import TokenDataset, batch
-from laconic.train.data.sampler import split_mix
+from laconic.train.data.sampler import global_indices, split_mix
 from laconic.train.distributed.data_parallel import autocast, plain_model
 from laconic.train.distributed.parallel_state import ParallelState
+from laconic.train.distributed.running_statistics import RunningStatistics
 from laconic.train.distributed.traffic import WireCounter
 from laconic.train.distributed.world import World
 from laconic.train.gradients import Gradients
 from laconic.train.lr_schedule import learning_rate
-from laconic.train.model_split import mean_loss
 from laconic.train.moe.router_balance import Routers
 from laconic.train.pipeline import Pipeline
 from laconic.train.signals import StopRequest
+from laconic.train.tasks.task import Task
 
 __all__ = ["StepResult", "Trainer", "make_optimizer"]
 
@@ -60,8 +60,8 @@ class StepResult:
 class Trainer:
     """Owns the model, its optimizer and the data, and runs steps and evaluations.
 
-    `model` may be plain, DDP- or FSDP2-wrapped, or the local chunks of a `pipeline`. Without `validation` data,
-    `evaluate` returns None.
+    `model` may be plain, DDP- or FSDP2-wrapped, or the local chunks of a `pipeline`. `task` has the data and the loss;
+    without validation samples `evaluate` returns None.
     """
 
     def __init__(
@@ -72,13 +72,10 @@ class Trainer:
         model: nn.Module,
         gradients: Gradients,
         optimizer: torch.optim.Optimizer,
-        train: TokenDataset,
-        validation: TokenDataset | None,
+        task: Task,
         pipeline: Pipeline | None = None,
-        chunked_loss: bool = False,
         routers: Routers | None = None,
     ) -> None:
-        self._chunked_loss = chunked_loss
         self._routers = routers
         self._config = config
         self._world = world
@@ -87,10 +84,12 @@ class Trainer:
         self._gradients = gradients
         self.model = model
         self.optimizer = optimizer
-        self._train = train
-        self._validation = validation
+        self._task = task
+        self._statistics = RunningStatistics(model, world, parallel_state.num_replicas)
         self.micro_batch_size = config.batch_size // (parallel_state.num_replicas * config.micro_batches)
-        """Sequences in a micro-batch."""
+        """Samples in a micro-batch."""
+        self.unit = config.unit
+        """What speed and bytes are counted per: "token" or "image"."""
         self.saved_nbytes: int | None = None
         """Bytes kept for backward by one micro-batch on this process; measured in the first step."""
         self.wire_nbytes: int | None = None
@@ -99,6 +98,8 @@ class Trainer:
         """Bytes it would have sent in the last step if nothing had been shortened losslessly."""
         self.overlapped_nbytes: int | None = None
         """Bytes of dense gradients that the last step averaged during expert layers; None without that overlap."""
+        self.validation_accuracy: float | None = None
+        """Share of the samples of the last evaluation classified correctly; None if there is nothing to classify."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
         self._num_counted = 0
         self.before_update: Callable[[], None] | None = None
@@ -115,6 +116,7 @@ class Trainer:
         buckets_matter = self._parallel_state.num_replicas > 2 or self._config.reduce == "q8"
         if not buckets_matter or not any(isinstance(part, DistributedDataParallel) for part in parts):
             return
+        statistics = self._statistics.copy()
         if self._pipeline is None:
             self._training_loss(next(self._micro_batches(0)))[1].backward()
         else:
@@ -122,6 +124,7 @@ class Trainer:
                 self._pipeline.forward_backward(torch.cat(list(self._micro_batches(0))))
         if self._routers is not None:
             self._routers.clear()
+        self._statistics.restore(statistics)
         self._gradients.clear()
 
     def step(self, step: int, stop: StopRequest) -> StepResult:
@@ -132,7 +135,7 @@ class Trainer:
             group["lr"] = rate
         torch.manual_seed(split_mix(split_mix(split_mix(config.seed) ^ step) ^ world.rank))
 
-        before = audit.snapshot()
+        before, statistics = audit.snapshot(), self._statistics.copy()
         with ExitStack() as measuring:
             counter = measuring.enter_context(WireCounter(world.size)) if self._num_counted < 2 else None
             loss = self._forward_backward(step)
@@ -144,6 +147,7 @@ class Trainer:
                 # Each stage knows the norm of its own part; its replicas all know the same.
                 votes.append(norm.double() ** 2 / self._parallel_state.num_replicas)
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
+            self._statistics.average()
         coded = audit.snapshot() - before
         if counter is not None:
             # The lesser of two steps counts: the first may have measured links, in the second DDP lays out its buckets.
@@ -157,7 +161,9 @@ class Trainer:
             norm = torch.tensor(math.sqrt(squares[0]), dtype=torch.float32, device=world.device)
 
         skipped = num_bad > 0
-        if not skipped:
+        if skipped:
+            self._statistics.restore(statistics)
+        else:
             self._gradients.clip(norm, config.optimizer.clip_norm)
             if self.before_update is not None:
                 self.before_update()
@@ -189,10 +195,10 @@ class Trainer:
                 total += pipeline.forward_backward(tokens)
             self.saved_nbytes = pipeline.saved_nbytes
         else:
-            for micro, tokens in enumerate(self._micro_batches(step)):
+            for micro, samples in enumerate(self._micro_batches(step)):
                 last = micro == config.micro_batches - 1
                 with gradients.last_backward() if last else gradients.earlier_backward():
-                    loss, whole = self._training_loss(tokens)
+                    loss, whole = self._training_loss(samples)
                     (whole / config.micro_batches).backward()
                 total += loss.detach().double() / config.micro_batches
         gradients.reduce()
@@ -200,86 +206,84 @@ class Trainer:
             gradients.add_copies(pipeline.copies, parallel_state.embedding_group)
         return total
 
-    def _training_loss(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _training_loss(self, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean cross entropy, and the loss that backward starts from: the same plus the losses of routers."""
         if self._routers is None:
-            loss = self._measured_loss(tokens)
+            loss = self._measured_loss(samples)
             return loss, loss
         self._routers.begin()
-        loss = self._measured_loss(tokens)
+        loss = self._measured_loss(samples)
         of_routers = self._routers.loss()
         return loss, loss if of_routers is None else loss + of_routers
 
-    def _measured_loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _measured_loss(self, samples: Any) -> torch.Tensor:
         """`_loss` of the model in training; the first time also a measurement."""
         if self.saved_nbytes is not None:
-            return self._loss(self.model, tokens)
+            return self._loss(self.model, samples)
         with SavedTensorTracker(plain_model(self.model)) as tracker:
-            loss = self._loss(self.model, tokens)
+            loss = self._loss(self.model, samples)
         self.saved_nbytes = tracker.nbytes
         return loss
 
-    def _micro_batches(self, step: int) -> Iterator[torch.Tensor]:
-        """This replica's micro-batches of a step, each int64 [micro_batch_size, T + 1] on the device."""
+    def _micro_batches(self, step: int) -> Iterator[Any]:
+        """This replica's micro-batches of a step, each of micro_batch_size samples, on the device."""
         config, parallel_state = self._config, self._parallel_state
+        places = parallel_state.replica, parallel_state.num_replicas
         for micro in range(config.micro_batches):
-            yield batch(
-                self._train,
-                config.seed,
-                step,
-                config.batch_size,
-                config.micro_batches,
-                micro,
-                parallel_state.replica,
-                parallel_state.num_replicas,
-            ).to(self._world.device)
+            indices = global_indices(step, config.batch_size, config.micro_batches, micro, *places)
+            yield self._task.training_batch(indices).to(self._world.device)
 
-    def _loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy, fp32, of the model's predictions on `tokens`, int64 [n, T + 1]."""
+    def _loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
+        """The task's mean loss on a batch, fp32."""
         with autocast(model, self._world.device, self._config.precision):
-            return mean_loss(model, tokens[:, 1:], self._chunked_loss, input_ids=tokens[:, :-1])
+            return self._task.loss(model, samples)
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean loss over the validation sequences, the same ones each time, shared by the processes."""
-        if self._validation is None:
+        """Mean loss over the validation samples, the same ones each time, shared by the processes."""
+        if not self._task.num_validation:
             return None
         world, pipeline = self._world, self._pipeline
         model = plain_model(self.model)
         model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for tokens, num_counted in self._validation_batches():
+        total = torch.zeros(3, dtype=torch.float64, device=world.device)
+        classifies = False
+        for samples, num_counted in self._validation_batches():
             total[0] += num_counted
             if pipeline is None:
-                total[1] += num_counted * self._loss(model, tokens)
+                with autocast(model, world.device, self._config.precision):
+                    loss, correct = self._task.evaluate(model, samples)
+                total[1] += num_counted * loss
+                if correct is not None:
+                    classifies = True
+                    total[2] += correct if num_counted else 0
             else:
-                counts = torch.arange(len(tokens), device=world.device) < num_counted
-                total[1] += pipeline.evaluate(tokens, counts)
+                counts = torch.arange(len(samples), device=world.device) < num_counted
+                total[1] += pipeline.evaluate(samples, counts)
         model.train()
-        count, loss = world.sum(total).tolist()
+        count, loss_sum, num_correct = world.sum(total).tolist()
+        self.validation_accuracy = num_correct / count if classifies else None
         # All stages of a replica have counted its sequences, and the last one has their loss.
-        return float(loss * self._parallel_state.num_stages / count)
+        return float(loss_sum * self._parallel_state.num_stages / count)
 
-    def _validation_batches(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """This replica's validation sequences in batches, [n, T + 1], with how many of them count: the first so many.
+    def _validation_batches(self) -> Iterator[tuple[Any, int]]:
+        """This replica's validation samples in batches, with how many of them count: the first so many.
 
         A batch that is not full is short; in a pipeline, whose shapes are fixed, it is filled up with repetitions.
         """
-        assert self._validation is not None
         config, world, parallel_state = self._config, self._world, self._parallel_state
-        available = len(self._validation)
-        num_sequences = min(config.eval_sequences, available)
-        chosen = [index * available // num_sequences for index in range(num_sequences)]
+        available = self._task.num_validation
+        num_samples = min(config.eval_sequences, available)
+        chosen = [index * available // num_samples for index in range(num_samples)]
         own = chosen[parallel_state.replica :: parallel_state.num_replicas]
         fixed = self._pipeline is not None
         size = self.micro_batch_size * (config.micro_batches if fixed else 1)
         # FSDP2 gathers in every forward, so all processes make equally many, if need be with a batch that counts 0.
-        num_rounds = math.ceil(math.ceil(num_sequences / parallel_state.num_replicas) / size)
+        num_rounds = math.ceil(math.ceil(num_samples / parallel_state.num_replicas) / size)
         for start in range(0, num_rounds * size, size):
             part = own[start : start + size]
             filled = part + chosen[:1] * (size - len(part) if fixed else not part)
-            sequences = [self._validation[index] for index in filled]
-            yield torch.stack(sequences).to(world.device), len(part)
+            yield self._task.validation_batch(filled).to(world.device), len(part)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

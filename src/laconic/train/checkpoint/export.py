@@ -1,4 +1,4 @@
-"""A run's model as a Hugging Face directory that `AutoModelForCausalLM.from_pretrained` loads."""
+"""A run's model as a Hugging Face directory that `from_pretrained` of its auto class loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laconic.formats.archive import zip_path
 from laconic.train.checkpoint.save_load import find_checkpoint, load_weights
 from laconic.train.distributed.world import World
 from laconic.train.model import check_config, no_progress_bars
-from laconic.train.report.run_dir import TOKENIZER_FILES
+from laconic.train.report.run_dir import PREPROCESSOR_FILE, TOKENIZER_FILES
 
 __all__ = ["export"]
 
@@ -40,7 +40,7 @@ def export(
         ConfigError: `run_dir` is no run or `out_dir` is not empty.
         CheckpointError: the checkpoint is missing, damaged or does not fit its model, or `out_dir` cannot be written.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, GenerationConfig
 
     run, out = Path(run_dir), Path(out_dir)
     if not (run / "checkpoints").is_dir():
@@ -52,10 +52,16 @@ def export(
 
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     found = find_checkpoint(run, alone, checkpoint)
+    of_images = (run / PREPROCESSOR_FILE).is_file()
+    if of_images:
+        import laconic.vision.resnet  # noqa: F401 - makes afi_resnet known
     try:
         config = AutoConfig.from_pretrained(found.path, local_files_only=True, trust_remote_code=False)
         check_config(config, str(found.path))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if of_images:
+            model = AutoModelForImageClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         if (found.path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.path, local_files_only=True)
     except Exception as error:
@@ -67,7 +73,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         with no_progress_bars():
             model.save_pretrained(temporary)
-        for name in TOKENIZER_FILES:
+        for name in (*TOKENIZER_FILES, PREPROCESSOR_FILE):
             if (run / name).is_file():
                 shutil.copyfile(run / name, temporary / name)
         if zipped:

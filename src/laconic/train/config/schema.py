@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "GradientsConfig",
+    "ImagesConfig",
     "ModelConfig",
     "MoEConfig",
     "OptimizerConfig",
@@ -111,7 +112,7 @@ class DataConfig:
 
     paths: Strings = ()
     """Files, directories or glob patterns of text (.txt, .py, .md, ...) or JSONL (.jsonl). Empty: the sources of the
-    installed Python standard library."""
+    installed Python standard library. Images: one folder of class folders, IDX files or arrays, or one .npz file."""
     tokenizer: Text | None = None
     """"bytes" (vocabulary of 256 plus one end-of-document token), or the path of a tokenizer.json or of a directory
     with a tokenizer; None means the tokenizer of model.path, and bytes without one."""
@@ -121,9 +122,25 @@ class DataConfig:
     text_key: Text = "text"
     """The field of each JSONL object that holds its text."""
     validation_fraction: Fraction = 0.02
-    """Share of documents held out for the validation loss."""
+    """Share of documents or images held out for the validation loss."""
     cache_dir: Text | None = None
     """Where token files are kept; None means ~/.cache/laconic (or $XDG_CACHE_HOME/laconic)."""
+
+
+@section("images.")
+class ImagesConfig:
+    """How images are read and varied, with task = image-classification."""
+
+    size: Size | None = None
+    """Height and width in pixels that image files are resized to; None: they must all have one size."""
+    mode: Literal["L", "RGB"] | None = None
+    """Mode that image files are converted to; None: they must all have one, L or RGB."""
+    skip_corrupt: StrictBool = False
+    """Leave out image files that cannot be read, and say how many; otherwise the first of them ends the run."""
+    flip: StrictBool = False
+    """In training, mirror every other image, left to right, at random."""
+    crop_padding: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0
+    """In training, move each image by up to this many pixels in each direction; what comes in is black."""
 
 
 @section("activations.")
@@ -319,8 +336,11 @@ class CheckpointConfig:
 class TrainConfig:
     """One training run. The defaults are the demo: a small Llama on the Python standard library, two processes."""
 
+    task: Literal["language-modeling", "image-classification"] = "language-modeling"
+    """What is learned: the next token of a text, or the class of an image."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     gradients: GradientsConfig = field(default_factory=GradientsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -346,8 +366,8 @@ class TrainConfig:
     steps: PositiveInt = 200
     """Optimizer steps in the whole run."""
     batch_size: Size = 16
-    """Sequences per optimizer step over all processes; a multiple of processes x accumulation, with a pipeline of
-    replicas x micro-batches."""
+    """Sequences or images per optimizer step over all processes; a multiple of processes x accumulation, with a
+    pipeline of replicas x micro-batches."""
     accumulation: Size = 1
     """Micro-batches per optimizer step and process."""
     sequence_length: Size = 256
@@ -359,7 +379,7 @@ class TrainConfig:
     eval_every: NonNegativeInt = 50
     """Steps between validation losses; 0 means only at the end."""
     eval_sequences: NonNegativeInt = 64
-    """Validation sequences per evaluation, over all processes; always the same ones."""
+    """Validation sequences or images per evaluation, over all processes; always the same ones."""
     tensorboard: StrictBool = False
     """Also write TensorBoard event files (needs laconic[tensorboard])."""
     rank_timeout_seconds: Annotated[PositiveFloat, Field(le=1e8)] = 300.0
@@ -390,8 +410,42 @@ class TrainConfig:
             refuse(self, "moe.expert_parallel", f"{left_out}: stages are cut from the model's own blocks")
         if moe.expert_parallel is not None and self.plan is not None:
             refuse(self, "moe.expert_parallel", "be left out with a plan, which knows nothing of it")
+        self._check_task()
         if self.resume and self.run_dir is None:
             refuse(self, "resume", "come with run_dir, the run to continue")
+
+    def _check_task(self) -> None:
+        """Refuse settings that the task does not know."""
+        if self.task == "language-modeling":
+            if self.images != ImagesConfig():
+                refuse(self, "images", "be left out unless task = image-classification")
+            return
+        left_out = "with task = image-classification"
+        for name, allowed in (
+            ("pipeline.stages", 1),
+            ("parallel", "ddp"),
+            ("plan", None),
+            ("sequence_length", 256),
+            ("data.tokenizer", None),
+            ("data.end_of_document", None),
+            ("data.cache_dir", None),
+            ("activations.loss", "exact"),
+        ):
+            section, _, leaf = name.rpartition(".")
+            if getattr(getattr(self, section) if section else self, leaf) != allowed:
+                refuse(self, name, f"be left out {left_out}" if allowed is None else f"be {allowed} {left_out}")
+        if self.moe != MoEConfig():
+            refuse(self, "moe", f"be left out {left_out}")
+
+    @property
+    def unit(self) -> Literal["token", "image"]:
+        """What speed and bytes are counted per."""
+        return "image" if self.task == "image-classification" else "token"
+
+    @property
+    def units_per_sample(self) -> int:
+        """Tokens of a sequence; 1 for an image."""
+        return 1 if self.task == "image-classification" else self.sequence_length
 
     @property
     def micro_batches(self) -> int:

@@ -47,7 +47,7 @@ class Forecast:
         self._trainer = trainer
         self._num_updates = 0
         chosen = config.activations
-        if plan is None and chosen.mode != "sites":
+        if config.task != "language-modeling" or (plan is None and chosen.mode != "sites"):
             return
         planned = replace(config, pipeline=replace(config.pipeline, split=split))
         world_size = parallel_state.num_stages * parallel_state.num_replicas

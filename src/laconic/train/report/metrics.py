@@ -42,7 +42,8 @@ class MetricsWriter:
     A training row has step, loss, grad_norm, learning_rate, tokens_per_second, step_seconds, peak_memory_nbytes,
     saved_nbytes (kept for backward, per process and micro-batch), wire_nbytes (sent per process and step),
     wire_raw_nbytes (the same without lossless coding) and tokens (in the run so far). A validation row has step and
-    validation_loss. Use it as a context manager, or call `close`.
+    validation_loss. With images, `images` stands for tokens in these names, and a validation row has also
+    validation_accuracy. Use it as a context manager, or call `close`.
 
     Raises:
         ConfigError: `tensorboard` is asked for and not installed.
@@ -207,6 +208,8 @@ def _summary(metrics: Mapping[str, Any]) -> list[str]:
         parts.append(f"validation {validation:.4f}")
     if (speed := metrics.get("tokens_per_second")) is not None:
         parts.append(f"{speed:,.0f} tokens/s")
+    if (speed := metrics.get("images_per_second")) is not None:
+        parts.append(f"{speed:,.0f} images/s")
     if (saved := metrics.get("saved_nbytes")) is not None:
         parts.append(f"kept {format_nbytes(saved)}")
     return parts

@@ -39,6 +39,8 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """What a run keeps of its tokenizer, and an export takes along."""
+PREPROCESSOR_FILE = "preprocessor_config.json"
+"""How images become the input of the model of a run that learned to classify them; an export takes it along."""
 
 
 def new_run_dir() -> str:

@@ -53,7 +53,7 @@ class RunLogger:
     ) -> None:
         """Log the step after which `done` steps are done; it took `seconds`. `of_experts` are more fields."""
         config = self._config
-        step_tokens = config.batch_size * config.sequence_length
+        step_units = config.batch_size * config.units_per_sample
         self._step_seconds.append(seconds)
         self._num_skipped += result.skipped
         self._wire.append((trainer.wire_nbytes or 0, trainer.wire_raw_nbytes or 0))
@@ -61,20 +61,21 @@ class RunLogger:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
-            "tokens_per_second": step_tokens / seconds,
+            f"{config.unit}s_per_second": step_units / seconds,
             "step_seconds": seconds,
             "peak_memory_nbytes": peak_memory_nbytes(),
             "saved_nbytes": trainer.saved_nbytes,
             "wire_nbytes": trainer.wire_nbytes,
             "wire_raw_nbytes": trainer.wire_raw_nbytes,
-            "tokens": done * step_tokens,
+            f"{config.unit}s": done * step_units,
             "skipped_steps": self._num_skipped,
             **(of_experts or {}),
         }
         if trainer.overlapped_nbytes is not None:
             self._last["moe_window_nbytes"] = trainer.overlapped_nbytes
         if self._metrics is not None:
-            self._metrics.write(done, **{name: self._last[name] for name in self._last if name != "validation_loss"})
+            apart = ("validation_loss", "validation_accuracy")
+            self._metrics.write(done, **{name: self._last[name] for name in self._last if name not in apart})
         self._progress.update(done, self._last)
 
     def memory(self, check: MemoryCheck) -> None:
@@ -82,14 +83,17 @@ class RunLogger:
         self._memory = check
         self.message(str(check))
 
-    def validation(self, done: int, loss: float | None) -> None:
-        """Log the validation loss after `done` steps; None: there is no validation data."""
+    def validation(self, done: int, loss: float | None, accuracy: float | None = None) -> None:
+        """Log validation loss and accuracy (a share) after `done` steps; None: there is no validation data."""
         if loss is None:
             return
         self._last["validation_loss"] = loss
+        of_classes = {} if accuracy is None else {"validation_accuracy": accuracy}
+        self._last |= of_classes
         if self._metrics is not None:
-            self._metrics.write(done, validation_loss=loss)
-        self.message(f"step {done}: validation loss {loss:.4f}")
+            self._metrics.write(done, validation_loss=loss, **of_classes)
+        words = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+        self.message(f"step {done}: validation loss {loss:.4f}{words}")
 
     def summary(self, done: int, trainer: Trainer, bf16_nbytes_per_token: float, seconds: float) -> dict[str, Any]:
         """The contents of summary.json; all processes call it together.
@@ -98,7 +102,7 @@ class RunLogger:
         that of the process that took most.
         """
         config = self._config
-        micro_tokens = trainer.micro_batch_size * config.sequence_length
+        micro_units = trainer.micro_batch_size * config.units_per_sample
         # A copy of the model is as many processes as there are stages.
         saved_nbytes = sum(self._world.gather(trainer.saved_nbytes)) / self._world.size * config.pipeline.stages
         peak_nbytes = max(self._world.gather(peak_memory_nbytes()))
@@ -114,10 +118,13 @@ class RunLogger:
             "loss": self._last["loss"],
             "validation_loss": self._last.get("validation_loss"),
             "best_validation_loss": best,
-            "tokens_per_second": config.batch_size * config.sequence_length / statistics.median(self._step_seconds),
+            **({} if config.unit == "token" else {"validation_accuracy": self._last.get("validation_accuracy")}),
+            f"{config.unit}s_per_second": config.batch_size
+            * config.units_per_sample
+            / statistics.median(self._step_seconds),
             "peak_memory_nbytes": peak_nbytes,
-            "saved_nbytes_per_token": saved_nbytes / micro_tokens,
-            "bf16_nbytes_per_token": bf16_nbytes_per_token,
+            f"saved_nbytes_per_{config.unit}": saved_nbytes / micro_units,
+            f"bf16_nbytes_per_{config.unit}": bf16_nbytes_per_token,
             "wire_nbytes_per_step": sent,
             "wire_raw_nbytes_per_step": raw,
             "collectives": coded.to_dict() if coded.entries else None,
@@ -142,7 +149,8 @@ class RunLogger:
 def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
     """The closing text of a run: results, cost, and what to do next."""
     done, steps = summary["steps"], config.steps
-    kept, unmodified = summary["saved_nbytes_per_token"], summary["bf16_nbytes_per_token"]
+    unit = config.unit
+    kept, unmodified = summary[f"saved_nbytes_per_{unit}"], summary[f"bf16_nbytes_per_{unit}"]
     validation, best = summary["validation_loss"], summary["best_validation_loss"]
     stages = f", {summary['stages']} stages" if summary["stages"] > 1 else ""
     processes = f"{summary['world_size']} processes, {config.parallel}{stages}"
@@ -153,9 +161,11 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
     ]
     if validation is not None:
         lines.append(f"  validation loss    {validation:.4f} (best {best:.4f})")
+    if (accuracy := summary.get("validation_accuracy")) is not None:
+        lines.append(f"  accuracy           {accuracy:.2%} of the validation images")
     lines += [
-        f"  speed              {summary['tokens_per_second']:,.0f} tokens/s ({processes}, {config.precision})",
-        f"  kept for backward  {kept:,.0f} bytes per token; the unmodified model in bf16 keeps {unmodified:,.0f} "
+        f"  speed              {summary[f'{unit}s_per_second']:,.0f} {unit}s/s ({processes}, {config.precision})",
+        f"  kept for backward  {kept:,.0f} bytes per {unit}; the unmodified model in bf16 keeps {unmodified:,.0f} "
         f"({unmodified / kept:.2f}x)",
         f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
         *_wire_words(summary),

@@ -27,6 +27,8 @@ _FILES = ("config.toml", METRICS_FILE, "activations.json", "summary.json")
 _LOSSES = ("loss", "validation_loss")
 _MEASURES = (
     "tokens_per_second",
+    "images_per_second",
+    "validation_accuracy",
     "step_seconds",
     "peak_memory_nbytes",
     "saved_nbytes",
@@ -77,10 +79,23 @@ class Run:
     @property
     def tokenizer(self) -> str | None:
         """Identity of the tokenizer, or None."""
+        if self.unit == "image":
+            return "none: images"
         copied = self.path / "tokenizer.json"
         if copied.is_file():
             return hashlib.sha256(copied.read_bytes()).hexdigest()
         return str(self.config.get("data.tokenizer") or "bytes") if self.config else None
+
+    @property
+    def unit(self) -> str:
+        """What speed and bytes of the run are counted per: "token" or "image"."""
+        return "image" if self.config.get("task") == "image-classification" else "token"
+
+    @property
+    def validation_accuracy(self) -> float | None:
+        """Last share of the validation images classified correctly; None for other tasks."""
+        shares = self.series("validation_accuracy")
+        return shares[-1][1] if shares else _number(self.summary, "validation_accuracy")
 
     def median(self, field: str) -> float | None:
         """Median of `field` over the steps, without the first one, which pays for warming up."""
@@ -123,8 +138,9 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second, median over steps."""
-        return self.median("tokens_per_second") or _number(self.summary, "tokens_per_second")
+        """Tokens, or images, per second, median over steps."""
+        name = f"{self.unit}s_per_second"
+        return self.median(name) or _number(self.summary, name)
 
     @property
     def peak_memory_nbytes(self) -> float | None:
@@ -173,9 +189,9 @@ class Run:
 
     @property
     def kept_nbytes_per_token(self) -> float | None:
-        """Bytes kept for backward per token."""
+        """Bytes kept for backward per token or image."""
         kept = _number(self.activations, "after_nbytes_per_token")
-        return kept if kept is not None else _number(self.summary, "saved_nbytes_per_token")
+        return kept if kept is not None else _number(self.summary, f"saved_nbytes_per_{self.unit}")
 
     @property
     def exact_nbytes_per_token(self) -> float | None:
@@ -185,7 +201,7 @@ class Run:
     @property
     def bf16_nbytes_per_token(self) -> float | None:
         """Bytes per token that the unmodified model in bf16 would keep."""
-        return _number(self.summary, "bf16_nbytes_per_token")
+        return _number(self.summary, f"bf16_nbytes_per_{self.unit}")
 
     @property
     def activation_setting(self) -> str | None:

@@ -46,6 +46,7 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
     nbytes = _Form(format_nbytes, relative=True, lower_is_better=True)
     # Losses of different tokenizers are comparable per byte of text only.
     unit = "" if all(run.loss_scale == 1.0 for run in runs) else ", bits per byte"
+    per = " or ".join(sorted({run.unit for run in runs}, reverse=True))
     settings = tuple(Cell(run.activation_setting or _MISSING) for run in runs)
     return [
         Row("activations kept as", settings),
@@ -54,9 +55,14 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         row(f"validation loss, best{unit}", lambda run: run.best_validation_loss, loss),
         row(f"train loss, last {LOSS_WINDOW} steps{unit}", lambda run: run.loss, loss),
         row(f"train loss, best {LOSS_WINDOW} steps{unit}", lambda run: run.best_loss, loss),
-        row("tokens/s, median", lambda run: run.tokens_per_second, _Form("{:,.0f}".format, True, False)),
+        *(
+            [row("validation accuracy", lambda run: run.validation_accuracy, _Form("{:.4f}".format, False, False))]
+            if any(run.validation_accuracy is not None for run in runs)
+            else []
+        ),
+        row(f"{per}s/s, median", lambda run: run.tokens_per_second, _Form("{:,.0f}".format, True, False)),
         row("peak memory of a process", lambda run: run.peak_memory_nbytes, nbytes),
-        row("kept for backward per token", lambda run: run.kept_nbytes_per_token, nbytes),
+        row(f"kept for backward per {per}", lambda run: run.kept_nbytes_per_token, nbytes),
         row("unmodified model keeps", lambda run: run.exact_nbytes_per_token, nbytes),
         row("unmodified model in bf16 keeps", lambda run: run.bf16_nbytes_per_token, nbytes),
         row("sent by a process per step", lambda run: run.wire_nbytes, nbytes),
