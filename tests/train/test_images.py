@@ -196,6 +196,7 @@ _LABELS = np.arange(12) % 2
         (_LABELS * 0, "one class only"),
         (_LABELS - 1, "label -1"),
         (_LABELS * 5000, "label 5000"),
+        (np.where(_LABELS, np.uint64(2**63), np.uint64(0)), "label 9223"),
         (_LABELS[:11], "one integer for each of the 12"),
         (_LABELS.astype(float), "labels of float64"),
     ],
@@ -203,6 +204,13 @@ _LABELS = np.arange(12) % 2
 def test_labels_that_are_no_classes_are_refused(tmp_path: Path, labels: npt.NDArray[Any], words: str) -> None:
     np.savez(tmp_path / "x.npz", images=stripes(12)[0], labels=labels)
     with pytest.raises(DataError, match=words):
+        read(tmp_path / "x.npz")
+
+
+def test_a_class_without_training_images_is_refused(tmp_path: Path) -> None:
+    images, labels = stripes(12)
+    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images, y_test=labels * 2)
+    with pytest.raises(DataError, match="validation images of class '2', but no training images"):
         read(tmp_path / "x.npz")
 
 

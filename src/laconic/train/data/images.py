@@ -104,6 +104,11 @@ def load_images(data: DataConfig, images: ImagesConfig) -> ImageCorpus:
         raise DataError(f"{path} has training images of {shapes[0]} and validation images of {shapes[1]}; {_REMEDY}")
     if len(np.unique(train.labels)) < 2:
         raise DataError(f"{path} has training images of one class only; a classifier needs at least 2")
+    if validation is not None and (unseen := np.setdiff1d(validation.labels, train.labels)).size:
+        raise DataError(
+            f"{path} has validation images of class {classes[unseen[0]]!r}, but no training images of it; add some, or "
+            "leave the class out"
+        )
     sha = hashlib.sha256(repr((classes, data.validation_fraction)).encode())
     for part in (train, validation):
         if part is not None:
@@ -330,8 +335,9 @@ def _image_set(images: npt.NDArray[Any], labels: npt.NDArray[Any], origin: str) 
             f"{origin} has labels of {labels.dtype}, shape {list(labels.shape)}, but they must be one integer for each "
             f"of the {len(images)} images"
         )
-    if labels.min() < 0:
-        raise DataError(f"{origin} has a label {labels.min()}, but labels must count classes from 0")
+    for label in (labels.min(), labels.max()):
+        if not 0 <= int(label) < 2**31:  # before the conversion below, in which a large one would wrap around
+            raise DataError(f"{origin} has a label {label}, but labels must count classes from 0")
     return ImageSet(np.ascontiguousarray(images), labels.astype(np.int64))
 
 
