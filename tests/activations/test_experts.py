@@ -182,5 +182,4 @@ class Chooser(nn.Module):
 
 
 def test_a_block_that_computes_something_else_is_left_alone() -> None:
-    sites = find_sites(nn.ModuleList([Multiplied(), Chooser()]))
-    assert {site.kind for site in sites} == {"functions"}  # for the relu that the first one calls
+    assert find_sites(nn.ModuleList([Multiplied(), Chooser()])) == []
