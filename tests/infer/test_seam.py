@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from laconic.errors import ConfigError, ModelError
+from laconic.infer.sampling import Sampling, sample
 from laconic.infer.transformers_seam import (
     TRIED,
     CacheLimits,
+    _Sampler,
     check_transformers,
     find_experts,
     load_attention_model,
@@ -107,3 +111,55 @@ def test_experts_are_found_without_memory(tmp_path: Path) -> None:
     model, blocks = find_experts(read_config(make("qwen2_moe", tmp_path)))
     assert all(p.is_meta for p in model.parameters())
     assert list(blocks) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
+
+
+class _NoProcessors:
+    do_processing = False
+    tensors_required = 0
+
+    def prepare_tensor_args(self, requests: list[Any], storage: torch.Tensor) -> torch.Tensor:
+        return storage
+
+
+def _chosen(
+    rows: torch.Tensor, samplings: list[Sampling]
+) -> tuple[list[tuple[str, int]], dict[str, str], torch.Tensor]:
+    """What the sampler says of a batch, one request a row, and what the manager would choose then."""
+    heard: list[tuple[str, int]] = []
+    failed: dict[str, str] = {}
+    sampler = _Sampler(_NoProcessors(), lambda name, token: heard.append((name, token.token)), failed.__setitem__)
+    states = [
+        SimpleNamespace(
+            request_id=str(number),
+            initial_tokens=[1],
+            generated_len=lambda: 0,
+            logit_processor_kwargs={"sampling": sampling, "prompt_tokens": 1},
+        )
+        for number, sampling in enumerate(samplings)
+    ]
+    empty = torch.empty(0)
+    sampler.prepare_tensor_args([SimpleNamespace(state=state, has_new_token=True) for state in states], empty)
+    return heard, failed, sampler(empty, rows, empty).argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_batches_choose_as_single_requests_do(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randint(-3, 3, (40, 29)).to(dtype)  # many equal logits: the lowest id counts
+    rows[3, :5] = -torch.inf
+    greedy, sampled = Sampling(), Sampling(temperature=1.0)
+    heard, failed, managers = _chosen(rows, [greedy] * 40)
+    assert not failed
+    assert [token for _, token in heard] == managers.tolist() == [sample(row, greedy, 0).token for row in rows]
+    mixed, _, managers = _chosen(rows, [greedy] * 39 + [sampled])
+    assert mixed[:39] == heard[:39]
+    assert managers.tolist() == [token for _, token in mixed]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_row_fails_its_request_alone(bad: float) -> None:
+    rows = torch.arange(12.0).view(3, 4).contiguous()
+    rows[1] = bad
+    heard, failed, _ = _chosen(rows, [Sampling()] * 3)
+    assert heard == [("0", 3), ("2", 3)]
+    assert list(failed) == ["1"]

@@ -491,8 +491,14 @@ class _Sampler:
         if self._processors.do_processing:
             scores = self._processors(input_ids, scores, arguments)
         rows = scores[: len(self._states)].cpu()
-        tokens = [self._choose(state, row) for state, row in zip(self._states, rows, strict=True)]
+        if self._states and all(_takes_greatest(state.logit_processor_kwargs["sampling"]) for state in self._states):
+            greatest, places = rows.max(-1)
+            if bool(greatest.isfinite().all()):  # a maximum over NaN is NaN
+                for state, token in zip(self._states, places.tolist(), strict=True):
+                    self._on_token(state.request_id, ChosenToken(token))
+                return scores  # the manager takes the greatest, too
         chosen = torch.zeros_like(scores)
+        tokens = [self._choose(state, row) for state, row in zip(self._states, rows, strict=True)]
         chosen[torch.arange(len(tokens)), tokens] = 1.0
         return chosen
 
@@ -507,6 +513,10 @@ class _Sampler:
             return 0
         self._on_token(state.request_id, token)
         return token.token
+
+
+def _takes_greatest(sampling: Sampling) -> bool:
+    return sampling.is_greedy and sampling.logprobs is None
 
 
 class Requests:

@@ -1,0 +1,142 @@
+"""The engine without expert workers against transformers' own continuous batching, which it runs on.
+
+Same weights, threads, cache and requests; greedy; all answers must be equal. The engine adds a process, pipes and a
+sampler.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kit.timing import Case, Timing, seconds_of
+from benchmarks.registry import Options, Table, benchmark
+from laconic.infer import Engine
+from laconic.infer.bench.demo_model import save_demo_model
+from laconic.infer.bench.measure import run_together
+
+_CACHE_TOKENS, _BATCH_TOKENS, _PAGE_TOKENS = 8192, 256, 16
+_SIZES = {
+    "small": {"hidden_size": 128, "layers": 4, "experts": 16, "vocab_size": 257},
+    "small, 32k tokens": {"hidden_size": 128, "layers": 4, "experts": 16, "vocab_size": 32000},
+    "middle": {"hidden_size": 512, "layers": 8, "experts": 16, "vocab_size": 32000},
+}
+_SMOKE = {"smoke": {"hidden_size": 32, "layers": 2, "experts": 4, "vocab_size": 257}}
+_LONGEST_PROMPT = 96
+
+
+@benchmark("infer-unsplit")
+def infer_unsplit(options: Options) -> list[Table]:
+    """The table."""
+    sizes = _SMOKE if options.smoke else {n: s for n, s in _SIZES.items() if n != "middle" or not options.small}
+    count, new_tokens = (3, 4) if options.smoke else (32, 32)
+    rows = [_row(name, size, count, new_tokens, options) for name, size in sizes.items()]
+    return [
+        Table(
+            f"Tokens per second of {count} requests at once, prompts of 4 to {_LONGEST_PROMPT} tokens, {new_tokens} new"
+            f" tokens each, float32, {options.thread_text}",
+            [
+                *("model", "parameters", "engine, experts=0", "engine, streams"),
+                *("transformers, a manager that stays", "transformers, generate_batch"),
+                *("engine over the better of transformers", "lowest to highest of the rounds"),
+            ],
+            rows,
+            "The quotient is the median over the rounds, each round with its own times. generate_batch makes a manager "
+            "and a cache for every call. Streams: every token is heard of when it is made.",
+        )
+    ]
+
+
+def _row(name: str, size: dict[str, int], count: int, new_tokens: int, options: Options) -> list[str]:
+    generator = random.Random(0)
+    prompts = [
+        [generator.randrange(size["vocab_size"]) for _ in range(generator.randint(4, _LONGEST_PROMPT))]
+        for _ in range(count)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        save_demo_model(Path(folder), **size)
+        peer = _Peer(Path(folder))
+        with Engine(
+            folder, experts=0, cache_tokens=_CACHE_TOKENS, batch_tokens=_BATCH_TOKENS, threads=options.threads
+        ) as engine:
+            expected = peer.managed(prompts, new_tokens)
+            assert engine.generate(prompts, new_tokens) == expected, "the engine's tokens differ"
+            assert _streamed(engine, prompts, new_tokens) == expected, "the streams' tokens differ"
+            assert peer.batch(prompts, new_tokens) == expected
+            cases: dict[str, Case] = {
+                "engine": lambda: engine.generate(prompts, new_tokens),
+                "streams": lambda: _streamed(engine, prompts, new_tokens),
+                "manager": lambda: peer.managed(prompts, new_tokens),
+                "generate_batch": lambda: peer.batch(prompts, new_tokens),
+            }
+            seconds = seconds_of(cases, options.rounds, rotate=True)
+        peer.stop()
+    tokens = count * new_tokens
+    better = min(seconds["manager"], seconds["generate_batch"])
+    quotients = [theirs / ours for theirs, ours in zip(better.samples, seconds["engine"].samples, strict=True)]
+    return [
+        *(name, f"{peer.parameters / 1e6:.1f} M"),
+        *(_rate(tokens, seconds[case]) for case in cases),
+        f"{better.over(seconds['engine']):.3f}",
+        f"{min(quotients):.3f} to {max(quotients):.3f}",
+    ]
+
+
+def _rate(tokens: int, timing: Timing) -> str:
+    return f"{tokens / timing:.0f} ({timing.spread:.1%})"
+
+
+def _streamed(engine: Engine, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    return [answer.tokens for answer in run_together(engine, prompts, new_tokens)]
+
+
+class _Peer:
+    """transformers in this process, with the engine's limits."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self._generation = self._model.generation_config
+        self._generation.update(do_sample=False, eos_token_id=-1)
+        self._config = lambda: ContinuousBatchingConfig(
+            page_size=_PAGE_TOKENS,
+            num_blocks=_CACHE_TOKENS // _PAGE_TOKENS,
+            max_batch_tokens=_BATCH_TOKENS,
+            max_requests_per_batch=_BATCH_TOKENS,
+            auto_switch_to_flash=False,
+            use_cuda_graph=False,
+            use_async_batching=False,
+        )
+        self._manager: Any = self._model.init_continuous_batching(
+            generation_config=self._generation, continuous_batching_config=self._config()
+        )
+        self._manager.start()
+
+    def managed(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        names = self._manager.add_requests(prompts, max_new_tokens=new_tokens)
+        found: dict[str, list[int]] = {}
+        while len(found) < len(prompts):
+            result = self._manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                assert result.error is None, result.error
+                found[result.request_id] = result.generated_tokens
+        return [found[name] for name in names]
+
+    def batch(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        results = self._model.generate_batch(
+            prompts,
+            generation_config=self._generation,
+            continuous_batching_config=self._config(),
+            max_new_tokens=new_tokens,
+        )
+        return [result.generated_tokens for result in results.values()]
+
+    def stop(self) -> None:
+        self._manager.stop(block=True, timeout=5.0)
