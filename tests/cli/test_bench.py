@@ -14,16 +14,16 @@ TINY = ["--requests", "3", "--max-new-tokens", "3", "--max-prompt-tokens", "8", 
 
 
 def test_a_run_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "infer", "--plans", "unsplit", *TINY, "--output", str(tmp_path)]) == 0
+    assert main(["bench", "infer", "--plans", "unsplit", *TINY, "--output", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("a random Qwen2-MoE of 4 layers")
     assert "3 requests, " in out
     assert "9 new tokens" in out
-    values = json.loads((tmp_path / "bench_infer.json").read_text())
+    values = json.loads((tmp_path / "new" / "bench_infer.json").read_text())
     (plan,) = values["plans"]
     assert (plan["name"], plan["same_answers"], values["flags"]["requests"]) == ("unsplit", 3, 3)
     assert plan["tokens_per_second"][0] > 0
-    assert (tmp_path / "bench_infer.png").stat().st_size > 1000
+    assert (tmp_path / "new" / "bench_infer.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
@@ -49,6 +49,9 @@ def test_all_plans_answer_alike(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--slices", "1.5"], "--slices is '1.5', but it must be whole numbers of at least 1"),
         (["--micro-batches", "0"], "--micro-batches is '0'"),
         (["--cache-tokens", "200"], "leaves 100 to each of 2 micro-batches; give more"),
+        (["--plans", "unsplit", "--cache-tokens", "100"], "leaves 100 to each of 1 micro-batches"),
+        (["--output", __file__], "cannot use "),
+        (["--model", "/nowhere"], "'/nowhere' holds no config.json"),
         (["--prompts", "/nowhere/prompts.txt"], "cannot use /nowhere/prompts.txt"),
     ],
 )

@@ -145,7 +145,7 @@ def test_plans_are_compared_in_turns(tmp_path: Path) -> None:
     assert "naive" in text
     assert "2 of 3" in text
     assert "Poisson arrivals, 400 requests/s" in text
-    files = save_report(found, tmp_path / "new", {"model": "fake"})
+    files = save_report(found, tmp_path, {"model": "fake"})
     values = json.loads(files[0].read_text())
     assert values == {"model": "fake"} | json.loads(json.dumps(report_json(found)))
     assert values["plans"][2]["plan"]["num_micro_batches"] == 2

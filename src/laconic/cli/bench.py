@@ -42,6 +42,7 @@ def _infer(options: argparse.Namespace) -> int:
 
     if options.output is not None:
         check_plots()
+        Path(options.output).mkdir(parents=True, exist_ok=True)
     from laconic.infer.bench.compare import compare
     from laconic.infer.bench.demo_model import save_demo_model
     from laconic.infer.bench.workload import draw_prompts, own_text, paragraphs
@@ -165,11 +166,12 @@ def _checked(options: argparse.Namespace) -> tuple[list[Kind], list[int], list[i
     micro_batches = [int(number) for number in _numbers("--micro-batches", options.micro_batches, whole=True)]
     slices = [int(number) for number in _numbers("--slices", options.slices, whole=True)]
     rates = None if options.rates is None else _numbers("--rates", options.rates)
-    longest, cache = options.max_prompt_tokens + options.max_new_tokens, options.cache_tokens // max(micro_batches)
+    most = max(micro_batches) if {"pppipe", "findep"} & set(kinds) else 1
+    longest, cache = options.max_prompt_tokens + options.max_new_tokens, options.cache_tokens // most
     if longest > cache:
         raise ConfigError(
             f"--max-prompt-tokens and --max-new-tokens make requests of up to {longest} tokens, but --cache-tokens"
-            f" {options.cache_tokens} leaves {cache} to each of {max(micro_batches)} micro-batches; give more"
+            f" {options.cache_tokens} leaves {cache} to each of {most} micro-batches; give more"
         )
     return kinds, micro_batches, slices, rates
 

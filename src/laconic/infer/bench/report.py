@@ -97,7 +97,7 @@ def save_report(comparison: Comparison, folder: Path, about: dict[str, Any]) -> 
 
     Args:
         comparison: to write.
-        folder: is made if it is not there.
+        folder: to write to.
         about: of the run: model, flags, machine; becomes part of the JSON.
 
     Returns:
@@ -105,7 +105,6 @@ def save_report(comparison: Comparison, folder: Path, about: dict[str, Any]) -> 
     """
     from matplotlib.figure import Figure
 
-    folder.mkdir(parents=True, exist_ok=True)
     values = folder / "bench_infer.json"
     values.write_text(json.dumps(about | report_json(comparison), indent=2) + "\n", encoding="utf-8")
 
