@@ -77,6 +77,16 @@ def test_requests_that_do_not_fit_are_refused(engine: Engine) -> None:
         engine.submit([1] * 1000, 25)
 
 
+def test_of_a_call_with_a_refused_prompt_none_runs(engine: Engine) -> None:
+    free = engine.free_cache_tokens
+    with pytest.raises(ConfigError, match="the prompt has 0 tokens"):
+        engine.generate([[1], [2], []], max_new_tokens=2)
+    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+        engine.generate([[1]], max_new_tokens=0)
+    assert engine.free_cache_tokens == free
+    assert engine.generate([], 2) == []
+
+
 def test_bad_arguments_are_refused_before_a_process_starts(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no config"):
         Engine(tmp_path)

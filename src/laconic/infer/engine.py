@@ -396,6 +396,14 @@ class Engine:
         return self._lost
 
     def _add(self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None) -> Generation:
+        generation, rank, command = self._take(prompt, sampling, listener)
+        self._send(rank, [command])
+        return generation
+
+    def _take(
+        self, prompt: Sequence[int], sampling: Sampling, listener: TokenListener | None
+    ) -> tuple[Generation, int, dict[str, Any]]:
+        """Take a request; returns it, the rank it is for and what that is to be told."""
         if not prompt:
             raise ConfigError("the prompt has 0 tokens, but it must have at least 1")
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
@@ -419,14 +427,8 @@ class Engine:
             self._counter += 1
             generation = Generation(self, name, needed, listener)
             self._generations[name] = (generation, rank)
-            command: dict[str, Any] = {"do": "request", "name": name, "prompt": list(prompt)}
-            command |= {"sampling": sampling.to_options(), "stream": listener is not None}
-            held_back = self._held_back is not None
-            if self._held_back is not None:
-                self._held_back.append((rank, command))
-        if not held_back:
-            self._tell(rank, command)
-        return generation
+        command = {"do": "request", "name": name, "prompt": list(prompt), "sampling": sampling.to_options()}
+        return generation, rank, command | {"stream": listener is not None}
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 20) -> list[list[int]]:
         """Return the new tokens of each prompt, in order; the engine runs all of them together.
@@ -435,7 +437,20 @@ class Engine:
             ConfigError: a request is empty or does not fit into the cache.
             CollectiveError: a worker was lost.
         """
-        return [each.result() for each in [self.submit(prompt, max_new_tokens) for prompt in prompts]]
+        sampling = Sampling(max_new_tokens=max_new_tokens)
+        taken: list[tuple[Generation, int, dict[str, Any]]] = []
+        try:
+            for prompt in prompts:
+                taken.append(self._take(prompt, sampling, None))
+        except LaconicError:
+            with self._lock:
+                for generation, _, _ in taken:
+                    self._generations.pop(generation._name, None)
+            raise
+        # At once, so that the first forward finds all of them: told one by one, it begins with the first alone.
+        for rank in range(self.split.attention):
+            self._send(rank, [command for _, of, command in taken if of == rank])
+        return [generation.result() for generation, _, _ in taken]
 
     def trace(self) -> Recording:
         """Record every task of the passes that begin and end inside of a `with` block.
@@ -643,11 +658,19 @@ class Engine:
         role, number = self.split.role(rank)
         return f"{role} worker {number}"
 
-    def _tell(self, rank: int, command: dict[str, Any]) -> None:
+    def _send(self, rank: int, requests: list[dict[str, Any]]) -> None:
+        """Hand requests to a worker, or hold them back for those that are being started again."""
+        with self._lock:
+            if self._held_back is not None:
+                self._held_back += [(rank, request) for request in requests]
+                return
+        self._tell(rank, *requests)
+
+    def _tell(self, rank: int, *commands: dict[str, Any]) -> None:
         stream = self._processes[rank].commands
         with self._writing[rank]:
             try:
-                stream.write(json.dumps(command) + "\n")
+                stream.write("".join(f"{json.dumps(command)}\n" for command in commands))
                 stream.flush()
             except (OSError, ValueError):
                 return  # it has ended, and its reader says so
