@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from laconic.infer import transformers_seam
-from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.infer.transformers_seam import CacheLimits
 from laconic.schedule.inference import InferencePlan
 from tests.infer.inside import Inside
@@ -31,11 +30,13 @@ def split_logits(path: Path, plan: str, monkeypatch: pytest.MonkeyPatch) -> list
     inside = Inside(path, *PLANS[plan], dtype=torch.bfloat16)
     seen: list[Tensor] = []
 
-    def record(logits: Tensor, sampling: Sampling, position: int) -> ChosenToken:
-        seen.append(logits.float().clone())
-        return sample(logits, sampling, position)
+    choose = transformers_seam._Sampler.__call__
 
-    monkeypatch.setattr(transformers_seam, "sample", record)
+    def record(self: Any, input_ids: Tensor, scores: Tensor, arguments: Tensor) -> Tensor:
+        seen.append(scores[0].float().clone())  # what follows is padding
+        return choose(self, input_ids, scores, arguments)
+
+    monkeypatch.setattr(transformers_seam._Sampler, "__call__", record)
     found = []
     for prompt in PROMPTS:
         seen.clear()
