@@ -21,6 +21,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ending, Path]:
     return ending, file
 
 
+@pytest.mark.slow
 def test_everything_is_measured_and_written(measured: tuple[Ending, Path]) -> None:
     rates = WireRates.load(measured[1])
     (link,) = rates.links.values()
@@ -34,6 +35,7 @@ def test_everything_is_measured_and_written(measured: tuple[Ending, Path]) -> No
     assert decide("all_gather", 1 << 20, "bfloat16", GroupShape(2, 2), rates).predicted_seconds > 0
 
 
+@pytest.mark.slow
 def test_the_tables_are_printed_once(measured: tuple[Ending, Path]) -> None:
     ending, file = measured
     assert ending.out.count("links, node: 2 ranks") == 1
@@ -41,6 +43,7 @@ def test_the_tables_are_printed_once(measured: tuple[Ending, Path]) -> None:
     assert ending.err.splitlines()[0] == "measuring links, node: 2 ranks"
 
 
+@pytest.mark.slow
 def test_explain_reads_it(measured: tuple[Ending, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--record", str(measured[1]), "--operation", "all_reduce"]) == 0
     assert "2 ranks on 1 node;" in capsys.readouterr().out

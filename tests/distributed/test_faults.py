@@ -55,6 +55,7 @@ def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(pair
     assert exact_metrics(config.run_dir) == exact_metrics(pair / "long")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
@@ -131,6 +132,7 @@ def test_workers_do_not_outlive_their_launcher(pair: Path, tmp_path: Path) -> No
     assert not alive
 
 
+@pytest.mark.slow
 def test_an_error_in_the_workers_is_told_once(pair: Path, tmp_path: Path) -> None:
     config = long_config(pair, "no-data", **{"data.paths": ("/nowhere/at/all.txt",)})
     ending = finish(start_training(config, tmp_path / "config.toml"))

@@ -45,6 +45,7 @@ def train(folder: Path, plan: Path, *flags: str) -> tuple[int, str]:
     return ended.code, ended.out + ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

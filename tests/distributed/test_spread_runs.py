@@ -18,6 +18,8 @@ from tests.distributed.spread import ALIKE, BROKEN, FAMILIES, FOUR, SMOOTH_QWEN,
 from tests.distributed.test_parallel import ROUNDING
 from tests.train.runs import ALONE, exact_metrics, losses, resumed, tiny_config, train_alone
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

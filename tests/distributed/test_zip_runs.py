@@ -14,6 +14,8 @@ from tests.distributed.processes import run_joined
 from tests.distributed.zipped import RUNS, SLOW_RUNS, everything, more
 from tests.train.runs import exact_metrics, losses
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

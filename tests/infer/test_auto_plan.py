@@ -35,6 +35,7 @@ def slow(tmp_path: Path) -> Path:
     return tmp_path / "slow.json"
 
 
+@pytest.mark.slow
 def test_slow_links_make_it_serve_whole_models(model: Path, slow: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level("INFO", logger="laconic"),

@@ -91,6 +91,7 @@ def served(model: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[
             process.terminate()
 
 
+@pytest.mark.slow
 def test_the_command_serves_what_transformers_generates(served: tuple[str, subprocess.Popen[str]], model: Path) -> None:
     url, process = served
     assert url.startswith("http://127.0.0.1:")

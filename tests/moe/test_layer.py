@@ -243,6 +243,7 @@ def test_autocast_leaves_gate_and_sums_exact() -> None:
     torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=2**-20)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it between graphs,
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # and makes objects of autograd functions
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
