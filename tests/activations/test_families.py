@@ -20,8 +20,9 @@ ROWS = rows_of(PAGE)
 # than 4 %. Behind a relu, half a per cent of the values round to zero and lose their gradient: sqrt(0.005) = 7 % of one
 # factor. A gradient that is off by 6 % in all has a cosine of 1 - 0.06^2 / 2. At 4 bits it is off by less than 25 %.
 COSINES = 0.97, 0.998
-# Behind thirty batch norms over few values these add up to more.
-COSINES_OF_DEEP = {"levit": (0.93, 0.996), "pp_lcnet": (0.93, 0.996)}
+# Lower bounds of their own: levit and pp_lcnet have thirty batch norms over few values, CPM-Ant attention with sharp
+# logits that runs again from a packed input.
+COSINES_OF = {"levit": (0.93, 0.996), "pp_lcnet": (0.93, 0.996), "cpmant": (0.96, 0.998)}
 
 # What transformers and torch warn of while a family is built is no matter of this page.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,7 +48,7 @@ def check(family: Family) -> str:
         wrong += [
             f"{name} {found}" for name, found in (("bits", row.bits), ("random", row.random_state)) if found != "equal"
         ]
-        least = COSINES_OF_DEEP.get(family.name, COSINES)
+        least = COSINES_OF.get(family.name, COSINES)
         if row.cosine[0] < least[0] or row.cosine[1] < least[1]:
             wrong.append(f"gradient {row.cosine}")
     before, after = numbers(page["kept, bytes"])

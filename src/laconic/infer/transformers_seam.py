@@ -224,7 +224,12 @@ def load_attention_model(
     with quiet_transformers():
         try:
             model, info = without_experts.from_pretrained(
-                model_dir, config=config, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+                model_dir,
+                config=config,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except ModelError:
             raise
