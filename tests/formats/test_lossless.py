@@ -182,44 +182,6 @@ def test_decode_into_takes_any_shape() -> None:
     assert same_tensor(out.view(6, 50), x)
 
 
-@pytest.mark.parametrize("chunk_numel", [1, 100, 4096, 9999, 10_000, 10_001])
-def test_chunks_come_back_one_by_one(chunk_numel: int) -> None:
-    x = normal(100 if chunk_numel == 1 else 10_000, dtype=torch.bfloat16).view(-1, 10)
-    made = []
-
-    def noted() -> object:
-        for message in lossless.encode_chunks(x, chunk_numel, "window"):
-            made.append(message)
-            yield message
-
-    out = torch.empty_like(x)
-    lossless.decode_chunks(noted(), out)
-    assert same_tensor(out, x)
-    assert len(made) == -(-x.numel() // chunk_numel)
-    assert next(iter(lossless.encode_chunks(x, chunk_numel, "window"))).equal(made[0])
-
-
-def test_chunks_of_an_empty_tensor_come_back() -> None:
-    (message,) = lossless.encode_chunks(torch.empty(0, 3), 5)
-    lossless.decode_chunks([message], torch.empty(3, 0))
-
-
-def test_missing_surplus_and_foreign_chunks_are_refused() -> None:
-    x = normal(1000)
-    messages = list(lossless.encode_chunks(x, 300))
-    for wrong, text in (
-        (messages[:-1], r"the messages hold 900 elements, but out has 1000; are the last ones missing\?"),
-        ([*messages, messages[0]], "the messages hold 1300 or more elements, but out has 1000"),
-        ([lossless.encode(x.half())], "holds 1000 elements of torch.float16, but it is decoded into 1000 elements of"),
-    ):
-        with pytest.raises(FormatError, match=text):
-            lossless.decode_chunks(wrong, torch.empty(1000))
-    with pytest.raises(FormatError, match="out must be contiguous"):
-        lossless.decode_chunks(messages, torch.empty(2, 500).t())
-    with pytest.raises(FormatError, match="chunk_numel is 0, but it must be at least 1"):
-        list(lossless.encode_chunks(x, 0))
-
-
 def test_offsets_beyond_two_to_the_31_are_exact() -> None:
     """By arithmetic: no tensor of that size is made."""
     numel = 2**33 + 4097
@@ -228,8 +190,6 @@ def test_offsets_beyond_two_to_the_31_are_exact() -> None:
         assert lossless.max_nbytes(numel, dtype) == 128 + words * layout.nbytes + 5 * -(-words // 4096)
     header = Header(torch.bfloat16, "tiered", (2**20, 2**13), 2**34, 2**34, 0, 0, 0, 2**33)
     assert (header.num_blocks, header.directory_offset, header.payload_offset) == (2**21, 80, 80 + 5 * 2**21)
-    offsets = lossless.chunk_offsets(numel, 2**32 - 4096)
-    assert list(offsets) == [0, 2**32 - 4096, 2**33 - 8192]
     # A raw header of that size is read back as it was written, and its length is checked in full.
     front = bytearray(bytes(lossless.encode(torch.zeros(1, 1, dtype=torch.bfloat16), "raw")[:80].tolist()))
     front[8:16] = front[64:72] = numel.to_bytes(8, "little")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.infer.server.text import IncrementalDecoder, StopFinder
-from laconic.infer.server.tokenizer import ByteTokenizer
+from laconic.infer.tokenizer import ByteTokenizer
 
 ODD = "aé€😀\ufffd\u0301\r\n"
 

@@ -18,7 +18,6 @@ from laconic.train.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
     Progress,
-    format_nbytes,
     peak_memory_nbytes,
     read_metrics,
 )
@@ -125,22 +124,6 @@ def test_peak_memory_is_at_least_what_is_resident_now() -> None:
     slack = 8 << 20  # the kernel counts pages per thread and adds them up late
     assert 64 << 20 < resident - slack <= peak_memory_nbytes() < psutil.virtual_memory().total
     assert held
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (1536, "1.54 kB"),
-        (99_950, "100 kB"),
-        (999_600, "1.00 MB"),
-        (2.5e13, "25.0 TB"),
-    ],
-)
-def test_bytes_are_written_for_people(nbytes: float, text: str) -> None:
-    assert format_nbytes(nbytes) == text
 
 
 class Terminal(io.StringIO):

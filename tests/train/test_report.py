@@ -77,7 +77,7 @@ def test_table_shows_values_and_differences(tmp_path: Path) -> None:
     assert shown["validation loss, best"] == [("1.6250", "", None), ("1.6150", "-0.0100", True)]
     assert shown["train loss, last 20 steps"] == [("1.5000", "", None), ("1.4900", "-0.0100", True)]
     assert shown["tokens/s, median"] == [("1,000", "", None), ("900", "-10.0 %", False)]
-    assert shown["kept for backward per token"] == [("1.00 kB", "", None), ("325 B", "-67.5 %", True)]
+    assert shown["kept for backward per token"] == [("1.00 KB", "", None), ("325 B", "-67.5 %", True)]
     assert shown["sent by a process per step"] == [("2.00 MB", "", None), ("2.00 MB", "=", None)]
     assert config_differences(load_runs([exact, nf4]))[0].label == "activations.bits"
     text = compare([exact, nf4], tmp_path / "report.html")

@@ -20,10 +20,9 @@ from laconic.activations.derivatives import is_transformed
 from laconic.activations.packer import Packer, running_packer
 from laconic.activations.replacement import Replacement
 
-__all__ = ["LEAF_KINDS", "LeafForward", "LeafKind", "LeafSpec", "leaf_of", "run_packed"]
+__all__ = ["LeafForward", "LeafKind", "LeafSpec", "leaf_of", "run_packed"]
 
 LeafKind = Literal["conv", "channel_norm", "activation", "pool", "dropout"]
-LEAF_KINDS: tuple[LeafKind, ...] = ("conv", "channel_norm", "activation", "pool", "dropout")
 
 _CLASSES: dict[LeafKind, tuple[type[nn.Module], ...]] = {
     "conv": (nn.modules.conv._ConvNd,),

@@ -63,9 +63,9 @@ def _infer(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{name} is a {config.model_type} model without experts, which cannot be split; give --plans unsplit"
             )
-        from laconic.cli.generate import load_tokenizer
+        from laconic.infer.tokenizer import load_text_tokenizer
 
-        encode, _ = load_tokenizer(model_dir)
+        encode = load_text_tokenizer(model_dir).encode
         text = own_text() if options.prompts is None else _read(Path(options.prompts))
         prompts = draw_prompts(paragraphs(text), encode, options.requests, options.max_prompt_tokens, options.seed)
         print(f"{name}, {options.dtype}, {len(os.sched_getaffinity(0))} cores", flush=True)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
+from laconic.cost.sizes import format_nbytes
 from laconic.errors import LaconicError
-from laconic.train.report.metrics import format_nbytes
 
 __all__ = ["diagnose", "render"]
 

@@ -5,34 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
-__all__ = ["load_tokenizer", "run"]
+__all__ = ["run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic generate` with `args`."""
+    from laconic.infer.tokenizer import load_text_tokenizer
+    from laconic.infer.transformers_seam import check_transformers
+
     options = _parser().parse_args(args)
     prompts = _prompts(options)
     serve_if_not_first(options)
-    encode, decode = load_tokenizer(Path(options.model))
+    check_transformers()
+    tokenizer = load_text_tokenizer(options.model)
     if options.plan == "auto":
-        _expect(options, [len(encode(prompt)) for prompt in prompts])
+        _expect(options, [len(tokenizer.encode(prompt)) for prompt in prompts])
     with start_engine(options) as engine:
         if not options.json:
             print(f"{engine}\n")
-        generations = [engine.submit(encode(prompt), options.max_new_tokens) for prompt in prompts]
+        generations = [engine.submit(tokenizer.encode(prompt), options.max_new_tokens) for prompt in prompts]
         for prompt, generation in zip(prompts, generations, strict=True):
             tokens = generation.result()
             if options.json:
-                print(json.dumps({"prompt": prompt, "text": decode(tokens), "tokens": tokens}))
+                print(json.dumps({"prompt": prompt, "text": tokenizer.decode(tokens), "tokens": tokens}))
             else:
-                print(f"{prompt}{decode(tokens)}\n")
+                print(f"{prompt}{tokenizer.decode(tokens)}\n")
         if engine.split.experts and not options.json:
             a2e, e2a = engine.traffic
             print(f"to experts: {a2e}\nfrom experts: {e2a}")
@@ -76,27 +79,3 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if not prompts:
         raise ConfigError("there is no prompt; give --prompt TEXT, or --prompts FILE with at least one line")
     return prompts
-
-
-def load_tokenizer(model_dir: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Return what turns text into tokens and tokens into text: the model's own tokenizer, or bytes for one of bytes."""
-    from laconic.infer.transformers_seam import check_transformers, read_config
-
-    check_transformers()
-    config = read_config(model_dir)
-    from laconic.train.data.tokenizer import BytesTokenizer
-    from laconic.train.model_source import own_tokenizer
-
-    if own_tokenizer(str(model_dir)) == "bytes" and config.get_text_config().vocab_size == BytesTokenizer.vocab_size:
-        plain = BytesTokenizer()
-        return lambda text: plain.encode(text).tolist(), plain.decode
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except Exception as error:  # foreign code may raise anything
-        raise ConfigError(f"the tokenizer in {str(model_dir)!r} cannot be loaded: {error}") from error
-    return (
-        lambda text: list(tokenizer(text)["input_ids"]),
-        lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-    )

@@ -26,7 +26,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Bytes with three or four digits, in powers of 1000: "1.23 GB"."""
+    """Return `nbytes` with two decimals and a unit, in powers of 1000: 1.23 GB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"

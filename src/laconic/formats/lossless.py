@@ -7,7 +7,6 @@ expects or, without an expectation, by eight elements per byte of payload.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +31,8 @@ __all__ = [
     "check_has_bytes",
     "decode",
     "decode_add",
-    "decode_chunks",
     "decode_into",
     "encode",
-    "encode_chunks",
     "max_nbytes",
     "read_header",
 ]
@@ -162,59 +159,6 @@ def read_header(buffer: Tensor) -> Header:
     if front_checksum(front) != header.header_sum:
         raise DamagedMessage(Status.HEADER_SUM)
     return header
-
-
-def encode_chunks(x: Tensor, chunk_numel: int, code: str = "auto") -> Iterator[Tensor]:
-    """Encode a tensor as messages of `chunk_numel` elements each, the last one of what is left, in order.
-
-    Messages are made lazily, so that one can be sent while the next is encoded. `x` counts as flat; an empty one gives
-    one empty message. Other arguments are those of `encode`. The transport must keep the order of messages. Chunks of a
-    multiple of 4096 elements cost no more bytes than one message but their headers of 72.
-
-    Raises:
-        FormatError: see `encode`; raised at the first message.
-    """
-    check_has_bytes(x)
-    if chunk_numel < 1:
-        raise FormatError(f"chunk_numel is {chunk_numel}, but it must be at least 1")
-    flat = x.reshape(-1)
-    for first in chunk_offsets(flat.numel(), chunk_numel):
-        yield encode(flat[first : first + chunk_numel], code)
-
-
-def decode_chunks(messages: Iterable[Tensor], out: Tensor) -> None:
-    """Decode the messages of `encode_chunks`, in order, into `out`: contiguous, as many elements, the same dtype.
-
-    Each message is decoded when it arrives, while the next may still be on its way.
-
-    Raises:
-        FormatError: a message is damaged, or the messages hold more or fewer elements than `out`; `out` is then
-            undefined.
-    """
-    check_has_bytes(out, "out")
-    if not out.is_contiguous():
-        raise FormatError(f"out must be contiguous, but its strides are {out.stride()}; decode into a new tensor")
-    flat, done = out.view(-1), 0
-    for message in messages:
-        header = _parse(message)
-        numel = header.numel // (1 + header.dtype.is_complex)
-        if done + numel > flat.numel():
-            raise DamagedMessage(
-                Status.MISMATCH,
-                f"the messages hold {done + numel} or more elements, but out has {flat.numel()}; were two mixed?",
-            )
-        decode_into(message, flat[done : done + numel])
-        done += numel
-    if done != flat.numel():
-        raise DamagedMessage(
-            Status.MISMATCH,
-            f"the messages hold {done} elements, but out has {flat.numel()}; are the last ones missing?",
-        )
-
-
-def chunk_offsets(numel: int, chunk_numel: int) -> range:
-    """Index of the first element of each chunk; an empty tensor has one chunk."""
-    return range(0, max(numel, 1), chunk_numel)
 
 
 def check_has_bytes(x: object, field: str = "x") -> None:

@@ -27,8 +27,8 @@ from laconic.infer.server.metrics import CONTENT_TYPE, Metrics
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply, CompletionReply, Reply
 from laconic.infer.server.settings import ServerSettings
-from laconic.infer.server.tokenizer import TextTokenizer
 from laconic.infer.token_engine import TokenEngine
+from laconic.infer.tokenizer import TextTokenizer
 
 __all__ = ["create_app"]
 

@@ -13,8 +13,8 @@ from laconic.errors import LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.text import IncrementalDecoder, StopFinder
-from laconic.infer.server.tokenizer import TextTokenizer
 from laconic.infer.token_engine import TokenEngine, TokenHandle
+from laconic.infer.tokenizer import TextTokenizer
 
 __all__ = ["FinishReason", "Generation", "Part"]
 

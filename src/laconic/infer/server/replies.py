@@ -10,7 +10,7 @@ from typing import Any
 
 from laconic.infer.sampling import ChosenToken
 from laconic.infer.server.generation import Generation, Part
-from laconic.infer.server.tokenizer import TextTokenizer
+from laconic.infer.tokenizer import TextTokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply"]
 

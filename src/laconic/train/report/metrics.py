@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError, DataError
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "MetricsWriter",
     "Progress",
     "check_tensorboard",
-    "format_nbytes",
     "peak_memory_nbytes",
     "read_metrics",
 ]
@@ -135,15 +135,6 @@ def peak_memory_nbytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes everywhere but on macOS
-
-
-def format_nbytes(nbytes: float) -> str:
-    """`nbytes` with a unit, in powers of 1000: 1.5 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 999.5 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or abs(nbytes) >= 99.95 else f"{nbytes:#.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
 
 
 class Progress:

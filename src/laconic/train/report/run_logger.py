@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from laconic.collectives import audit
+from laconic.cost.sizes import format_nbytes
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 from laconic.train.memory.check import MemoryCheck
-from laconic.train.report.metrics import MetricsWriter, Progress, format_nbytes, peak_memory_nbytes, read_metrics
+from laconic.train.report.metrics import MetricsWriter, Progress, peak_memory_nbytes, read_metrics
 from laconic.train.trainer import StepResult, Trainer
 
 __all__ = ["RunLogger", "closing_words"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from laconic.train.report.metrics import format_nbytes
+from laconic.cost.sizes import format_nbytes
 from laconic.train.report.run_reader import LOSS_WINDOW, Run
 
 __all__ = ["Row", "config_differences", "summary_rows", "text_table"]
