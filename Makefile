@@ -6,8 +6,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Two workers; a file stays in one of them, and files come in their order, so that long ones start early.
-PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
+# Three workers for two cores, because tests with processes of their own wait for these; a file stays in one worker, and
+# files come in their order, so that long ones start early.
+PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 # The tests start hundreds of processes that import the same files: each of them would compile all of these again.
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)

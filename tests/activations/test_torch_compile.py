@@ -81,7 +81,8 @@ def test_compiled_attention_keeps_packed_queries_keys_and_values_too() -> None:
     assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("attention", marks=pytest.mark.slow), "mlp"])
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.slow
 def test_layers_that_differ_do_not_share_a_graph(kind: str) -> None:
     model, ids = make_model("llama"), make_ids()
 

@@ -158,6 +158,7 @@ def test_products_are_fitted_to_their_three_rates() -> None:
     assert min(line.alpha_seconds, line.seconds_per_byte, read) >= 0
 
 
+@pytest.mark.slow
 def test_two_local_processes_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "rates.json"
     sizes = ["--model-dim", "256", "--hidden-dim", "512", "--dtype", "float32"]

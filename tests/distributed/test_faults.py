@@ -32,6 +32,7 @@ def long_config(pair: Path, name: str, **changes: Any) -> Any:
     return tiny_config(pair, name, LONG | changes)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(pair: Path, tmp_path: Path) -> None:
     config = long_config(pair, "killed")
     launcher = start_training(config, tmp_path / "config.toml")

@@ -196,6 +196,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_leaves_its_groups_behind_ends() -> None:
     port = free_port()
     processes = [start(["-c", ENDING], rank_environment(rank, 2, port, PYTHONWARNINGS="default")) for rank in range(2)]

@@ -278,6 +278,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_leaves_work_under_way_ends() -> None:
     port = free_port()
     processes = [start(["-c", LEAVING], rank_environment(rank, 2, port, PYTHONWARNINGS="default")) for rank in range(2)]

@@ -137,6 +137,7 @@ def wait_for_another_round(ranks: list[Program]) -> None:
         rank.wait_for(f"round {rank.out.count('round')}\n")
 
 
+@pytest.mark.slow
 def test_ranks_with_different_codecs_are_told_at_once(make_lab: MakeLab) -> None:
     task = Task(codecs=("tiered", "window"), numel=1 << 12)
     ranks = make_lab(3, 1e9).start_ranks(task.as_arguments(), environment(), cwd=ROOT)

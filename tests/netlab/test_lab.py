@@ -36,8 +36,8 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_rate(expected: float, lab: Lab, num_bytes: int, sender: int = 1) -> None:
-    """A transfer to host 0 gets `expected` within 10 %. Other programs can make one slower, so it has three tries."""
-    for _ in range(3):
+    """A transfer to host 0 gets `expected` within 10 %. Other programs make some slower, so it has many tries."""
+    for _ in range(12):
         measured = lab.measured_bits_per_second(num_bytes, sender)
         assert measured < 1.1 * expected
         if measured > 0.9 * expected:

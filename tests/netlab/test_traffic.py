@@ -27,6 +27,7 @@ def run_once(lab: Lab, *arguments: str) -> tuple[list[dict[str, Any]], dict[str,
     return [json.loads(ending.out.splitlines()[-1]) for ending in endings], passed
 
 
+@pytest.mark.slow
 def test_the_audit_of_every_collective_agrees_with_the_interface(make_lab: MakeLab) -> None:
     found, _ = run_once(make_lab(3, 1e9))
     shares = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3, "all_reduce": 4 / 3, "all_to_all": 2 / 3}

@@ -1,9 +1,10 @@
 """From text to batches: tokenizers, sources, token files, split, windows, sampler."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -303,32 +304,23 @@ def test_cache_is_used_until_something_changes(tmp_path: Path, json_tokenizer: P
     assert len(token_files()) == 3
 
 
-_PREPARE = """
-import sys
-from pathlib import Path
-from laconic.train.config.schema import DataConfig
-from laconic.train.data.corpus import prepare
-print("ready", flush=True)
-sys.stdin.readline()
-folder = Path(sys.argv[1])
-print(prepare(DataConfig(paths=(str(folder / "corpus"),), cache_dir=str(folder / "cache"))).fingerprint)
-"""
+def _prepare(folder: Path, start: Barrier, fingerprints: "SimpleQueue[str]") -> None:
+    start.wait()
+    fingerprints.put(prepare(config_for(folder)).fingerprint)
 
 
 def test_processes_share_one_tokenization(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("line\n" * 400_000)
-    command = [sys.executable, "-c", _PREPARE, str(tmp_path)]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    context = multiprocessing.get_context("fork")
+    start, fingerprints = context.Barrier(3), context.SimpleQueue()
+    children = [context.Process(target=_prepare, args=(tmp_path, start, fingerprints)) for _ in range(3)]
     for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-    for child in children:  # all have imported everything: now they race
-        assert child.stdin is not None
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    fingerprints = {child.communicate(timeout=60)[0].strip() for child in children}
-    assert fingerprints == {prepare(config_for(tmp_path)).fingerprint}
+        child.start()
+    for child in children:
+        child.join(timeout=60)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert {fingerprints.get() for _ in children} == {prepare(config_for(tmp_path)).fingerprint}
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".bin", ".idx", ".lock"]
 
 

@@ -150,6 +150,7 @@ def test_of_many_at_once_one_holds_it(tmp_path: Path) -> None:
     assert sum(results.get() for _ in workers) >= rounds
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 40, "checkpoint.every": 5, "eval_every": 0})
     train_alone(config, stop_after=5)
@@ -167,6 +168,7 @@ def test_a_second_run_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
+@pytest.mark.slow
 def test_two_new_runs_in_one_directory(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 40, "eval_every": 0})
     train_alone(tiny_config(tmp_path, "warm", {"steps": 1}))  # so that both find the data tokenized
