@@ -23,12 +23,15 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from benchmarks.kit.split_prefill import Model, Prefill, Trace, load_share, save_model, traced
 from benchmarks.kit.timing import Timing, note
 from benchmarks.registry import Options, Table, benchmark
 from benchmarks.slow_links import Network, as_rank, in_lab
-from laconic.infer.links import GlooExpertLink, serve
+from laconic.infer.connections import Connection, accept_attention, connect_expert
+from laconic.infer.links import TcpExpertLink, serve
+from laconic.infer.messages import SUMS, Header
 from laconic.schedule.inference import BlockTimes, InferencePlan, Order, Slicing, inference_seconds
 
 _SLICES = (2, 4, 8)
@@ -207,7 +210,7 @@ def _alone(rows: list[list[str]]) -> Table:
         ["model", "link", "attention", "shared", "experts", "dispatch", "combine", "link Mbit/s", "link start-up, ms"],
         rows,
         "Mean over layers. Tasks: processor time of the real modules on a pinned core, medians. Links: messages of 64"
-        " KB to 2 MB over gloo, medians, a line through them.",
+        " KB to 2 MB, medians, a line through them.",
     )
 
 
@@ -306,9 +309,10 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {cores[dist.get_rank() % len(cores)]})
-    a2e, e2a = dist.new_group(), dist.new_group()
+    store = distributed_c10d._get_default_store()
+    link = connect_expert(store, 0, 0) if dist.get_rank() == 0 else accept_attention(store, 0, 1)[0]
     if task["do"] == "run":
-        return _run(task, a2e, e2a)
+        return _run(task, link)
     result: dict[str, Any] = {}
     if task["do"] == "trace" and dist.get_rank() == 0:
         folder = Path(task["folder"])
@@ -316,31 +320,25 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
         found = traced(folder, task["tokens"], plans, load_share(folder), 1 if task["smoke"] else 5)
         result["traces"] = [trace.to_values() for trace in found]
     sizes = _SIZES[:2] if task["smoke"] else _SIZES
-    return result | {"link": asdict(_time_link(a2e, sizes, 3 if task["smoke"] else 9))}
+    return result | {"link": asdict(_time_link(link, sizes, 3 if task["smoke"] else 9))}
 
 
-def _time_link(group: dist.ProcessGroup, sizes: Sequence[int], rounds: int) -> LinkTimes:
+def _time_link(link: Connection, sizes: Sequence[int], rounds: int) -> LinkTimes:
     """Time messages from rank 0, each answered by an empty one, whose way is half of an exchange of two empty ones."""
     rank = dist.get_rank()
-    empty = torch.zeros(9, dtype=torch.int64)
     bodies = {size: torch.zeros(size, dtype=torch.uint8) for size in (0, *sizes)}
 
-    def send(body: torch.Tensor) -> None:
-        for part in (empty, body) if body.numel() else (empty,):
-            group.send([part], 1 - rank, 0).wait()
-
-    def receive(body: torch.Tensor) -> None:
-        for part in (empty, body) if body.numel() else (empty,):
-            group.recv([part], 1 - rank, 0).wait()
+    def send(size: int) -> None:
+        link.send(Header(SUMS, num_rows=size // 4, width=1, values_nbytes=size), bodies[size])
 
     def exchange(size: int) -> float:
         started = time.perf_counter()
         if rank == 0:
-            send(bodies[size])
-            receive(bodies[0])
+            send(size)
+            link.receive()
         else:
-            receive(bodies[size])
-            send(bodies[0])
+            link.receive()
+            send(0)
         return time.perf_counter() - started
 
     found: dict[int, list[float]] = {size: [] for size in bodies}
@@ -353,7 +351,7 @@ def _time_link(group: dist.ProcessGroup, sizes: Sequence[int], rounds: int) -> L
     return LinkTimes.fit({size: median(found[size]) - back for size in sizes})
 
 
-def _run(task: dict[str, Any], a2e: dist.ProcessGroup, e2a: dist.ProcessGroup) -> dict[str, Any]:
+def _run(task: dict[str, Any], connection: Connection) -> dict[str, Any]:
     """Run the plans in turn, in more rounds than count: those count in which other programs worked least."""
     folder = Path(task["folder"])
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
@@ -361,11 +359,11 @@ def _run(task: dict[str, Any], a2e: dist.ProcessGroup, e2a: dist.ProcessGroup) -
     if dist.get_rank() == 1:
         share = load_share(folder)
         dist.barrier()
-        serve(a2e, e2a, [0], share.run)
+        serve([connection], share.run)
         return {}
     plans = [InferencePlan(**values) for values in task["plans"]]
     dist.barrier()
-    link = GlooExpertLink(a2e, e2a, 1, "expert worker 0")
+    link = TcpExpertLink(connection, "expert worker 0")
     prefills = [Prefill(folder, task["tokens"], plan, link) for plan in plans]
     first = [prefill.run(0)[1][0] for prefill in prefills]
 

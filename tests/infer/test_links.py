@@ -1,50 +1,59 @@
-"""Links over gloo, all ends in this process: answers find their rows, a farewell ends them, a lost worker is named."""
+"""Links over TCP, all ends in this process: answers find their rows, a farewell ends them, a lost worker is named."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import itertools
+import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import HashStore
 
-from laconic.errors import CollectiveError
-from laconic.infer.links import GlooExpertLink, serve
-from laconic.infer.messages import Rows
+from laconic.errors import CollectiveError, ConfigError, FormatError
+from laconic.infer import connections
+from laconic.infer.connections import Connection, accept_attention, connect_expert, own_address
+from laconic.infer.links import TcpExpertLink, serve
+from laconic.infer.messages import SUMS, Header, Rows, pack_rows
+from laconic.infer.payload import Coder
 
-Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-
-
-@pytest.fixture
-def loopback() -> Iterator[None]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    yield
-    del os.environ["GLOO_SOCKET_IFNAME"]
+SECONDS = 30
 
 
-def meet(folder: Path, size: int) -> list[Groups]:
-    """The groups a2e and e2a of `size` ranks."""
-    found: list[Groups | None] = [None] * size
+def pair() -> tuple[Connection, Connection]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = socket.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+    return Connection(one, "one"), Connection(other, "other")
 
-    def join(rank: int) -> None:
-        store = FileStore(str(folder / "store"), size)
-        found[rank] = tuple(
-            dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout=timedelta(seconds=60))
-            for name in ("a2e", "e2a")
-        )
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [groups for groups in found if groups is not None]
+def raw_pair() -> tuple[Connection, socket.socket]:
+    """A connection and what is behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        connected = socket.create_connection(listening.getsockname())
+        behind, _ = listening.accept()
+    behind.settimeout(SECONDS)
+    return Connection(connected, "one"), behind
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[Connection, socket.socket]]:
+    mine, behind = raw_pair()
+    yield mine, behind
+    behind.close()
+    mine.close()
+
+
+def bytes_of(header: Header) -> bytes:
+    return bytes(header.to_tensor().view(torch.uint8).tolist())
 
 
 def rows_of(layer: int, micro_batch: int, piece: int, num_rows: int) -> Rows:
@@ -56,16 +65,15 @@ def negated(rows: Rows) -> Tensor:
     return -rows.hidden
 
 
-@pytest.mark.usefixtures("loopback")
-def test_answers_find_their_rows_and_a_farewell_ends_the_worker(tmp_path: Path) -> None:
+def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
     """Two attention workers with two micro-batches each, all at once; answers are asked for in another order."""
-    *attention, expert = meet(tmp_path, 3)
-    server = threading.Thread(target=serve, args=(*expert, [0, 1], negated))
+    pairs = [pair(), pair()]
+    server = threading.Thread(target=serve, args=([theirs for _, theirs in pairs], negated))
     server.start()
-    links = [GlooExpertLink(*groups, 2, "expert worker 0") for groups in attention]
+    links = [TcpExpertLink(mine, "expert worker 0") for mine, _ in pairs]
     wrong: list[object] = []
 
-    def work(link: GlooExpertLink, micro_batch: int) -> None:
+    def work(link: TcpExpertLink, micro_batch: int) -> None:
         for layer in range(20):
             sent = [rows_of(layer, micro_batch, piece, 1 + (layer + piece) % 3) for piece in range(3)]
             for rows in sent:
@@ -76,7 +84,7 @@ def test_answers_find_their_rows_and_a_farewell_ends_the_worker(tmp_path: Path) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(SECONDS)
         assert not thread.is_alive()
     assert wrong == []
     for link in links:
@@ -86,16 +94,34 @@ def test_answers_find_their_rows_and_a_farewell_ends_the_worker(tmp_path: Path) 
     assert not server.is_alive()
 
 
-@pytest.mark.usefixtures("loopback")
-def test_a_worker_that_breaks_off_is_named_in_every_call(tmp_path: Path) -> None:
-    """A receive that times out makes gloo close the connection, as the end of a process does."""
-    mine, (a2e, e2a) = meet(tmp_path, 2)
-    link = GlooExpertLink(*mine, 1, "expert worker 7")
+def test_a_message_of_megabytes_both_ways_at_once() -> None:
+    """Neither end reads before it has written more than the kernel buffers: nobody waits for ever."""
+    ends = pair()
+    rows = Rows(0, 0, 0, torch.randn(4096, 1024), torch.zeros(4096, 2, dtype=torch.int32), torch.ones(4096, 2))
+    for end in ends:
+        for _ in range(3):
+            end.send(*pack_rows(rows, Coder()))
+    for end in ends:
+        for _ in range(3):
+            header, body = end.receive()
+            assert torch.equal(body, pack_rows(rows, Coder())[1])
+            assert header.num_rows == 4096
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_worker_that_breaks_off_is_named_in_every_call(reset: bool) -> None:
+    """In the middle of a message; as when a process ends, or a machine that has forgotten the connection answers."""
+    mine, behind = raw_pair()
+    link = TcpExpertLink(mine, "expert worker 7")
     rows = rows_of(0, 0, 0, 2)
     link.send(rows)
-    for group in (a2e, e2a):
-        with pytest.raises(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], 0, 1).wait(timedelta(milliseconds=1))
+    behind.recv(40)
+    behind.sendall(bytes_of(Header(SUMS, num_rows=2, width=4, values_nbytes=32)))
+    if reset:
+        behind.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    behind.close()
     for _ in range(2):
         with pytest.raises(CollectiveError, match="expert worker 7 is lost: "):
             link.receive(rows)
@@ -104,12 +130,48 @@ def test_a_worker_that_breaks_off_is_named_in_every_call(tmp_path: Path) -> None
     link.close()
 
 
-@pytest.mark.usefixtures("loopback")
-def test_an_answer_to_other_rows_is_refused(tmp_path: Path) -> None:
-    mine, (a2e, e2a) = meet(tmp_path, 2)
-    server = threading.Thread(target=serve, args=(a2e, e2a, [0], lambda rows: rows.hidden[1:]))
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_others_are_served_when_an_attention_worker_is_gone(reset: bool) -> None:
+    (mine, theirs), (gone, behind) = pair(), raw_pair()
+    server = threading.Thread(target=serve, args=([gone, theirs], negated))
     server.start()
-    link = GlooExpertLink(*mine, 1, "expert worker 0")
+    header, body = pack_rows(rows_of(0, 0, 0, 3), Coder())
+    behind.sendall(bytes_of(header) + bytes(body.tolist()[:10]))
+    if reset:
+        behind.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    behind.close()
+    link = TcpExpertLink(mine, "expert worker 0")
+    for layer in range(3):
+        rows = rows_of(layer, 0, 0, 2)
+        link.send(rows)
+        assert torch.equal(link.receive(rows), -rows.hidden)
+    link.close()
+    server.join(SECONDS)
+    assert not server.is_alive()
+
+
+@given(st.binary(min_size=88, max_size=300))
+def test_what_is_no_message_is_refused(noise: bytes) -> None:
+    with connected() as (mine, behind):
+        behind.sendall(noise)
+        behind.shutdown(socket.SHUT_WR)
+        with pytest.raises((FormatError, ConnectionError)):
+            mine.receive()
+
+
+def test_a_message_beyond_the_memory_is_refused() -> None:
+    header = Header(SUMS, num_rows=1 << 40, width=1 << 10, values_nbytes=1 << 52)
+    with connected() as (mine, behind):
+        behind.sendall(bytes_of(header))
+        with pytest.raises(FormatError, match=f"{1 << 52} bytes follow"):
+            mine.receive()
+
+
+def test_an_answer_to_other_rows_is_refused() -> None:
+    mine, theirs = pair()
+    server = threading.Thread(target=serve, args=([theirs], lambda rows: rows.hidden[1:]))
+    server.start()
+    link = TcpExpertLink(mine, "expert worker 0")
     rows = rows_of(3, 0, 0, 2)
     link.send(rows)
     with pytest.raises(CollectiveError, match="answered 1 rows of layer 3 where 2 of layer 3 were sent"):
@@ -119,15 +181,84 @@ def test_an_answer_to_other_rows_is_refused(tmp_path: Path) -> None:
     assert not server.is_alive()
 
 
-@pytest.mark.usefixtures("loopback")
-def test_a_worker_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    mine, _silent = meet(tmp_path, 2)
-    heard: list[str] = []
-    link = GlooExpertLink(*mine, 1, "expert worker 2", 0.2, heard.append)
-    rows = rows_of(0, 0, 0, 1)
-    link.send(rows)
-    for _ in range(2):
-        with pytest.raises(CollectiveError, match=r"expert worker 2 is lost: it did not answer within 0\.2 s"):
-            link.receive(rows)
-    assert len(heard) == 1
-    assert "did not answer" in heard[0]
+def test_a_worker_that_does_not_answer_is_given_up() -> None:
+    with connected() as (mine, _silent):
+        heard: list[str] = []
+        link = TcpExpertLink(mine, "expert worker 2", 0.2, heard.append)
+        rows = rows_of(0, 0, 0, 1)
+        link.send(rows)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=r"expert worker 2 is lost: it did not answer within 0\.2 s"):
+                link.receive(rows)
+        assert len(heard) == 1
+        assert "did not answer" in heard[0]
+
+
+# --- how they find each other ---
+
+
+def test_workers_find_each_other_in_any_order_and_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.3)
+    store = HashStore()
+    found: dict[object, object] = {}
+
+    def accept(number: int) -> None:
+        found["expert", number] = accept_attention(store, number, 2)
+
+    def connect(rank: int) -> None:
+        found["attention", rank] = [connect_expert(store, number, rank) for number in range(2)]
+
+    experts = [threading.Thread(target=accept, args=(number,)) for number in range(2)]
+    for thread in experts:
+        thread.start()
+    store.wait(["expert worker 0"])
+    address, port, token = json.loads(store.get("expert worker 0"))
+    assert address == "127.0.0.1"
+    strangers = [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, b"0" * 32 + bytes(4), token.encode() + bytes([0, 0, 0, 9])]
+    held = [socket.create_connection((address, port)) for _ in strangers]
+    for hello, stranger in zip(strangers, held, strict=True):
+        stranger.sendall(hello)
+    attention = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 0)]
+    for thread in attention:
+        thread.start()
+    for thread in (*experts, *attention):
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    for stranger in held:
+        stranger.settimeout(SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        stranger.close()
+    for rank, number in itertools.product(range(2), range(2)):
+        mine, theirs = found["attention", rank][number], found["expert", number][rank]  # type: ignore[index]
+        mine.send(Header(SUMS, layer=10 * rank + number))
+        assert theirs.receive()[0].layer == 10 * rank + number
+        mine.close()
+        theirs.close()
+
+
+def test_addresses_follow_the_interface_or_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "no such host.invalid")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR is 'no such host\.invalid', to which .* has no way"):
+        own_address()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(
+        ConfigError, match=r"GLOO_SOCKET_IFNAME is 'eth99', but the interfaces with an address are .*lo"
+    ):
+        own_address()
+
+
+def test_an_expert_worker_that_cannot_be_reached_is_named() -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    store.set("expert worker 3", json.dumps(["127.0.0.1", port, "0" * 32]))
+    with pytest.raises(ConfigError, match=f"attention worker 1 on .* cannot reach expert worker 3 at 127.0.0.1:{port}"):
+        connect_expert(store, 3, 1)

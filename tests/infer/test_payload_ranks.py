@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from laconic.collectives.policy.selector import use_rates
-from laconic.infer.links import GlooExpertLink, serve
+from laconic.infer.connections import accept_attention, connect_expert
+from laconic.infer.control import open_store
+from laconic.infer.links import TcpExpertLink, serve
 from laconic.infer.messages import Rows
 from laconic.infer.payload import Coder, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
-from laconic.infer.worker import _meet
+from laconic.infer.worker import _join_group
 from laconic.schedule.inference import InferencePlan
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
@@ -43,26 +45,27 @@ def layer_input(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     return hidden, experts, torch.rand(num_rows, TOP_K, generator=generator)
 
 
-def meet(folder: str, rank: int, payload: str) -> tuple[torch.distributed.ProcessGroup, ...]:
-    torch.set_num_threads(1)
-    return _meet(WorkerSettings(rank, "", f"{folder}/{payload}", SPLIT))
-
-
 def with_links(folder: str, rank: int, payload: str, work: object) -> None:
     """Rank 0 calls `work` with links to the others, which answer."""
-    a2e, e2a = meet(folder, rank, payload)
-    coder = prepared_coder(payload, a2e)
+    torch.set_num_threads(1)
+    settings = WorkerSettings(rank, "", f"{folder}/{payload}", SPLIT)
+    store = open_store(settings.store, SPLIT.num_workers)
     if rank > 0:
-        serve(a2e, e2a, [0], weighted, coder)
+        found = accept_attention(store, rank - 1, 1)
+    else:
+        found = [connect_expert(store, number, 0) for number in range(2)]
+    coder = prepared_coder(payload, lambda: _join_group(settings, store))
+    if rank > 0:
+        serve(found, weighted, coder)
         return
-    links = [GlooExpertLink(a2e, e2a, 1 + number, f"expert worker {number}", 30.0, coder=coder) for number in range(2)]
+    links = [TcpExpertLink(one, f"expert worker {number}", 30.0, coder=coder) for number, one in enumerate(found)]
     assert callable(work)
     work(links, coder)
     for link in links:
         link.close()
 
 
-def outputs(links: list[GlooExpertLink], plan: InferencePlan, num_rows: int, dtype: torch.dtype) -> Tensor:
+def outputs(links: list[TcpExpertLink], plan: InferencePlan, num_rows: int, dtype: torch.dtype) -> Tensor:
     remote = RemoteExperts(links, [[SPLIT.expert_range(worker, NUM_EXPERTS) for worker in range(2)]], plan)
     remote.begin_forward(num_rows)
     found = remote.run(0, *layer_input(num_rows, dtype))
@@ -74,7 +77,7 @@ def _every_slicing(rank: int, folder: str) -> None:
     raw: dict[object, Tensor] = {}
     raw_nbytes = []
 
-    def work(payload: str, links: list[GlooExpertLink], coder: Coder) -> None:
+    def work(payload: str, links: list[TcpExpertLink], coder: Coder) -> None:
         for case in product(PLANS, NUM_ROWS, (torch.float32, torch.bfloat16)):
             found = outputs(links, *case)
             wanted = raw.setdefault(case, found)
@@ -107,7 +110,7 @@ def test_lossless_rows_give_the_same_bits_and_int8_stays_within_its_bound(tmp_pa
 def _auto(rank: int, folder: str, bytes_per_second: float, coded: bool) -> None:
     use_rates(made_up_rates(bytes_per_second) if bytes_per_second else None)
 
-    def work(links: list[GlooExpertLink], coder: Coder) -> None:
+    def work(links: list[TcpExpertLink], coder: Coder) -> None:
         for num_rows in (2, 400):
             outputs(links, InferencePlan(), num_rows, torch.bfloat16)
             for link in links:
@@ -128,7 +131,7 @@ def _measured(rank: int, folder: str) -> None:
     os.environ["XDG_CACHE_HOME"] = folder  # no rates of this machine
     wanted = [outputs_of_whole(case) for case in NUM_ROWS]
 
-    def work(links: list[GlooExpertLink], coder: Coder) -> None:
+    def work(links: list[TcpExpertLink], coder: Coder) -> None:
         for num_rows, one in zip(NUM_ROWS, wanted, strict=True):
             assert torch.allclose(outputs(links, InferencePlan(), num_rows, torch.float32), one, rtol=1e-5)
 

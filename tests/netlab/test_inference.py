@@ -56,7 +56,7 @@ import json, os
 from torch._C._distributed_c10d import HashStore
 from laconic.infer import control
 from laconic.infer.settings import WorkerSettings
-control._KEEPALIVE |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 3000}
+connections._KEEPALIVE |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 3000}
 store = HashStore()
 connections = control.RankConnections(store)
 print("place", store.get("laconic-infer-0/laconic-infer/engine").decode(), flush=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from laconic.infer.links import GlooExpertLink
+from laconic.infer.connections import Connection
+from laconic.infer.links import TcpExpertLink
 from laconic.infer.payload import LinkTraffic, prepared_coder
 from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
 from laconic.infer.shared_experts import overlap_shared, shared_experts
@@ -39,7 +40,8 @@ class AttentionWorker:
     Args:
         settings: of this worker.
         dtype: of the weights; None takes the checkpoint's.
-        meet: joins the process groups a2e and e2a, once the model is loaded.
+        meet: connects to the expert workers, once the model is loaded.
+        join_group: joins a process group of all workers; called if links have to be measured.
         on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
         on_token: called, on any thread, with a request's name and each token it is given.
         on_lost: called, on any thread, when an expert worker is lost, with what became of it.
@@ -55,14 +57,15 @@ class AttentionWorker:
         self,
         settings: WorkerSettings,
         dtype: torch.dtype | None,
-        meet: Callable[[], tuple[ProcessGroup, ProcessGroup]],
+        meet: Callable[[], list[Connection]],
+        join_group: Callable[[], ProcessGroup],
         on_finished: Callable[[Finished], None],
         on_token: Callable[[str, ChosenToken], None],
         on_lost: Callable[[str], None],
         recorder: Recorder | None = None,
     ) -> None:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
-        self._links: list[GlooExpertLink] = []
+        self._links: list[TcpExpertLink] = []
         self.notes: list[str] = []
         if split.experts == 0:
             model: Any = load_attention_model(model_dir, dtype, None)
@@ -80,19 +83,11 @@ class AttentionWorker:
                     f"shared experts of {', '.join(left[:3])}{' and others' * (len(left) > 3)} run where the model runs"
                     " them, not while rows are away"
                 )
-            a2e, e2a = meet()
-            coder = prepared_coder(settings.payload, a2e)
+            connections = meet()
+            coder = prepared_coder(settings.payload, join_group)
             self._links += [
-                GlooExpertLink(
-                    a2e,
-                    e2a,
-                    split.rank_of_expert_worker(number),
-                    f"expert worker {number}",
-                    settings.answer_timeout_seconds,
-                    on_lost,
-                    coder,
-                )
-                for number in range(split.experts)
+                TcpExpertLink(connection, f"expert worker {number}", settings.answer_timeout_seconds, on_lost, coder)
+                for number, connection in enumerate(connections)
             ]
         pad_narrow_values(model.config)
         self.nbytes = sum(p.nbytes for p in model.parameters())

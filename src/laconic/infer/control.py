@@ -27,6 +27,7 @@ from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from laconic.errors import CollectiveError, ConfigError
+from laconic.infer.connections import keep_alive
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.train.distributed.world import RankInfo, read_environment
@@ -50,8 +51,6 @@ _HELLO_SECONDS = 5.0
 _HELLO_NBYTES = 4096
 _KEY = "laconic-infer/engine"
 _TCP = "tcp://"
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
-"""A machine that has gone without a word is noticed after 15 s."""
 
 
 class Worker(Protocol):
@@ -292,7 +291,7 @@ class RankConnections:
 
     def _read_hello(self, connection: socket.socket) -> dict[str, Any] | None:
         """Read the first line of a connection; None if it is no rank's."""
-        _keep_alive(connection)
+        keep_alive(connection)
         connection.settimeout(_HELLO_SECONDS)
         line = b""
         try:
@@ -338,7 +337,7 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
             f" ({_first_line(error)}); see the output of rank 0"
         ) from error
     connection.settimeout(None)
-    _keep_alive(connection)
+    keep_alive(connection)
     events, commands = connection.makefile("w", encoding="utf-8"), connection.makefile("r", encoding="utf-8")
     hello = {"rank": info.rank, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
     events.write(json.dumps(hello) + "\n")
@@ -359,11 +358,3 @@ def _attempt() -> str:
 def _first_line(error: Exception) -> str:
     """Without what torch adds about where in its code it was."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

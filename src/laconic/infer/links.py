@@ -1,28 +1,24 @@
-"""Links between one attention worker and one expert worker, over two process groups so that directions do not wait.
+"""Links between one attention worker and one expert worker: rows go out, sums come back.
 
-Rows go out over the group "a2e", sums come back over "e2a". A link has one thread for what arrives, and sends nothing
-that the other side does not expect: an expert worker answers every message with one of the same layer, micro-batch and
-slice, in the order of arrival. A peer that ends breaks the connection; every waiting and later call of the link then
-raises CollectiveError at once.
+A link has one thread for what arrives. An expert worker answers every message with one of the same layer, micro-batch
+and slice, in the order of arrival. A peer that ends breaks the connection; every waiting and later call of the link
+then raises CollectiveError at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections import Counter, deque
-from collections.abc import Callable
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.runtime.failure_diagnosis import reason_of
 from laconic.errors import CollectiveError, LaconicError
+from laconic.infer.connections import Connection
 from laconic.infer.messages import (
-    HEADER_LENGTH,
     ROWS,
     STOP,
     SUMS,
@@ -36,13 +32,7 @@ from laconic.infer.messages import (
 from laconic.infer.payload import Coder, LinkTraffic
 from laconic.infer.recorder import AnswerLog, Recorder, now_ns
 
-__all__ = ["ExpertLink", "GlooExpertLink", "LocalLink", "serve"]
-
-FOREVER = timedelta(days=3650)
-"""Time-out of the groups: a worker may be idle as long as it likes, and one that ends is noticed by its connection."""
-
-_TAG = 0
-_IN_FLIGHT = 8
+__all__ = ["ExpertLink", "TcpExpertLink", "LocalLink", "serve"]
 
 
 class ExpertLink(Protocol):
@@ -91,12 +81,11 @@ class LocalLink:
         return now_ns()
 
 
-class GlooExpertLink:
-    """The attention worker's end of a link over gloo.
+class TcpExpertLink:
+    """The attention worker's end of a connection to an expert worker.
 
     Args:
-        a2e, e2a: process groups of all workers, in one order of ranks.
-        peer: rank of the expert worker.
+        connection: to the expert worker.
         name: of the expert worker, for messages.
         timeout_seconds: for an answer; an expert worker that takes longer is lost.
         on_lost: called once, on any thread, with what became of the expert worker.
@@ -108,9 +97,7 @@ class GlooExpertLink:
 
     def __init__(
         self,
-        a2e: dist.ProcessGroup,
-        e2a: dist.ProcessGroup,
-        peer: int,
+        connection: Connection,
         name: str,
         timeout_seconds: float = 120.0,
         on_lost: Callable[[str], None] = lambda why: None,
@@ -118,11 +105,10 @@ class GlooExpertLink:
     ) -> None:
         self._coder = coder or Coder()
         self.a2e_traffic, self.e2a_traffic = LinkTraffic(), LinkTraffic()
-        self._a2e, self._e2a, self._peer, self._name = a2e, e2a, peer, name
+        self._connection, self._name = connection, name
         self._timeout_seconds, self._on_lost = timeout_seconds, on_lost
         self._sending = threading.Lock()
         self._changed = threading.Condition()
-        self._sent: dict[tuple[int, int], _Sending] = {}
         self._answers: dict[tuple[int, int], tuple[Header, Tensor]] = {}
         self._arrived_ns: dict[tuple[int, int], int] = {}
         self._lost: str | None = None
@@ -132,14 +118,13 @@ class GlooExpertLink:
     def send(self, rows: Rows) -> None:
         """See ExpertLink."""
         header, body = pack_rows(rows, self._coder)
-        place = (rows.micro_batch, rows.slice)
         with self._sending:
             self._check()
             try:
-                self._sent[place] = _start_send(self._a2e, self._peer, header, body)
+                self._connection.send(header, body)
                 self.a2e_traffic += header.traffic
-            except RuntimeError as error:
-                self._lose(reason_of(error))
+            except ConnectionError as error:
+                self._lose(str(error))
                 self._check()
 
     def receive(self, rows: Rows) -> Tensor:
@@ -154,7 +139,6 @@ class GlooExpertLink:
         with self._changed:
             self._check()
             header, body = self._answers.pop(place)
-            del self._sent[place]
         if (header.layer, header.num_rows) != (rows.layer, len(rows.hidden)):
             raise CollectiveError(
                 f"{self._name} answered {header.num_rows} rows of layer {header.layer} where {len(rows.hidden)} of"
@@ -170,17 +154,15 @@ class GlooExpertLink:
         """Tell the expert worker that nothing more comes, and wait for its farewell."""
         with self._sending:
             if self._lost is None:
-                try:
-                    farewell = _start_send(self._a2e, self._peer, Header(STOP))
+                with contextlib.suppress(ConnectionError):  # it has ended already
+                    self._connection.send(Header(STOP))
                     self._closed.wait(timeout_seconds)
-                    del farewell
-                except RuntimeError:
-                    return  # it has ended already
+        self._connection.close()
 
     def _receive_all(self) -> None:
         try:
             while True:
-                header, body = _receive(self._e2a, self._peer)
+                header, body = self._connection.receive()
                 arrived_ns = now_ns()
                 if header.kind == STOP:
                     self._closed.set()
@@ -193,7 +175,7 @@ class GlooExpertLink:
                     self._answers[header.micro_batch, header.slice] = (header, body)
                     self._changed.notify_all()
         except Exception as error:
-            self._lose(reason_of(error))
+            self._lose(str(error))
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -210,9 +192,7 @@ class GlooExpertLink:
 
 
 def serve(
-    a2e: dist.ProcessGroup,
-    e2a: dist.ProcessGroup,
-    peers: list[int],
+    connections: Sequence[Connection],
     run: Callable[[Rows], Tensor],
     coder: Coder | None = None,
     recorder: Recorder | None = None,
@@ -220,8 +200,7 @@ def serve(
     """Answer the rows of all attention workers, in the order of arrival, until each has said stop or is lost.
 
     Args:
-        a2e, e2a: process groups of all workers, in one order of ranks.
-        peers: ranks of the attention workers.
+        connections: to the attention workers, in their order.
         run: computes the answer [m, M] to rows.
         coder: of the answers; None sends raw values. Rows may come in any coding.
         recorder: that is asked for each message whether to record it; None records nothing.
@@ -234,26 +213,26 @@ def serve(
 
     def receive_from(peer: int) -> None:
         try:
-            while (message := _receive(a2e, peer))[0].kind == ROWS:
+            while (message := connections[peer].receive())[0].kind == ROWS:
                 inbox.put((peer, unpack_rows(*message), now_ns()))
-            _wait(_start_send(e2a, peer, Header(STOP)))
+            connections[peer].send(Header(STOP))
         except LaconicError as error:
             inbox.put((peer, error, 0))  # what came is no message: nothing behind it can be understood
-        except RuntimeError:
+        except ConnectionError:
             pass  # the attention worker has ended: nobody waits for answers
         finally:
             inbox.put((peer, None, 0))
 
-    for peer in peers:
+    for peer in range(len(connections)):
         threading.Thread(target=receive_from, args=(peer,), name=f"laconic-attention-{peer}", daemon=True).start()
-    open_links = set(peers)
-    in_flight: deque[_Sending] = deque()
+    open_links = set(range(len(connections)))
     num_answered: Counter[int] = Counter()
     while open_links:
         peer, rows, arrived_ns = inbox.get()
         if isinstance(rows, LaconicError):
             raise rows
         if rows is None:
+            connections[peer].close()
             open_links.discard(peer)
             continue
         log = recorder.log
@@ -262,33 +241,5 @@ def serve(
         if log is not None:
             log.add_answer(AnswerLog(peer, num_answered[peer], arrived_ns, start_ns, now_ns()))
         num_answered[peer] += 1
-        try:
-            in_flight.append(_start_send(e2a, peer, header, body))
-            if len(in_flight) > _IN_FLIGHT:
-                _wait(in_flight.popleft())
-        except RuntimeError:
-            continue  # the receiving thread reports the peer as gone
-
-
-_Sending = list[tuple[dist.Work, Tensor]]
-"""What is being sent: gloo reads the tensors until they have arrived, so they stay referenced."""
-
-
-def _start_send(group: dist.ProcessGroup, peer: int, header: Header, body: Tensor | None = None) -> _Sending:
-    parts = [header.to_tensor()] if body is None or body.numel() == 0 else [header.to_tensor(), body]
-    return [(group.send([part], peer, _TAG), part) for part in parts]
-
-
-def _wait(sending: _Sending) -> None:
-    for work, _ in sending:
-        work.wait()
-
-
-def _receive(group: dist.ProcessGroup, peer: int) -> tuple[Header, Tensor]:
-    tensor = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-    group.recv([tensor], peer, _TAG).wait()
-    header = Header.from_tensor(tensor)
-    body = torch.empty(header.nbytes, dtype=torch.uint8)
-    if header.nbytes:
-        group.recv([body], peer, _TAG).wait()
-    return header, body
+        with contextlib.suppress(ConnectionError):  # the receiving thread reports the peer as gone
+            connections[peer].send(header, body)

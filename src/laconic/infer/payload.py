@@ -109,8 +109,8 @@ def coder_of(payload: str) -> Coder:
     return Coder(lambda numel, dtype: codings[payload])
 
 
-def prepared_coder(payload: str, group: ProcessGroup) -> Coder:
-    """Return the coder of any setting; with "auto", all ranks of `group` call this together.
+def prepared_coder(payload: str, join_group: Callable[[], ProcessGroup]) -> Coder:
+    """Return the coder of any setting; with "auto", all workers call this together, and it joins them in a group.
 
     "auto" then takes the rates of links and codecs that collectives take: the file of `laconic profile`, or what the
     ranks measure here in a few tenths of a second. A message is lossless where encoding, sending and decoding one after
@@ -122,6 +122,7 @@ def prepared_coder(payload: str, group: ProcessGroup) -> Coder:
     check_payload(payload)
     if payload != "auto":
         return coder_of(payload)
+    group = join_group()
     prepare(group)
     agreed = prepared_rates(group)
     if agreed is None:  # a group of one rank

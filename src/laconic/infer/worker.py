@@ -14,6 +14,7 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -31,6 +32,7 @@ from laconic.infer.settings import WorkerSettings
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
     from laconic.infer.sampling import ChosenToken
@@ -102,32 +104,28 @@ def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
         _serve_requests(settings, dtype, events, commands)
 
 
-def _meet(settings: WorkerSettings) -> tuple[ProcessGroup, ProcessGroup]:
-    """Join the two process groups of all workers: for rows on their way to experts, and for sums on their way back."""
+def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:
+    """Join all workers in a process group, for measuring links."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    from laconic.infer.control import open_store
-    from laconic.infer.links import FOREVER
+    from laconic.infer.connections import FOREVER
 
     rank, size = settings.rank, settings.split.num_workers
-    store = open_store(settings.store, size)
-
-    def join(name: str) -> ProcessGroup:
-        prefixed = PrefixStore(name, store)
-        backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout=FOREVER)
-        group = dist.ProcessGroup(prefixed, rank, size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        return group
-
-    return join("a2e"), join("e2a")
+    prefixed = PrefixStore("group", store)
+    backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout=FOREVER)
+    group = dist.ProcessGroup(prefixed, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
 
 
 def _serve_experts(
     settings: WorkerSettings, number: int, dtype: torch.dtype | None, events: _Events, commands: IO[str]
 ) -> None:
+    from laconic.infer.connections import accept_attention
+    from laconic.infer.control import open_store
     from laconic.infer.expert_share import ExpertShare
     from laconic.infer.links import serve
     from laconic.infer.payload import prepared_coder
@@ -139,10 +137,11 @@ def _serve_experts(
     # An engine that has ended closes the input; no attention worker says stop then.
     obey = threading.Thread(target=_obey_engine, args=(recorder, events, commands), name="laconic-engine", daemon=True)
     obey.start()
-    a2e, e2a = _meet(settings)
-    coder = prepared_coder(settings.payload, a2e)
+    store = open_store(settings.store, split.num_workers)
+    connections = accept_attention(store, number, split.attention)
+    coder = prepared_coder(settings.payload, lambda: _join_group(settings, store))
     events.write("ready", nbytes=share.nbytes)
-    serve(a2e, e2a, list(range(split.attention)), share.run, coder, recorder)
+    serve(connections, share.run, coder, recorder)
 
 
 def _obey_engine(recorder: Recorder, events: _Events, commands: IO[str]) -> None:
@@ -163,6 +162,8 @@ def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> Non
 
 def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events: _Events, commands: IO[str]) -> None:
     from laconic.infer.attention_worker import AttentionWorker
+    from laconic.infer.connections import Connection, connect_expert
+    from laconic.infer.control import open_store
     from laconic.infer.sampling import Sampling
 
     streams: set[str] = set()
@@ -194,11 +195,17 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         events.write("failed", error=why, refused=False)
         os._exit(3)
 
+    open_once = functools.cache(lambda: open_store(settings.store, settings.split.num_workers))
+
+    def meet() -> list[Connection]:
+        return [connect_expert(open_once(), number, settings.rank) for number in range(settings.split.experts)]
+
     recorder = Recorder()
     worker = AttentionWorker(
         settings,
         dtype,
-        lambda: _meet(settings),
+        meet,
+        lambda: _join_group(settings, open_once()),
         finished,
         tell_token,
         lambda why: threading.Thread(target=lost, args=(why,)).start(),

@@ -1,0 +1,263 @@
+"""Connections between attention workers and expert workers: TCP, one for each pair, both directions at once.
+
+Process groups are not used for rows: gloo hands a message over when its receiver has asked for it, twice for header and
+body, and while both ends compute that wait cost a third of a 400 Mbit/s link. A connection here streams: the kernel
+takes and buffers what comes while nobody asks.
+
+Expert workers listen at one address of their machine and put it into the store in which all workers meet, with a token
+that whoever connects has to show first. Nothing is encrypted: a network in which strangers can read the store or the
+packets is not safe, as with torch's own groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError, FormatError
+from laconic.infer.messages import HEADER_LENGTH, Header
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["FOREVER", "Connection", "accept_attention", "connect_expert", "keep_alive"]
+
+FOREVER = timedelta(days=3650)
+"""How long workers wait for each other: the engine ends those whose peers never come."""
+
+_HELLO_SECONDS = 5.0
+_TOKEN_NBYTES = 16
+_HELLO = struct.Struct(f"!{2 * _TOKEN_NBYTES}sI")
+"""The token and the number of the attention worker."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
+"""A machine that has gone without a word is noticed after 15 s."""
+
+
+class Connection:
+    """One end of a connection. Messages arrive whole and in the order in which they were sent.
+
+    Args:
+        connected: of type SOCK_STREAM, and this object's from now on.
+        name: of its threads.
+    """
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        self._socket = connected
+        connected.settimeout(None)
+        keep_alive(connected)
+        self._outbox: queue.SimpleQueue[tuple[Header, Tensor | None] | None] = queue.SimpleQueue()
+        self._broken: str | None = None
+        self._sender = threading.Thread(target=self._send_all, name=f"{name}-out", daemon=True)
+        self._sender.start()
+
+    def send(self, header: Header, body: Tensor | None = None) -> None:
+        """Send a message without waiting for it to leave.
+
+        Args:
+            header: whose `nbytes` are those of the body.
+            body: uint8 [header.nbytes], contiguous; not changed until the message has arrived.
+
+        Raises:
+            ConnectionError: the connection has broken.
+        """
+        if self._broken is not None:
+            raise ConnectionError(self._broken)
+        self._outbox.put((header, body))
+
+    def receive(self) -> tuple[Header, Tensor]:
+        """Wait for a message.
+
+        Returns:
+            Its header and its body, uint8 [header.nbytes].
+
+        Raises:
+            ConnectionError: the connection has broken, or the other end has closed it.
+            FormatError: what has come is no message.
+        """
+        front = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        self._receive_into(front)
+        header = Header.from_tensor(front)
+        try:
+            body = torch.empty(header.nbytes, dtype=torch.uint8)
+        except (RuntimeError, OverflowError) as error:
+            raise FormatError(
+                f"a message says that {header.nbytes} bytes follow, for which there is no room"
+            ) from error
+        self._receive_into(body)
+        return header, body
+
+    def close(self) -> None:
+        """Send what is waiting, and close; a thread that waits in `receive` ends."""
+        self._outbox.put(None)
+        self._sender.join(_HELLO_SECONDS)
+        self._break("it was closed")
+
+    def _receive_into(self, wanted: Tensor) -> None:
+        view, done = _bytes_of(wanted), 0
+        while done < len(view):
+            try:
+                # The kernel waits for all of it: this thread takes the interpreter once, not for every packet.
+                count = self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise ConnectionError(self._broken or error.strerror or str(error)) from error
+            if count == 0:
+                raise ConnectionError(self._broken or "the other end has closed the connection")
+            done += count
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                header, body = message
+                parts = [_bytes_of(header.to_tensor())]
+                if body is not None and body.numel():
+                    parts.append(_bytes_of(body))
+                while parts:
+                    sent = self._socket.sendmsg(parts)
+                    while parts and sent >= len(parts[0]):
+                        sent -= len(parts.pop(0))
+                    if parts:
+                        parts[0] = parts[0][sent:]
+        except OSError as error:
+            self._break(error.strerror or str(error))
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:
+    """Wait, as expert worker `number`, for all attention workers.
+
+    Args:
+        store: in which all workers meet.
+        number: of this expert worker.
+        attention: number of attention workers.
+
+    Returns:
+        A connection to each, in their order.
+
+    Raises:
+        ConfigError: this machine has no address at which it could listen.
+    """
+    token = secrets.token_hex(_TOKEN_NBYTES)
+    with _listen(own_address()) as listening:
+        store.set(_key(number), json.dumps([*listening.getsockname()[:2], token]))
+        found: dict[int, Connection] = {}
+        while len(found) < attention:
+            connected, _ = listening.accept()
+            rank = _read_hello(connected, token)
+            if rank is None or rank in found or rank >= attention:
+                connected.close()  # a stranger
+                continue
+            found[rank] = Connection(connected, f"laconic-attention-{rank}")
+    return [found[rank] for rank in range(attention)]
+
+
+def connect_expert(store: Store, number: int, rank: int) -> Connection:
+    """Connect, as attention worker `rank`, to expert worker `number`, once it is there.
+
+    Raises:
+        ConfigError: its address cannot be reached from here.
+    """
+    store.set_timeout(FOREVER)
+    address, port, token = json.loads(store.get(_key(number)))
+    try:
+        connected = socket.create_connection((address, port), timeout=15.0)
+        connected.sendall(_HELLO.pack(token.encode(), rank))
+    except OSError as error:
+        raise ConfigError(
+            f"attention worker {rank} on {socket.gethostname()} cannot reach expert worker {number} at"
+            f" {address}:{port} ({error.strerror or error}); let the workers' machines reach each other, and name the"
+            " interface by which they do in GLOO_SOCKET_IFNAME"
+        ) from error
+    return Connection(connected, f"laconic-expert-{number}")
+
+
+def own_address() -> str:
+    """Return the address of this machine by which other workers reach it.
+
+    It is that of the interface GLOO_SOCKET_IFNAME, as for torch's groups; without one, that from which MASTER_ADDR is
+    reached; without either, the loopback address.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address.
+    """
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        name = name.partition(",")[0]
+        known = psutil.net_if_addrs()
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for address in known.get(name, ()):
+                if address.family == family:
+                    return str(address.address)
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME is {name!r}, but the interfaces with an address are {', '.join(sorted(known))}"
+        )
+    master = os.environ.get("MASTER_ADDR")
+    if master is None:
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {master!r}, to which {socket.gethostname()} has no way ({error.strerror}); name an"
+            " interface in GLOO_SOCKET_IFNAME"
+        ) from error
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Let a connection notice a machine that has gone, and send small messages at once."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(torch.uint8).numpy().data
+
+
+def _listen(address: str) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place[:2], family=family, backlog=128)
+
+
+def _key(number: int) -> str:
+    return f"expert worker {number}"
+
+
+def _read_hello(connected: socket.socket, token: str) -> int | None:
+    """Read who has connected; None if it is no worker of this engine."""
+    deadline = time.monotonic() + _HELLO_SECONDS
+    hello = b""
+    try:
+        while len(hello) < _HELLO.size:
+            connected.settimeout(max(0.01, deadline - time.monotonic()))
+            if not (more := connected.recv(_HELLO.size - len(hello))):
+                return None
+            hello += more
+    except OSError:
+        return None
+    shown, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(shown, token.encode()) else None
