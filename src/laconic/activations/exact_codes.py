@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -75,20 +75,27 @@ _SPREAD = 0x0102040810204080
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Eight values of a bool tensor [n] in a byte, the first in the lowest bit: uint8 [ceil(n / 8)]."""
-    padded = torch.nn.functional.pad(mask.view(torch.uint8), (0, -mask.numel() % 8))
-    return ((padded.view(torch.int64) * _SPREAD) >> 56).to(torch.uint8)
+    values = mask.view(torch.uint8)
+    if mask.numel() % 8:
+        values = torch.nn.functional.pad(values, (0, -mask.numel() % 8))
+    return (values.view(torch.int64) * _SPREAD).bitwise_right_shift_(56).to(torch.uint8)
 
 
-def unpack_bits(codes: Tensor, numel: int) -> Tensor:
-    """The bool tensor [numel] that `pack_bits` wrote as uint8 `codes`."""
-    return _bytes_of_codes(codes.device)[codes.int()].view(torch.bool)[:numel]
+def unpack_bits(codes: Tensor, numel: int, dtype: torch.dtype = torch.bool, pair: Pair = (False, True)) -> Tensor:
+    """A tensor [numel] of `dtype`: the first of `pair` where `pack_bits` was given False, else the second."""
+    # Whole rows of eight: one copy for each code, and no tensor of bits in between.
+    return _values_of_codes(dtype, pair, codes.device).index_select(0, codes.int()).view(-1)[:numel]
 
 
-@cache
-def _bytes_of_codes(device: torch.device) -> Tensor:
-    """int64 [256]: each byte's eight bits, a byte each."""
-    words = [sum(((code >> bit) & 1) << (8 * bit) for bit in range(8)) for code in range(256)]
-    return torch.tensor(words, dtype=torch.int64, device=device)
+Pair = tuple[float, float]
+"""Values that stand for False and for True."""
+
+
+@lru_cache(maxsize=64)
+def _values_of_codes(dtype: torch.dtype, pair: Pair, device: torch.device) -> Tensor:
+    """[256, 8]: for every byte the values of its eight bits."""
+    bits = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
+    return torch.tensor(pair, dtype=dtype)[bits].to(device)
 
 
 def as_mask(mask: Tensor, layout: Layout, true: float, false: float) -> Coded:
@@ -102,13 +109,7 @@ def as_mask(mask: Tensor, layout: Layout, true: float, false: float) -> Coded:
     numel = mask.numel()
 
     def decode(tensors: tuple[Tensor, ...]) -> Tensor:
-        values = unpack_bits(tensors[0], numel)
-        if layout.dtype is torch.bool:
-            return layout.unflatten(values)
-        if (true, false) == (1.0, 0.0):
-            return layout.unflatten(values.to(layout.dtype))
-        pair = torch.tensor([false, true], dtype=layout.dtype, device=values.device)
-        return layout.unflatten(torch.where(values, pair[1], pair[0]))
+        return layout.unflatten(unpack_bits(tensors[0], numel, layout.dtype, (false, true)))
 
     return Coded((pack_bits(layout.flatten(mask)),), decode)
 
@@ -138,11 +139,9 @@ def as_offsets(
         width: of the input.
         kernel, stride, padding, dilation: of the pooling; the window has at most 256 places.
     """
-    layout = Layout.of(indices)
-    corners = _corners(indices, stride, padding)
-    rows = (indices.div(width, rounding_mode="floor") - corners[0]).div_(dilation[0], rounding_mode="floor")
-    columns = (indices.remainder(width) - corners[1]).div_(dilation[1], rounding_mode="floor")
-    offsets = layout.flatten(rows.mul_(kernel[1]).add_(columns).to(torch.uint8))
+    layout, window = Layout.of(indices), (width, kernel, dilation)
+    steps = layout.flatten(indices - _corners(indices, width, stride, padding))
+    offsets = _offsets_of_steps(*window, indices.device).index_select(0, steps)
     numel, in_nibbles = offsets.numel(), math.prod(kernel) <= 16
     if in_nibbles:
         pairs = torch.nn.functional.pad(offsets, (0, numel % 2)).view(-1, 2)
@@ -152,17 +151,35 @@ def as_offsets(
         (codes,) = tensors
         if in_nibbles:
             codes = torch.stack([codes & 15, codes >> 4], -1).view(-1)[:numel]
-        places = layout.unflatten(codes.long())
-        corners = _corners(places, stride, padding)
-        rows = places.div(kernel[1], rounding_mode="floor").mul_(dilation[0]).add_(corners[0])
-        columns = places.remainder(kernel[1]).mul_(dilation[1]).add_(corners[1])
-        return rows.mul_(width).add_(columns)
+        places = layout.unflatten(_steps_of_offsets(*window, codes.device).index_select(0, codes.int()))
+        return places.add_(_corners(places, width, stride, padding))
 
     return Coded((offsets,), decode)
 
 
-def _corners(indices: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Row [height, 1] and column [width] of the first value of each window, padding counted."""
-    height, width = indices.shape[-2:]
-    rows = torch.arange(height, device=indices.device).unsqueeze(-1) * stride[0] - padding[0]
-    return rows, torch.arange(width, device=indices.device) * stride[1] - padding[1]
+def _corners(indices: Tensor, width: int, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+    """int64 [height, width]: flat index in the input of the first value of each window, padding counted."""
+    rows, columns = (
+        torch.arange(size, device=indices.device) * step - border
+        for size, step, border in zip(indices.shape[-2:], stride, padding, strict=True)
+    )
+    return rows.unsqueeze(-1) * width + columns
+
+
+_Size = tuple[int, int]
+
+
+@lru_cache(maxsize=64)
+def _steps_of_offsets(width: int, kernel: _Size, dilation: _Size, device: torch.device) -> Tensor:
+    """int64 [places of a window]: how far each is behind the first, in the flat index of an input of this width."""
+    rows, columns = (torch.arange(size, device=device) * step for size, step in zip(kernel, dilation, strict=True))
+    return (rows.unsqueeze(-1) * width + columns).flatten()
+
+
+@lru_cache(maxsize=64)
+def _offsets_of_steps(width: int, kernel: _Size, dilation: _Size, device: torch.device) -> Tensor:
+    """uint8 [largest step + 1], the inverse; places of one step, in a window wider than its input, are the same."""
+    steps = _steps_of_offsets(width, kernel, dilation, device)
+    offsets = torch.zeros(int(steps[-1]) + 1, dtype=torch.uint8, device=device)
+    offsets[steps] = torch.arange(len(steps), device=device).to(torch.uint8)
+    return offsets

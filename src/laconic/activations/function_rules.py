@@ -148,7 +148,7 @@ class Call:
         """For a derivative that is a step: where x passes, a value that does, and one that does not."""
         match self.family:
             case "relu":
-                return ~(x <= 0), 1.0, 0.0
+                return x.bool(), 1.0, 0.0  # it saves its result, which is not negative
             case "leaky_relu":
                 return x > 0, 1.0, -1.0
             case "relu6" | "hardtanh":

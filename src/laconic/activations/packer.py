@@ -218,7 +218,8 @@ class Packer(TorchFunctionMode):
             kept = derive(layout.unflatten, (flat,), (), "hooks")
         else:
             dtype = tensor.dtype
-            kept = derive(lambda x, center: (layout.unflatten(x) + center).to(dtype), (flat,), (center,), "hooks")
+            # Nobody else reads what was dequantized, so the center is added in place.
+            kept = derive(lambda x, center: layout.unflatten(x).add_(center).to(dtype), (flat,), (center,), "hooks")
         if not tensor.is_leaf:
             attach(tensor, kept)
         return kept
