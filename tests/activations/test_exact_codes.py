@@ -160,6 +160,37 @@ def test_every_place_of_a_maximum_comes_back(
     assert torch.equal(step(model, x)[1], expected)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("kernel", "padding", "dilation"), [(3, 1, 1), (5, 2, 1), (5, 2, (1, 2)), ((2, 17), (1, 8), 1)])
+@pytest.mark.parametrize("size", [(1, 1), (2, 1), (3, 2), (9, 3)])
+def test_windows_wider_than_their_input_come_back(
+    kernel: int | tuple[int, int],
+    padding: int | tuple[int, int],
+    dilation: int | tuple[int, int],
+    size: tuple[int, int],
+    channels_last: bool,
+) -> None:
+    if dilation != 1:  # torch wants an output
+        size = (size[0], size[1] + 5)
+    model = Computes(lambda x: F.max_pool2d(x, kernel, 1, padding, dilation))
+    x = torch.randn(64, 32, *size, generator=torch.Generator().manual_seed(0))
+    x[0] = float("nan")
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    _, expected, before = step(model, x)
+    laconic.compress_activations(model, mode="hooks", example_inputs={"x": x})
+    _, got, after = step(model, x)
+    assert torch.equal(got, expected)
+    assert after < before / 4
+
+
+@pytest.mark.parametrize("pair", [(0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, 1.4285714626312256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_bits_come_back_as_values(pair: tuple[float, float], dtype: torch.dtype) -> None:
+    mask = torch.rand(1003, generator=torch.Generator().manual_seed(0)) < 0.3
+    expected = torch.where(mask, torch.tensor(pair[1], dtype=dtype), torch.tensor(pair[0], dtype=dtype))
+    assert torch.equal(unpack_bits(pack_bits(mask), 1003, dtype, pair), expected)
+
+
 @pytest.mark.parametrize(
     "x",
     [
