@@ -29,7 +29,7 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.afi_networks import AFI_NAME, AT_BUDGET, NETWORKS, REDUCTION, build, stages
+from benchmarks.afi_networks import AFI_FAST, AFI_NAME, AT_BUDGET, NETWORKS, REDUCTION, build, stages
 from benchmarks.fashion_mnist import Images, fashion_mnist, random_images
 from benchmarks.registry import Options, Table, benchmark, report_head
 from laconic.activations import SavedTensorTracker
@@ -37,9 +37,11 @@ from laconic.errors import DataError
 from laconic.vision import Integrated, count_macs
 
 _BATCH = 64
+_RATE = 0.1
 _LEVEL = 0.95
 _PACKED = (AT_BUDGET, AFI_NAME)
 """Networks that are trained with 4-bit activations, too."""
+_AFIS = (AFI_NAME, AFI_FAST)
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,10 @@ def train(network: str, seed: int, bits: int, data: tuple[Images, Images], epoch
     twin = copy.deepcopy(model)
     with SavedTensorTracker(twin) as tracker:
         twin(**example)
-    optimizer = torch.optim.SGD(_groups(model), lr=0.1, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(_groups(model, 100 if network == AFI_FAST else 1), momentum=0.9, nesterov=True)
     steps = epochs * (len(training) // _BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps, pct_start=0.2)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=steps, pct_start=0.2)
     order = torch.Generator().manual_seed(seed)
     started = time.process_time()
     model.train()
@@ -120,16 +123,23 @@ def train(network: str, seed: int, bits: int, data: tuple[Images, Images], epoch
         accuracy=100 * (guesses == test.labels).double().mean().item(),
         cpu_seconds=seconds,
         kept_nbytes=tracker.nbytes / len(example["labels"]),
-        attention=_attention(model, test.pixels[:500]) if network == AFI_NAME else None,
+        attention=_attention(model, test.pixels[:500]) if network in _AFIS else None,
     )
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for matrices and filters only."""
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 5e-4},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+def _groups(model: nn.Module, attention_factor: int) -> list[dict[str, Any]]:
+    """Weight decay for matrices and filters only; attention over levels at a multiple of the rate and without decay."""
+    factors = {p for stage in stages(model) for p in stage.afi.parameters()} if attention_factor != 1 else set()
+    others = [p for p in model.parameters() if p not in factors]
+    groups = [
+        {"params": [p for p in others if p.dim() > 1], "lr": _RATE, "weight_decay": 5e-4},
+        {"params": [p for p in others if p.dim() == 1], "lr": _RATE, "weight_decay": 0.0},
     ]
+    if factors:
+        # In the model's order, for the same updates in every run.
+        attention = [p for p in model.parameters() if p in factors]
+        groups.append({"params": attention, "lr": attention_factor * _RATE, "weight_decay": 0.0})
+    return groups
 
 
 def _attention(model: nn.Module, pixels: Tensor) -> list[dict[str, list[list[float]]]]:
@@ -289,26 +299,30 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = [each.attention for each in trainings if each.attention is not None and each.bits == 32]
+    found = {name: [each.attention for each in trainings if each.network == name and each.bits == 32] for name in _AFIS}
+    found = {name: attention for name, attention in found.items() if attention}
     if not found:
         return
-    figure, axes = plt.subplots(1, len(found[0]), figsize=(3.6 * len(found[0]), 3.8), squeeze=False)
-    for number, axis in enumerate(axes[0]):
-        means, deviations = (
-            torch.tensor([of[number][key] for of in found]).mean(0).tolist() for key in ("mean", "deviation")
-        )
-        levels = len(means)
-        axis.imshow(means, vmin=0, vmax=1, cmap="Blues")
-        for i in range(levels):
-            for j in range(i + 1):
-                text = f"{means[i][j]:.2f}\n\N{PLUS-MINUS SIGN} {deviations[i][j]:.2f}"
-                axis.text(j, i, text, ha="center", va="center", color="white" if means[i][j] > 0.6 else "black")
-        axis.set_xticks(range(levels), range(1, levels + 1))
-        axis.set_yticks(range(levels), range(1, levels + 1))
-        axis.set_title(f"stage {number + 1}")
-        axis.set_xlabel("level read, j")
-    axes[0][0].set_ylabel("level that reads, i")
-    figure.suptitle(f"attention $a_{{ij}}$: mean and deviation over images and channels, {len(found)} seeds")
+    num_stages = len(next(iter(found.values()))[0] or ())
+    figure, axes = plt.subplots(len(found), num_stages, figsize=(3.6 * num_stages, 4 * len(found)), squeeze=False)
+    for row, (name, of_seeds) in zip(axes, found.items(), strict=True):
+        for number, axis in enumerate(row):
+            means, deviations = (
+                torch.tensor([of[number][key] for of in of_seeds if of]).mean(0).tolist()
+                for key in ("mean", "deviation")
+            )
+            levels = len(means)
+            axis.imshow(means, vmin=0, vmax=1, cmap="Blues")
+            for i in range(levels):
+                for j in range(i + 1):
+                    text = f"{means[i][j]:.3f}\n\N{PLUS-MINUS SIGN} {deviations[i][j]:.3f}"
+                    axis.text(j, i, text, ha="center", va="center", color="white" if means[i][j] > 0.6 else "black")
+            axis.set_xticks(range(levels), range(1, levels + 1))
+            axis.set_yticks(range(levels), range(1, levels + 1))
+            axis.set_title(f"{name}\nstage {number + 1}", fontsize=9)
+            axis.set_xlabel("level read, j")
+        row[0].set_ylabel("level that reads, i")
+    figure.suptitle("attention $a_{ij}$: mean and deviation over images and channels, mean of the seeds")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

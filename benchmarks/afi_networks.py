@@ -21,7 +21,7 @@ from laconic.vision import (
     integrate,
 )
 
-__all__ = ["AFI_NAME", "AT_BUDGET", "NETWORKS", "REDUCTION", "build", "stages"]
+__all__ = ["AFI_FAST", "AFI_NAME", "AT_BUDGET", "NETWORKS", "REDUCTION", "build", "stages"]
 
 _FULL, _SHORTER = (3, 3, 3), (3, 2, 3)
 _WIDTHS = (16, 32, 64)
@@ -108,6 +108,7 @@ def _with_channel_attention(attention: Callable[[int], nn.Module], depths: Seque
 
 
 AFI_NAME = f"AFI, {'-'.join(map(str, _SHORTER))}"
+AFI_FAST = f"{AFI_NAME}, attention at 100 x the rate"
 AT_BUDGET = f"ResNet, {'-'.join(map(str, _SHORTER))} (AFI's budget)"
 NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
     f"ResNet-20, {'-'.join(map(str, _FULL))}": lambda: _with(_Last, _FULL),
@@ -116,6 +117,7 @@ NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
     "squeeze and excitation": lambda: _with_channel_attention(_SqueezeExcite, _SHORTER),
     "efficient channel attention": lambda: _with_channel_attention(_EfficientChannelAttention, _SHORTER),
     AFI_NAME: lambda: _afi(_SHORTER),
+    AFI_FAST: lambda: _afi(_SHORTER),
 }
 
 
