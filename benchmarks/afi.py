@@ -89,7 +89,8 @@ def train(network: str, seed: int, bits: int, data: tuple[Images, Images], epoch
     """Train one network with SGD on a one-cycle schedule, and test it."""
     training, test = data
     model = build(network, seed).to(memory_format=torch.channels_last)
-    example = {"pixel_values": training.pixels[:_BATCH], "labels": training.labels[:_BATCH]}
+    # Copies: what is kept of a view is counted as all that it is a view of.
+    example = {"pixel_values": training.pixels[:_BATCH].clone(), "labels": training.labels[:_BATCH].clone()}
     if bits < 32:
         # "sites" would leave what the integration keeps between layers exact.
         laconic.compress_activations(model, bits, mode="combined", example_inputs=example)
@@ -304,7 +305,8 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
     if not found:
         return
     num_stages = len(next(iter(found.values()))[0] or ())
-    figure, axes = plt.subplots(len(found), num_stages, figsize=(3.6 * num_stages, 4 * len(found)), squeeze=False)
+    size = (3.6 * num_stages, 4 * len(found))
+    figure, axes = plt.subplots(len(found), num_stages, figsize=size, squeeze=False, layout="constrained")
     for row, (name, of_seeds) in zip(axes, found.items(), strict=True):
         for number, axis in enumerate(row):
             means, deviations = (
@@ -320,10 +322,10 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
             axis.set_xticks(range(levels), range(1, levels + 1))
             axis.set_yticks(range(levels), range(1, levels + 1))
             axis.set_title(f"{name}\nstage {number + 1}", fontsize=9)
-            axis.set_xlabel("level read, j")
         row[0].set_ylabel("level that reads, i")
+    for axis in axes[-1]:
+        axis.set_xlabel("level read, j")
     figure.suptitle("attention $a_{ij}$: mean and deviation over images and channels, mean of the seeds")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
