@@ -305,7 +305,7 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
     if not found:
         return
     num_stages = len(next(iter(found.values()))[0] or ())
-    size = (3.6 * num_stages, 4 * len(found))
+    size = (3.6 * num_stages, 4.8 * len(found))
     figure, axes = plt.subplots(len(found), num_stages, figsize=size, squeeze=False, layout="constrained")
     for row, (name, of_seeds) in zip(axes, found.items(), strict=True):
         for number, axis in enumerate(row):

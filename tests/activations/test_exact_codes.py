@@ -161,7 +161,9 @@ def test_every_place_of_a_maximum_comes_back(
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("kernel", "padding", "dilation"), [(3, 1, 1), (5, 2, 1), (5, 2, (1, 2)), ((2, 17), (1, 8), 1)])
+@pytest.mark.parametrize(
+    ("kernel", "padding", "dilation"), [(3, 1, 1), (5, 2, 1), (5, 2, (1, 2)), ((2, 17), (1, 8), 1)]
+)
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (3, 2), (9, 3)])
 def test_windows_wider_than_their_input_come_back(
     kernel: int | tuple[int, int],
