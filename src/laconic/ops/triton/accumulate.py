@@ -18,8 +18,9 @@ __all__ = ["accumulate_blockwise_", "square_sum_blockwise"]
 
 _BLOCKS = 16
 """Blocks of 128 elements per program."""
-_FOLD = 1024
-"""Numbers that one program of the fold adds up; a power of two, as is _BLOCKS, so that each is a subtree."""
+_FOLD = 256
+"""Numbers that one program of the fold adds up; a power of two, as is _BLOCKS, so that each is a subtree. 1024 would
+spill registers on sm_80."""
 
 _BLOCK_SIZE = tl.constexpr(GRADIENT_BLOCK_SIZE)
 _INFINITY_BITS = tl.constexpr(0x7F800000)

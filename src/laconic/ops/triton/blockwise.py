@@ -278,7 +278,7 @@ def quantize_blockwise(
             codes.numel() if one_row else num_codes,
             _bits(scales),
             codebook_tensor(code, x.device),
-            seed_key(seed or 0),
+            0 if seed is None else seed_key(seed),
             first_index,
             LEVEL_MAX=LEVEL_MAX[code],
             BITS=BITS[code],

@@ -23,7 +23,7 @@ __all__ = ["decode"]
 _BLOCK = shared.BLOCK
 _RAW = shared.RAW
 _TOO_LONG = shared.TOO_LONG
-_LISTED = tl.constexpr(1024)
+_LISTED = tl.constexpr(512)
 _NUM_DTYPES = tl.constexpr(len(DTYPE_NUMBERS))
 _ANY = -1
 _FIRST_COMPLEX = tl.constexpr(DTYPE_NUMBERS[torch.complex32])
@@ -142,7 +142,7 @@ def _is_coded(info_ptr):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _read_lists_kernel(message_ptr, info_ptr, numel, num_blocks, lists_ptr):
-    """Of each block the payload's length and whether no encoder writes such an entry: int64 [2]."""
+    """Of each block the payload's length and whether no encoder writes such an entry: int64 [2, num_blocks]."""
     block = tl.program_id(0).to(tl.int64) * _LISTED + tl.arange(0, _LISTED)
     is_listed = (tl.load(info_ptr + shared.STATUS) == 0) & (tl.load(info_ptr + shared.NUMEL) == numel)
     exists = block < tl.where(is_listed & _is_coded(info_ptr), num_blocks, 0)
@@ -164,8 +164,8 @@ def _read_lists_kernel(message_ptr, info_ptr, numel, num_blocks, lists_ptr):
     is_newer = tl.load(info_ptr + shared.MESSAGE_VERSION) == shared.RANKED_VERSION
     is_ranked = is_newer & (shape == shared.RANKED) & (kind < 16) & ((base | nest) == 0)
     is_sound = is_sound | is_ranked
-    tl.store(lists_ptr + 2 * block, length, mask=block < num_blocks)
-    tl.store(lists_ptr + 2 * block + 1, (exists & (is_sound == 0)).to(tl.int64), mask=block < num_blocks)
+    tl.store(lists_ptr + block, length, mask=block < num_blocks)
+    tl.store(lists_ptr + num_blocks + block, (exists & (is_sound == 0)).to(tl.int64), mask=block < num_blocks)
 
 
 @triton.jit
@@ -188,20 +188,18 @@ def _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, dtype)
 
 
 @triton.jit
-def _bits(ptr, cursor, end, left, rank, count, width, MAX_WIDTH: tl.constexpr):
+def _bits(ptr, cursor, end, left, rank, count, width):
     """`width` planes at the cursor: the codes of the words that are left, and whether unused bits are 0."""
     nbytes = (count + 7) // 8
     codes = tl.zeros_like(rank)
     is_sound = count >= 0
-    for plane in tl.static_range(MAX_WIDTH):
-        # Nothing is read of planes that there are not.
-        stop = tl.where(plane < width, end, 0)
+    for plane in range(0, width):
         at = cursor + plane * nbytes
         place = at + rank // 8
-        byte = tl.load(ptr + place, mask=left & (place < stop), other=0).to(tl.int32)
+        byte = tl.load(ptr + place, mask=left & (place < end), other=0).to(tl.int32)
         codes |= ((byte >> (rank % 8)) & 1) << plane
         last = at + count // 8
-        rest = tl.load(ptr + last, mask=(count % 8 > 0) & (last < stop), other=0).to(tl.int32)
+        rest = tl.load(ptr + last, mask=(count % 8 > 0) & (last < end), other=0).to(tl.int32)
         is_sound = is_sound & ((rest >> (count % 8)) == 0)
     return codes, is_sound
 
@@ -221,7 +219,7 @@ def _decode_block(ptr, start, end, n, kind, base, nest, layout):
     cursor = start
     left = i < n
     is_masked = ((kind & shared.ZEROS_LEFT_OUT) != 0).to(tl.int32)
-    mask, is_sound = _bits(ptr, cursor, end, left, i, n, is_masked, 1)
+    mask, is_sound = _bits(ptr, cursor, end, left, i, n, is_masked)
     left = left & ((mask | (1 - is_masked)) != 0)
     cursor += is_masked * ((n + 7) // 8)
     rank, count = _ranks(left)
@@ -243,7 +241,7 @@ def _decode_block(ptr, start, end, n, kind, base, nest, layout):
     first = shared.first_bit(layout)
     low_bits = shared.exponent_shift(layout) - first
     num_bits = low_bits + shared.has_sign_bit(layout)
-    bits, is_tidy = _bits(ptr, cursor, end, left, rank, count, num_bits, 4)
+    bits, is_tidy = _bits(ptr, cursor, end, left, rank, count, num_bits)
     is_sound = is_sound & is_tidy
     words |= (bits & ((1 << low_bits) - 1)) << first
     words |= tl.where(shared.has_sign_bit(layout) == 1, (bits >> low_bits) << sign_shift, 0)
@@ -254,14 +252,12 @@ def _decode_block(ptr, start, end, n, kind, base, nest, layout):
     exponent = tl.zeros_like(i)
     window = base
     inner = tl.zeros_like(base)
-    for tier in tl.static_range(3):
-        offset = tl.zeros_like(nest)
-        if tier > 0:
-            offset = (nest >> (3 * tier - 3)) & 7
+    for tier in range(0, 3):
+        offset = tl.where(tier > 0, (nest >> tl.maximum(3 * tier - 3, 0)) & 7, 0)
         window -= offset
         width = shared.tier_width(kind & 7, tier)
         passes = (1 << width) - 1
-        codes, is_tidy = _bits(ptr, cursor, end, left, rank, count, width, 3)
+        codes, is_tidy = _bits(ptr, cursor, end, left, rank, count, width)
         is_sound = is_sound & is_tidy
         distance = tl.where(codes < offset, codes, codes + inner)
         exponent = tl.where(left, (window + distance) & 255, exponent)
@@ -286,7 +282,7 @@ def _decode_ranked_block(ptr, start, end, n, kind, layout):
     i = tl.arange(0, _BLOCK)
     kept = i < n
     is_masked = ((kind & shared.ZEROS_LEFT_OUT) != 0).to(tl.int32)
-    mask, is_sound = _bits(ptr, start, end, kept, i, n, is_masked, 1)
+    mask, is_sound = _bits(ptr, start, end, kept, i, n, is_masked)
     kept = kept & ((mask | (1 - is_masked)) != 0)
     cursor = start + is_masked * ((n + 7) // 8)
     kept_rank, num_kept = _ranks(kept)
@@ -305,10 +301,10 @@ def _decode_ranked_block(ptr, start, end, n, kind, layout):
         count = num_kept
         place = tl.zeros_like(i)
         size = tl.zeros_like(number)
-        for tier in tl.static_range(3):
+        for tier in range(0, 3):
             width = shared.rank_width(number, tier)
             passes = (1 << width) - 1
-            codes, is_tidy = _bits(ptr, cursor, end, left, rank, count, width, shared.MAX_RANK_WIDTH)
+            codes, is_tidy = _bits(ptr, cursor, end, left, rank, count, width)
             is_sound = is_sound & is_tidy
             place = tl.where(left, size + codes, place)
             cursor += width * ((count + 7) // 8)
@@ -358,7 +354,7 @@ def _decode_kernel(
     results_ptr,
     ADDS: tl.constexpr,
 ):
-    """Write or add each block's words; of each block, a fault and its parts of the checksum, int64 [3]."""
+    """Write or add each block's words; of each block, a fault and its parts of the checksum, int64 [3, num_blocks]."""
     # 1. What and where. A message that was found damaged has no words.
     block = tl.program_id(0).to(tl.int64)
     status = _status_of_front(message_ptr, info_ptr, front_ptr, listed_ptr, numel, expected_dtype)
@@ -390,9 +386,10 @@ def _decode_kernel(
 
     # 3. Their checksum, and where they go.
     total, weighted = shared.block_sums(words, block, item)
-    tl.store(results_ptr + 3 * block, (is_sound == 0).to(tl.int64))
-    tl.store(results_ptr + 3 * block + 1, total)
-    tl.store(results_ptr + 3 * block + 2, weighted)
+    results_ptr += block
+    tl.store(results_ptr, (is_sound == 0).to(tl.int64))
+    tl.store(results_ptr + num_blocks, total)
+    tl.store(results_ptr + 2 * num_blocks.to(tl.int64), weighted)
     place = out_ptr + block * _BLOCK + i
     if ADDS:
         dtype = tl.load(info_ptr + shared.DTYPE)
@@ -427,7 +424,7 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=out.device)
 
-    info, lists, results = numbers(shared.INFO), numbers(num_blocks, 2), numbers(num_blocks, 3)
+    info, lists, results = numbers(shared.INFO), numbers(2, num_blocks), numbers(3, num_blocks)
     status = torch.empty((), dtype=torch.int32, device=out.device)
     with _on_device(out):
         _read_header_kernel[(1,)](message, message.numel(), info, LAYOUTS=layouts, ITEMS=items, enable_fp_fusion=False)
@@ -436,9 +433,9 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
             _read_lists_kernel[(triton.cdiv(num_blocks, _LISTED.value),)](
                 message, info, numel, num_blocks, lists, enable_fp_fusion=False
             )
-        listed = lists.sum(0)
+        listed = lists.sum(1)
         if num_blocks:
-            ends = lists[:, 0].cumsum(0)
+            ends = lists[0].cumsum(0)
             _decode_kernel[(num_blocks,)](
                 message,
                 info,
@@ -455,6 +452,6 @@ def decode(out: Tensor, message: Tensor, adds: bool) -> Tensor:
                 enable_fp_fusion=False,
             )
         _finish_kernel[(1,)](
-            message, info, front, listed, results.sum(0), numel, expected_dtype, status, enable_fp_fusion=False
+            message, info, front, listed, results.sum(1), numel, expected_dtype, status, enable_fp_fusion=False
         )
     return status

@@ -31,7 +31,7 @@ _COUNTS = ("numel", "num_blocks")
 """Compiled once for all tensors, not anew for 1 or for multiples of 16."""
 
 _NUM_WARPS = 16
-"""Of the writing kernel, so that 4096 words and what is known of each fit the registers."""
+"""Of the kernels that measure and write, so that 4096 words and what is known of each fit the registers."""
 _MAX_PROGRAMS = 2048
 """Of the writing kernel; each has 4096 bytes of scratch, so that all of it stays in the L2 cache."""
 
@@ -163,12 +163,15 @@ def _may_be_ranked(words_ptr, block, n, drops_zeros, low_plane, is_bad, LAYOUT: 
 @triton.jit
 def _rank_plane(values, kept, m, is_last):
     """Rank of every byte value [256] in a plane [4096], and its shortest code: number, values listed, bytes."""
-    # 1. Ranks: by count, equal counts by value.
+    # 1. Ranks: by count, equal counts by value. All pairs at once would not fit the registers.
     v = tl.arange(0, 256)
     count = tl.histogram(values, 256, mask=kept)
     num_values = tl.sum((count > 0).to(tl.int32), axis=0)
     key = count * 256 + (255 - v)
-    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
+    rank = tl.zeros_like(v)
+    for start in range(0, 256, _SPAN):
+        others = tl.gather(key, start + tl.arange(0, _SPAN), 0)
+        rank += tl.sum((others[None, :] > key[:, None]).to(tl.int32), axis=1)
 
     # 2. What each code costs.
     c = tl.arange(0, _NUM_RANK_CODES)
@@ -191,19 +194,21 @@ def _rank_plane(values, kept, m, is_last):
     return rank, number, tl.sum(tl.where(c == number, listed, 0), axis=0), best // _NUM_RANK_CODES
 
 
-@triton.jit(do_not_specialize=["numel"])
-def _measure_kernel(words_ptr, numel, measures_ptr, choices_ptr, LAYOUT: tl.constexpr, CODE: tl.constexpr):
-    """Of each block length, the checksum's parts and whether it is ranked, int64 [4]; kind, base and nest, int32."""
+@triton.jit(do_not_specialize=_COUNTS)
+def _measure_kernel(words_ptr, numel, num_blocks, measures_ptr, choices_ptr, LAYOUT: tl.constexpr, CODE: tl.constexpr):
+    """Lengths, the checksum's two parts and whether ranked, int64 [4, num_blocks]; kind, base and nest, int32."""
     block = tl.program_id(0).to(tl.int64)
     n = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
     i = tl.arange(0, _BLOCK)
     words = _load_words(words_ptr, block, i, n, LAYOUT & 7)
     total, weighted = shared.block_sums(words, block, LAYOUT & 7)
-    tl.store(measures_ptr + 4 * block + 1, total)
-    tl.store(measures_ptr + 4 * block + 2, weighted)
+    length_ptr = measures_ptr + block
+    is_ranked_ptr = length_ptr + 3 * num_blocks.to(tl.int64)
+    tl.store(length_ptr + num_blocks, total)
+    tl.store(length_ptr + 2 * num_blocks.to(tl.int64), weighted)
     if CODE == 0:
-        tl.store(measures_ptr + 4 * block, 0)
-        tl.store(measures_ptr + 4 * block + 3, 0)
+        tl.store(length_ptr, 0)
+        tl.store(is_ranked_ptr, 0)
     else:
         num_bits: tl.constexpr = ((LAYOUT >> 3) & 31) - ((LAYOUT >> 15) & 31) + ((LAYOUT >> 20) & 1)
         kind, base, o2, o3 = _choose(words_ptr, block, n, LAYOUT, CODE)
@@ -258,8 +263,8 @@ def _measure_kernel(words_ptr, numel, measures_ptr, choices_ptr, LAYOUT: tl.cons
             length = tl.minimum(length, ranked_nbytes)
             ranked_kind = shared.RANKED + tl.where(drops_zeros, shared.ZEROS_LEFT_OUT, 0)
             choice = tl.where(is_ranked == 1, ranked_kind, choice)
-        tl.store(measures_ptr + 4 * block, length.to(tl.int64))
-        tl.store(measures_ptr + 4 * block + 3, is_ranked.to(tl.int64))
+        tl.store(length_ptr, length.to(tl.int64))
+        tl.store(is_ranked_ptr, is_ranked.to(tl.int64))
         tl.store(choices_ptr + block, choice)
 
 
@@ -339,15 +344,15 @@ def _write_header_kernel(
 
 
 @triton.jit
-def _store_planes(ptr, codes, num_codes, width, MAX_WIDTH: tl.constexpr):
-    """The planes of codes [4096], of which the first num_codes count; return their bytes."""
+def _store_planes(ptr, codes, num_codes, width):
+    """`width` planes of codes [4096], of which the first num_codes count; return their bytes."""
     bit = tl.arange(0, 8)
     rows = tl.reshape(codes, [_BLOCK // 8, 8])
     byte = tl.arange(0, _BLOCK // 8)
     nbytes = (num_codes + 7) // 8
-    for plane in tl.static_range(MAX_WIDTH):
+    for plane in range(0, width):
         packed = tl.sum(((rows >> plane) & 1) << bit[None, :], axis=1)
-        tl.store(ptr + plane * nbytes + byte, packed.to(tl.uint8), mask=byte < tl.where(plane < width, nbytes, 0))
+        tl.store(ptr + plane * nbytes + byte, packed.to(tl.uint8), mask=byte < nbytes)
     return width * nbytes
 
 
@@ -382,12 +387,12 @@ def _write_plane(ptr, scratch_ptr, values, is_last, left, place, m):
     tl.debug_barrier()
     rank = tl.load(table_ptr + values).to(tl.int32)
     size = tl.zeros_like(m)
-    for tier in tl.static_range(3):
+    for tier in range(0, 3):
         width = shared.rank_width(number, tier)
         if width > 0:
             passes = (1 << width) - 1
             code = _move_together(scratch_ptr, tl.minimum(rank - size, passes), left, place, m)
-            ptr += _store_planes(ptr, code, m, width, shared.MAX_RANK_WIDTH)
+            ptr += _store_planes(ptr, code, m, width)
             left = left & (rank >= size + passes)
             place = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
             m = tl.sum(left.to(tl.int32), axis=0)
@@ -403,7 +408,7 @@ def _write_kernel(
     num_blocks,
     info_ptr,
     ends_ptr,
-    measures_ptr,
+    lengths_ptr,
     choices_ptr,
     scratch_ptr,
     message_ptr,
@@ -430,7 +435,7 @@ def _write_kernel(
         if code != _RAW:
             choice = tl.load(choices_ptr + block)
             kind = choice & 255
-            length = tl.load(measures_ptr + 4 * block)
+            length = tl.load(lengths_ptr + block)
             ptr = payload_ptr + tl.load(ends_ptr + block) - length
             tl.store(lists_ptr + 2 * block, (length & 255).to(tl.uint8))
             tl.store(lists_ptr + 2 * block + 1, (length >> 8).to(tl.uint8))
@@ -447,7 +452,7 @@ def _write_kernel(
             drops_zeros = (kind & shared.ZEROS_LEFT_OUT) != 0
             kept = (i < n) & ((words | (drops_zeros == 0).to(tl.int32)) != 0)
             if drops_zeros:
-                ptr += _store_planes(ptr, kept.to(tl.int32), n, 1, 1)
+                ptr += _store_planes(ptr, kept.to(tl.int32), n, 1)
             kept_rank = tl.cumsum(kept.to(tl.int32), axis=0) - kept.to(tl.int32)
             num_kept = tl.sum(kept.to(tl.int32), axis=0)
             for number in range(0, NBYTES):
@@ -457,7 +462,7 @@ def _write_kernel(
             # 4. Zero mask, mantissas and signs.
             left = i < n
             if (kind & shared.ZEROS_LEFT_OUT) != 0:
-                ptr += _store_planes(ptr, (words != 0).to(tl.int32), n, 1, 1)
+                ptr += _store_planes(ptr, (words != 0).to(tl.int32), n, 1)
                 left = left & (words != 0)
             rank = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
             m = tl.sum(left.to(tl.int32), axis=0)
@@ -473,16 +478,14 @@ def _write_kernel(
                 if (LAYOUT >> 20) & 1 == 1:
                     value = value | (((words >> (8 * NBYTES - 1)) & 1) << low_bits)
                 value = _move_together(scratch_ptr, value, left, rank, m)
-                ptr += _store_planes(ptr, value, m, num_bits, num_bits)
+                ptr += _store_planes(ptr, value, m, num_bits)
 
             # 5. Exponents, tier by tier.
             e = _exponent(words, LAYOUT)
             start = (choice >> 8) & 255
-            inner = 0
-            for tier in tl.static_range(3):
-                offset = tl.zeros_like(kind)
-                if tier > 0:
-                    offset = (choice >> (13 + 3 * tier)) & 7
+            inner = tl.zeros_like(kind)
+            for tier in range(0, 3):
+                offset = tl.where(tier > 0, (choice >> (13 + 3 * tier)) & 7, 0)
                 start -= offset
                 width = shared.tier_width(kind & 7, tier)
                 if width > 0:
@@ -491,12 +494,19 @@ def _write_kernel(
                     value = tl.where(distance < offset, distance, distance - inner)
                     further = distance >= inner + passes
                     value = _move_together(scratch_ptr, tl.where(further, passes, value), left, rank, m)
-                    ptr += _store_planes(ptr, value, m, width, 3)
+                    ptr += _store_planes(ptr, value, m, width)
                     left = left & further
                     rank = tl.cumsum(left.to(tl.int32), axis=0) - left.to(tl.int32)
                     m = tl.sum(left.to(tl.int32), axis=0)
                     inner += passes
             tl.store(ptr + rank, e.to(tl.uint8), mask=left)
+
+
+@triton.jit
+def _seal_kernel(message_ptr, sums_ptr):
+    """The checksum over the front, from `front_sums`: the last thing that is written."""
+    header_sum = tl.load(sums_ptr) + (tl.load(sums_ptr + 1) << 20)
+    shared.store_u64(message_ptr, shared.HEADER_SUM_AT, header_sum)
 
 
 def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) -> Tensor:
@@ -506,9 +516,9 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
     nbytes = x.element_size()
     words = x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[nbytes])
     num_blocks = triton.cdiv(words.numel(), _BLOCK.value)
-    measures = torch.empty(num_blocks, 4, dtype=torch.int64, device=x.device)
+    measures = torch.empty(4, num_blocks, dtype=torch.int64, device=x.device)
     choices = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
-    info = torch.zeros(shared.INFO, dtype=torch.int64, device=x.device)
+    info = torch.empty(shared.INFO, dtype=torch.int64, device=x.device)
     new = torch.empty if capacity_nbytes is None else torch.zeros
     message = new(size_nbytes, dtype=torch.uint8, device=x.device)
     num_programs = min(num_blocks, _MAX_PROGRAMS)
@@ -518,17 +528,18 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
             _measure_kernel[(num_blocks,)](
                 words,
                 words.numel(),
+                num_blocks,
                 measures,
                 choices,
                 LAYOUT=layout,
                 CODE=CODES[code],
-                num_warps=8,
+                num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
             )
         _write_header_kernel[(1,)](
             message,
             info,
-            measures.sum(0),
+            measures.sum(1),
             words.numel(),
             num_blocks,
             size_nbytes,
@@ -542,7 +553,7 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
             enable_fp_fusion=False,
         )
         if num_blocks:
-            ends = measures[:, 0].cumsum(0)
+            ends = measures[0].cumsum(0)
             _write_kernel[(num_programs,)](
                 words,
                 words.numel(),
@@ -557,7 +568,5 @@ def encode(x: Tensor, code: str, capacity_nbytes: int | None, size_nbytes: int) 
                 num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
             )
-    sums = shared.front_sums(message, info)
-    at = shared.HEADER_SUM_AT.value
-    message[at : at + 8] = (sums[0] + (sums[1] << 20)).view(1).view(torch.uint8)
+        _seal_kernel[(1,)](message, shared.front_sums(message, info), enable_fp_fusion=False)
     return message

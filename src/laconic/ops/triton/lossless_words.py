@@ -129,21 +129,17 @@ def exponent_flip(layout):
 
 
 @triton.jit
-def tier_width(kind, TIER: tl.constexpr):
+def tier_width(kind, tier):
     """Bits of a tier for bits 0-2 of a kind: (3), (2, 2, 3), (3, 2, 2). Of 0 bits, a tier passes every word on."""
-    if TIER == 0:
-        width = tl.where(kind == 2, 2, 3)
-    elif TIER == 1:
-        width = tl.where(kind == 1, 0, 2)
-    else:
-        width = tl.where(kind == 1, 0, tl.where(kind == 2, 3, 2))
-    return width
+    further = tl.where((kind == 2) & (tier == 2), 3, 2)
+    return tl.where(tier == 0, tl.where(kind == 2, 2, 3), tl.where(kind == 1, 0, further))
 
 
 @triton.jit
-def rank_width(number, TIER: tl.constexpr):
+def rank_width(number, tier):
     """Bits of a tier of a rank code; 0 for tiers that it does not have."""
-    widths = tl.full([], RANK_WIDTHS[TIER], tl.int64)
+    later = tl.where(tier == 1, tl.full([], RANK_WIDTHS[1], tl.int64), tl.full([], RANK_WIDTHS[2], tl.int64))
+    widths = tl.where(tier == 0, tl.full([], RANK_WIDTHS[0], tl.int64), later)
     return ((widths >> (4 * number)) & 15).to(tl.int32)
 
 

@@ -1,0 +1,126 @@
+"""GPU kernels as machine code: registers, spills, widths of accesses, occupancy of each Triton kernel. Needs no GPU.
+
+    python -m benchmarks.run gpu-code --out benchmarks/results/gpu_code_202611.md
+
+Each op runs its launcher as training does; each launch is compiled by the ptxas of Triton's wheel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import triton
+
+from benchmarks.kit.kernel_cases import KernelCase, kernel_cases
+from benchmarks.kit.kernel_launches import Launch, Recording, record
+from benchmarks.kit.machine_code import ARCHITECTURES, MachineCode, compile_launch, compiler_version, missing_tools
+from benchmarks.registry import Options, Table, benchmark
+
+_COMPILED_FOR = (80, 90)
+_ELEMENTS = 1 << 24
+_BANDWIDTH = {"H200": 4.8e12, "RTX 4090": 1.008e12}
+"""Bytes per second of device memory (NVIDIA's data sheets)."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    kernel: str
+    variant: str
+    architecture: int
+    code: MachineCode
+
+
+@benchmark("gpu-code")
+def gpu_code(options: Options) -> list[Table]:
+    """Machine code of each kernel, and launches and bytes of each op."""
+    if missing := missing_tools():
+        raise SystemExit(
+            f"benchmarks.gpu_code needs {', '.join(missing)} of Triton's wheel, but they are not installed"
+        )
+    elements = 1 << 16 if options.small else _ELEMENTS
+    recorded = [_recorded(case) for case in kernel_cases(elements)]
+    return [_code_table(recorded), _ops_table(recorded, elements)]
+
+
+@dataclass(frozen=True)
+class _Op:
+    name: str
+    moved_nbytes: float
+    recording: Recording
+
+
+def _recorded(case: KernelCase) -> _Op:
+    record(case.call)  # tables that ops make once for each device
+    return _Op(f"{case.op}, {case.variant}", case.moved_nbytes, record(case.call))
+
+
+def _code_table(ops: list[_Op]) -> Table:
+    rows = []
+    seen: set[str] = set()
+    for op in ops:
+        for launch in op.recording.launches:
+            if launch.specialization not in seen:
+                seen.add(launch.specialization)
+                rows += [_row(op, launch, architecture) for architecture in _COMPILED_FOR]
+    return Table.of(
+        "Machine code of each kernel, for compute capability 8.0 and 9.0",
+        rows,
+        [
+            ("kernel", lambda row: row.kernel),
+            ("launched by", lambda row: row.variant),
+            ("sm", lambda row: str(row.architecture)),
+            ("registers", lambda row: str(row.code.num_registers)),
+            ("spills", lambda row: str(row.code.spills)),
+            ("shared bytes", lambda row: str(row.code.shared_nbytes)),
+            ("warps", lambda row: str(row.code.num_warps)),
+            ("occupancy", lambda row: f"{ARCHITECTURES[row.architecture].occupancy(row.code):.0%}"),
+            ("loads, bits", lambda row: row.code.widths(row.code.loads)),
+            ("stores, bits", lambda row: row.code.widths(row.code.stores)),
+        ],
+        f"Triton {triton.__version__}, ptxas"
+        f" {' and '.join(f'{compiler_version(number)} for sm_{number}' for number in _COMPILED_FOR)}."
+        " Compiled, not run. Spills are loads and stores of local memory in the code; loads and stores are those of"
+        " global memory, by bits per thread, counted in the code. 32-bit loads of nf4 and of the optimizer look up"
+        " levels in tables that stay in L1. Planes of lossless messages begin at any byte, so their accesses are a byte"
+        " wide.",
+    )
+
+
+def _row(op: _Op, launch: Launch, architecture: int) -> _Row:
+    return _Row(
+        launch.name.strip("_").removesuffix("_kernel"),
+        op.name,
+        architecture,
+        compile_launch(launch, architecture),
+    )
+
+
+def _ops_table(ops: list[_Op], elements: int) -> Table:
+    rows = []
+    for op in ops:
+        own = Counter(launch.name.strip("_").removesuffix("_kernel") for launch in op.recording.launches)
+        rows.append(
+            [
+                op.name,
+                str(len(op.recording.launches)),
+                str(len(op.recording.torch_ops)),
+                ", ".join(own),
+                f"{op.moved_nbytes / elements:.2f}",
+                *(f"{op.moved_nbytes / rate * 1e6:.0f}" for rate in _BANDWIDTH.values()),
+            ]
+        )
+    return Table(
+        f"Launches and bytes of each op on {elements:,} elements: prediction, nothing was measured",
+        [
+            "op",
+            "launches of kernels",
+            "launches of torch",
+            "kernels",
+            "bytes moved per element",
+            *(f"us on {name}, at least" for name in _BANDWIDTH),
+        ],
+        rows,
+        "Bytes moved are those that have to be read and written once; the times are these bytes over the bandwidth of"
+        " the device's data sheet (4.8 TB/s, 1.008 TB/s), the bound that a copy of as many bytes has.",
+    )

@@ -1,0 +1,166 @@
+"""Calls of every op with Triton kernels, as training makes them: on whole, aligned tensors of n elements, on the CPU.
+
+`kernel_launches.record` finds out what each call launches. A kernel that no case launches fails
+`tests/ops/test_kernel_code.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.ops import STATE_BLOCK_SIZE
+from laconic.ops.triton import accumulate, adamw, blockwise, lossless, reduce, rows
+
+__all__ = ["KernelCase", "kernel_cases"]
+
+_BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One call of one op."""
+
+    op: str
+    variant: str
+    call: Callable[[], object]
+    moved_nbytes: float
+    """Bytes that have to be read and written, each tensor once; what only a kernel's own scratch takes is not in it."""
+
+
+def kernel_cases(n: int = 1 << 20) -> Iterator[KernelCase]:
+    """Every case, on tensors of n elements; n is a multiple of 4096."""
+    yield from _blockwise(n)
+    yield from _gradients(n)
+    yield from _optimizer(n)
+    yield from _lossless(n)
+    yield from _rows(n)
+
+
+def _bytes(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.uint8)
+
+
+def _blockwise(n: int) -> Iterator[KernelCase]:
+    x = torch.zeros(n // 1024, 1024, dtype=_BF16)
+    for code, bits in (("nf4", 4), ("int5", 5), ("int6", 6), ("int8", 8)):
+        codes = _bytes(n * bits // 8).view(n // 1024, -1)
+        scales = torch.zeros(n // 1024, 16, dtype=_BF16)
+        moved = 2 * n + n * bits / 8 + n / 32
+
+        def quantize(code: str = code, seed: int | None = None) -> object:
+            return blockwise.quantize_blockwise(x, code, 64, _BF16, seed)
+
+        def dequantize(code: str = code, codes: Tensor = codes, scales: Tensor = scales) -> object:
+            return blockwise.dequantize_blockwise(codes, scales, code, 64, 1024, _BF16)
+
+        yield KernelCase("quantize_blockwise", code, quantize, moved)
+        yield KernelCase("dequantize_blockwise", code, dequantize, moved)
+    yield KernelCase(
+        "quantize_blockwise",
+        "nf4, stochastic",
+        lambda: blockwise.quantize_blockwise(x, "nf4", 64, _BF16, 1),
+        2 * n + n / 2 + n / 32,
+    )
+    wide = torch.zeros(n // 1024, 1024)
+    yield KernelCase(
+        "quantize_blockwise",
+        "int8 of fp32, blocks of 128",
+        lambda: blockwise.quantize_blockwise(wide, "int8", 128, torch.float32, None),
+        5 * n + n / 32,
+    )
+
+
+def _store(n: int, bits: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    codes, scales = _bytes(n), torch.zeros(n // 128)
+    return (codes, scales, None, None) if bits == 8 else (codes, scales, _bytes(n // 2), torch.zeros(n // 128))
+
+
+def _gradients(n: int) -> Iterator[KernelCase]:
+    gradient = torch.zeros(n, dtype=_BF16)
+    num_shards = 4
+    for bits in (8, 12):
+        store = _store(n, bits)
+        stored = n * bits / 8 + n / 32 * (bits / 4 - 1)
+        shards = [part if part is None else part.view(1, -1).expand(num_shards, -1).contiguous() for part in store]
+        yield KernelCase(
+            "accumulate_blockwise_",
+            f"{bits} bits, bf16 gradient",
+            lambda s=store: accumulate.accumulate_blockwise_(*s, gradient, 0.5),
+            2 * stored + 2 * n,
+        )
+        yield KernelCase(
+            "square_sum_blockwise", f"{bits} bits", lambda s=store: accumulate.square_sum_blockwise(*s), stored
+        )
+        yield KernelCase(
+            "sum_blockwise",
+            f"{num_shards} shards in {bits} bits",
+            lambda s=shards: reduce.sum_blockwise(*s, 0.25),
+            num_shards * stored + 4 * n,
+        )
+        yield KernelCase(
+            "sum_requantize_blockwise",
+            f"{num_shards} shards in {bits} bits",
+            lambda s=shards: reduce.sum_requantize_blockwise(*s, 0.25),
+            (num_shards + 1) * stored,
+        )
+
+
+def _optimizer(n: int) -> Iterator[KernelCase]:
+    scalars = (1e-3, 0.9, 0.999, 1e-8, 0.1, 10, False)
+    moments = [_bytes(n), torch.zeros(n // STATE_BLOCK_SIZE, 1), _bytes(n), torch.zeros(n // STATE_BLOCK_SIZE, 1)]
+    shape = (n // STATE_BLOCK_SIZE, STATE_BLOCK_SIZE)
+    moments[0], moments[2] = moments[0].view(shape), moments[2].view(shape)
+    read_and_written = 4 * n + 4 * n / 64
+    for name, dtype in (("bf16", _BF16), ("fp32", torch.float32)):
+        weight, gradient = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        yield KernelCase(
+            "adamw8bit_",
+            f"{name} weights, {name} gradient",
+            lambda w=weight, g=gradient: adamw.adamw8bit_(w, *moments, g, None, None, None, None, *scalars),
+            read_and_written + 3 * n * dtype.itemsize,
+        )
+    for bits in (8, 12):
+        weight, store, factor = torch.zeros(shape, dtype=_BF16), _store(n, bits), torch.ones(())
+        yield KernelCase(
+            "adamw8bit_",
+            f"bf16 weights, gradient in {bits} bits, clipped",
+            lambda w=weight, s=store, f=factor: adamw.adamw8bit_(w, *moments, *s, f, *scalars),
+            read_and_written + 4 * n + n * bits / 8 + n / 32 * (bits / 4 - 1),
+        )
+
+
+def _lossless(n: int) -> Iterator[KernelCase]:
+    for name, dtype in (("bf16", _BF16), ("fp32", torch.float32)):
+        x = torch.zeros(n, dtype=dtype)
+        # The length of a Gaussian's message (benchmarks/results/lossless_ratio_xeon_202611.md): 1.5 bf16, 1.2 fp32.
+        coded = x.nbytes / (1.5 if dtype == _BF16 else 1.2)
+        message, total = _bytes(2 * x.nbytes), torch.zeros(n)
+        yield KernelCase(
+            "lossless_encode",
+            f"{name}, tiered",
+            lambda x=x: lossless.lossless_encode(x, "tiered", None),
+            x.nbytes + coded,
+        )
+        yield KernelCase(
+            "lossless_decode_", name, lambda x=x, m=message: lossless.lossless_decode_(x, m), x.nbytes + coded
+        )
+        yield KernelCase(
+            "lossless_decode_add_", name, lambda t=total, m=message: lossless.lossless_decode_add_(t, m), 8 * n + coded
+        )
+
+
+def _rows(n: int) -> Iterator[KernelCase]:
+    source = torch.zeros(n // 1024, 1024, dtype=_BF16)
+    num_sums = len(source) // 2
+    index, offsets = torch.arange(2 * num_sums), torch.arange(num_sums + 1) * 2
+    for name, weights in (("two of", None), ("two of, weighted", torch.ones(2 * num_sums))):
+        yield KernelCase(
+            "sum_rows",
+            f"bf16, {name} 1024 columns",
+            lambda w=weights: rows.sum_rows(source, index, offsets, w),
+            3 * n + 24 * num_sums + (8 * num_sums if weights is not None else 0),
+        )

@@ -1,0 +1,101 @@
+"""Machine code of the Triton kernels: a case launches each of them, no register spills, streams move in wide accesses.
+
+Nothing runs: the launches are recorded and compiled by Triton's ptxas. `benchmarks/gpu_code.py` has the whole table.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.ops.interpreter import INTERPRETED
+
+pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from benchmarks.kit.kernel_cases import KernelCase, kernel_cases
+from benchmarks.kit.kernel_launches import Launch, Recording, kernels, record
+from benchmarks.kit.machine_code import ARCHITECTURES, MachineCode, compile_launch, missing_tools
+
+needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=f"not in this Triton: {', '.join(missing_tools())}")
+
+KNOWN_SPILLS = {"_write_kernel": 100}
+"""Loads and stores of local memory at most; 0 for all others."""
+WIDEST = {
+    "_quantize_blockwise_kernel": (128, None),
+    "_dequantize_blockwise_kernel": (None, 128),
+    "_accumulate_kernel": (128, 128),
+    "_square_kernel": (128, None),
+    "_adamw_kernel": (128, 128),
+    "_sum_rows_kernel": (128, 128),
+}
+"""Bits per thread of the widest load and store of kernels that read or write aligned streams; None: not declared."""
+
+
+@cache
+def recordings() -> list[tuple[KernelCase, Recording]]:
+    return [(case, record(case.call)) for case in kernel_cases(1 << 16)]
+
+
+def launches() -> dict[str, Launch]:
+    return {launch.specialization: launch for _, recording in recordings() for launch in recording.launches}
+
+
+def check(launch: Launch, architecture: int) -> MachineCode:
+    code = compile_launch(launch, architecture)
+    where = (launch.specialization, architecture)
+    assert code.spills <= KNOWN_SPILLS.get(launch.name, 0), where
+    assert 0 < ARCHITECTURES[architecture].occupancy(code) <= 1, where
+    load, store = WIDEST.get(launch.name, (None, None))
+    assert load is None or max(code.loads) >= load, where
+    assert store is None or max(code.stores) >= store, where
+    return code
+
+
+def test_every_kernel_is_launched_by_a_case_without_fused_multiply_add() -> None:
+    launched = {launch.kernel for launch in launches().values()}
+    assert {name for name, kernel in kernels().items() if kernel not in launched} == set()
+    assert all(launch.options["enable_fp_fusion"] is False for launch in launches().values())
+    assert set(WIDEST) | set(KNOWN_SPILLS) <= {launch.name for launch in launches().values()}
+
+
+def test_lossless_messages_take_few_launches() -> None:
+    for case, recording in recordings():
+        if case.op.startswith("lossless"):
+            assert len(recording.launches) <= 5, case
+            assert len(recording.torch_ops) <= 4, case
+
+
+@needs_tools
+@pytest.mark.parametrize("name", ["_dequantize_blockwise_kernel", "_adamw_kernel", "_fold_kernel", "_sum_rows_kernel"])
+def test_a_kernel_neither_spills_nor_moves_streams_byte_by_byte(name: str) -> None:
+    check(next(launch for launch in launches().values() if launch.name == name), 80)
+
+
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_no_kernel_spills_or_moves_streams_byte_by_byte(architecture: int) -> None:
+    for launch in launches().values():
+        check(launch, architecture)
+
+
+@needs_tools
+def test_spills_and_widths_are_seen() -> None:
+    """Reading machine code finds what it should: a stream that begins anywhere is not read in wide loads."""
+    from laconic.ops.triton import blockwise
+
+    x = torch.zeros(1 << 12, dtype=torch.bfloat16)
+
+    def code_of(x: torch.Tensor, **options: int) -> MachineCode:
+        (launch,) = record(lambda: blockwise.quantize_blockwise(x, "int8", 64, torch.bfloat16, None)).launches
+        launch.options.update(options)
+        return compile_launch(launch, 80)
+
+    assert max(code_of(x).loads) == 128
+    assert max(code_of(torch.zeros(1 + (1 << 12), dtype=torch.bfloat16)[1:]).loads) == 16
+    assert code_of(x).spills == 0
+    assert code_of(x, maxnreg=16).spills > 0
