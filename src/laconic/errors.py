@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "FormatError",
+    "KernelError",
     "LaconicError",
     "ModelError",
     "PlanError",
@@ -26,6 +27,10 @@ class LaconicError(Exception):
 
 class FormatError(LaconicError, ValueError):
     """A block format, its arguments or its bytes are not valid."""
+
+
+class KernelError(LaconicError, RuntimeError):
+    """A compiled kernel does not give the bits of the plain-torch reference on this device."""
 
 
 class ModelError(LaconicError, ValueError):

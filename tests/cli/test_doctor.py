@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor
 import laconic
 from laconic.cli import diagnosis
 from laconic.cli.main import main
-from laconic.ops import reference
+from laconic.ops import native, reference
+from laconic.ops.self_check import OPS
 
 
 def test_machine_that_works_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,12 +46,7 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, length: int) -> Tensor:
     return reference.dequantize_blockwise(codes, scales, code, 64, length, torch.float32)
 
 
-def test_self_test_notices_wrong_bits_wrong_values_and_crashes() -> None:
-    def other_bits(x: Tensor, code: str) -> tuple[Tensor, Tensor]:
-        codes, scales = quantize(x, code)
-        codes[3, 7] ^= 1
-        return codes, scales
-
+def test_self_test_of_the_reference_notices_wrong_values_and_crashes() -> None:
     def far_values(codes: Tensor, scales: Tensor, code: str, length: int) -> Tensor:
         values = dequantize(codes, scales, code, length)
         values[5, 999] += 1.0
@@ -56,29 +55,40 @@ def test_self_test_notices_wrong_bits_wrong_values_and_crashes() -> None:
     def crash(x: Tensor, code: str) -> tuple[Tensor, Tensor]:
         raise RuntimeError("illegal instruction")
 
-    assert diagnosis._test_one(quantize, dequantize, quantize, "cpu") == "ok"
-    assert diagnosis._test_one(other_bits, dequantize, quantize, "cpu") == "nf4 gives other bits than the reference"
-    assert "too far from what went in" in diagnosis._test_one(quantize, far_values, quantize, "cpu")
-    assert diagnosis._test_one(crash, dequantize, quantize, "cpu") == "nf4 fails: RuntimeError: illegal instruction"
+    assert diagnosis._test_values(quantize, dequantize) == "ok"
+    assert "too far from what went in" in diagnosis._test_values(quantize, far_values)
+    assert diagnosis._test_values(crash, dequantize) == "nf4 fails: RuntimeError: illegal instruction"
 
 
-def test_self_test_of_messages_notices_other_bytes_and_lost_values() -> None:
-    def encode(x: Tensor) -> Tensor:
-        return reference.lossless_encode(x, "tiered", None)
+@pytest.mark.parametrize("op", OPS)
+def test_self_test_notices_one_wrong_byte_of_any_op(op: str) -> None:
+    def implementation_of(name: str) -> Callable[..., Any]:
+        return wrong if name == op else getattr(native if native.supported_isas() else reference, name)
 
-    def other_bytes(x: Tensor) -> Tensor:
-        return reference.lossless_encode(x, "window", None)
+    def wrong(*arguments: Any) -> Any:
+        results = getattr(reference, op)(*arguments)
+        written = arguments[0] if results is None else results[0] if isinstance(results, tuple) else results
+        written.view(-1).view(torch.uint8)[-1 if op != "lossless_encode" else 70] ^= 1
+        return results
 
-    def lose_one(out: Tensor, message: Tensor) -> Tensor:
-        status = reference.lossless_decode_(out, message)
-        out[5000] = 1
-        return status
+    assert f"{op} (" in (found := diagnosis._test_bits(implementation_of, "cpu"))
+    assert "gives other bits than the reference" in found
 
-    decode, expected = reference.lossless_decode_, reference.lossless_encode
-    assert diagnosis._test_messages(encode, decode, expected, "cpu") == "ok"
-    assert "bfloat16 gives other bytes" in diagnosis._test_messages(other_bytes, decode, expected, "cpu")
-    assert "bfloat16 does not give the values back" in diagnosis._test_messages(encode, lose_one, expected, "cpu")
-    assert "bfloat16 fails: TypeError" in diagnosis._test_messages(encode, lambda out: out, expected, "cpu")
+
+def test_self_test_reports_a_kernel_that_raises() -> None:
+    def implementation_of(name: str) -> Callable[..., Any]:
+        return lambda *arguments: 1 / 0
+
+    assert "fails: ZeroDivisionError" in diagnosis._test_bits(implementation_of, "cpu")
+
+
+def test_driver_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert diagnosis._driver_version(file) is None
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\nGCC version: 12.3.0\n"
+    )
+    assert diagnosis._driver_version(file) == "560.35.03"
 
 
 def test_failed_self_test_is_a_problem_and_exits_1(

@@ -20,6 +20,7 @@ from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 from laconic.ops.reference import dequantize_dynamic, quantize_dynamic
 from laconic.ops.schemas import DTYPES, LIBRARY
 from laconic.ops.selection import warn_once
+from laconic.ops.self_check import checked
 
 __all__ = [
     "quantize_blockwise",
@@ -54,6 +55,7 @@ def _by_reference(op: str) -> Callable[..., Any]:
     return call
 
 
+_CPU = torch.device("cpu")
 _on_cpu = native.SELECTION.implementation
 # Each op by family: plain torch for any device, C++ for CPU, Triton for CUDA.
 _FAMILIES = {
@@ -68,8 +70,9 @@ for _family, _ops in _FAMILIES.items():
     for _op in _ops:
         LIBRARY.impl(_op, getattr(reference, _op), "CompositeExplicitAutograd")
         # A family without C++ kernels runs the reference.
-        _native = getattr(native, _op, getattr(reference, _op))
-        LIBRARY.impl(_op, _native if _on_cpu == "c++" else _by_reference(_op), "CPU")
+        _native = getattr(native, _op, None)
+        _checked = checked(_op, _native, lambda _: _CPU) if _native else getattr(reference, _op)
+        LIBRARY.impl(_op, _checked if _on_cpu == "c++" else _by_reference(_op), "CPU")
         triton.implement(_op, _family)
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default

@@ -11,6 +11,7 @@ from typing import Any
 from laconic.ops import reference
 from laconic.ops.schemas import LIBRARY
 from laconic.ops.selection import Selection, reference_is_forced, warn_once
+from laconic.ops.self_check import checked
 
 __all__ = ["implement", "selection"]
 
@@ -44,4 +45,9 @@ def implement(op: str, family: str) -> None:
     def call(*args: Any) -> Any:
         return getattr(_family(family), op)(*args)
 
-    LIBRARY.impl(op, call, "CUDA")
+    kernel = checked(op, call, lambda arguments: arguments[0].device)
+
+    def call_checked(*args: Any) -> Any:
+        return (call if _family(family) is reference else kernel)(*args)
+
+    LIBRARY.impl(op, call_checked, "CUDA")
