@@ -2,22 +2,27 @@
 
     python -m benchmarks.run gpu --out benchmarks/results/gpu_NAME.md
 
-Takes less than eight minutes on one CUDA device, most of them compiling kernels. Exits with code 1 if any bit differs.
+Takes less than eight minutes on one CUDA device, most of them compiling kernels. Every part is a process of its own,
+and its table is written when it ends: a part that fails leaves its reason, and the others their tables. Exits with code
+1 if a part fails, as one does that finds a bit that differs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from benchmarks import gpu_ops
+from benchmarks.kit import timing
+from benchmarks.kit.isolated_parts import run_parts
 from benchmarks.kit.models import decoder_layers
 from benchmarks.kit.peers import bitsandbytes_cases, installed
 from benchmarks.kit.timing import Case, Timing, seconds_of
-from benchmarks.registry import Options, Table, benchmark
+from benchmarks.registry import Options, Table, Text, benchmark
 from laconic.ops import BLOCK_SIZES, dequantize_blockwise, kernels_in_use, quantize_blockwise, reference
 from laconic.ops.codebooks import BITS
 from laconic.ops.schemas import DTYPES
@@ -25,25 +30,49 @@ from laconic.ops.schemas import DTYPES
 _BLOCK_SIZE = 64
 
 
+_PART_SECONDS = 200
+_ALL_SECONDS = 460
+
+Part = Callable[[Options, str], Table]
+_PARTS: dict[str, Part] = {
+    "bits of quantization": lambda options, device: _bits_table(device),
+    "bits of the other ops": lambda options, device: gpu_ops.bits_table("cuda"),
+    "speed of quantization": lambda options, device: _speed_table(options, device),
+    "speed of the other ops": lambda options, device: gpu_ops.speed_table(2 * _elements(options), "cuda", _seconds),
+    "lossless messages": lambda options, device: gpu_ops.lossless_table(4 * _elements(options), "cuda", _seconds),
+    "one layer": lambda options, device: _block_table(options, device),
+    "head": lambda options, device: gpu_ops.head_table(
+        256 if options.small else 4096, 2048, 32000, "cuda", lambda case: _seconds(case, repeats=10)
+    ),
+}
+
+
 @benchmark("gpu")
-def gpu(options: Options) -> list[Table]:
-    """Bits and speed of every op, one Llama block, and the head of a language model."""
+def gpu(options: Options) -> Iterator[Text]:
+    """Bits and speed of every op, one Llama block, and the head of a language model, each as soon as it is there."""
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device, and torch sees none on this machine")
     if (chosen := kernels_in_use()["cuda"])["implementation"] != "triton":
         raise SystemExit(f"benchmarks.gpu needs the Triton kernels, but the reference is in use: {chosen['reason']}")
-    device = torch.cuda.get_device_name()
-    elements = max(options.elements, 1 << 20)
-    tokens = 256 if options.small else 4096
-    return [
-        _bits_table(device),
-        gpu_ops.bits_table("cuda"),
-        _speed_table(options, device),
-        gpu_ops.speed_table(2 * elements, "cuda", _seconds),
-        gpu_ops.lossless_table(4 * elements, "cuda", _seconds),
-        _block_table(options, device),
-        gpu_ops.head_table(tokens, 2048, 32000, "cuda", lambda case: _seconds(case, repeats=10)),
-    ]
+    # A fault on a device ends all later calls of its process: a process for each part.
+    start = [sys.executable, "-m", "benchmarks.gpu", str(options.threads), str(options.elements), str(options.rounds)]
+    failed = []
+    for part in run_parts({name: [*start, name] for name in _PARTS}, _PART_SECONDS, _ALL_SECONDS):
+        yield Text(part.render())
+        if part.failure:
+            failed.append(part.name)
+    if failed:
+        raise SystemExit(f"benchmarks.gpu failed in {len(failed)} of {len(_PARTS)} parts: {', '.join(failed)}")
+
+
+def _elements(options: Options) -> int:
+    return max(options.elements, 1 << 20)
+
+
+def _combinations(start: int) -> list[tuple[torch.dtype, int, torch.dtype, int | None]]:
+    """Types, block sizes and rounding: each of their values, not all at once, for compiling takes most of the time."""
+    # 13 has no factor in common with the numbers of values, so it passes through all of each.
+    return list(itertools.product(DTYPES, BLOCK_SIZES, DTYPES, (None, 7)))[start::13]
 
 
 def _bits_table(device: str) -> Table:
@@ -56,9 +85,9 @@ def _bits_table(device: str) -> Table:
         "whole blocks": normal.view(-1)[: 64 * 512].view(64, 512),
     }
     rows = []
-    for code in BITS:
+    for number, code in enumerate(BITS):
         compared = 0
-        for dtype, block_size, scale_dtype, seed in itertools.product(DTYPES, BLOCK_SIZES, DTYPES, (None, 7)):
+        for dtype, block_size, scale_dtype, seed in _combinations(number):
             inputs = [x.to(dtype) for x in tensors.values()]
             if dtype != torch.float32:
                 inputs.append(torch.arange(1 << 16).short().view(dtype).view(-1, 256))
@@ -101,7 +130,7 @@ def _seconds(case: Case, repeats: int = 50) -> Timing:
 
 
 def _speed_table(options: Options, device: str) -> Table:
-    elements = max(options.elements, 1 << 20) * 8
+    elements = _elements(options) * 8
     x = torch.randn(elements, device="cuda", dtype=torch.bfloat16).view(-1, 4096)
     target = torch.empty_like(x)
     copied = x.nbytes / _seconds(lambda: target.copy_(x)) / 1e9
@@ -172,3 +201,14 @@ def _block_table(options: Options, device: str) -> Table:
         ["", "forward and backward", "allocated after forward", "peak of a step, weights included"],
         rows,
     )
+
+
+def _main(threads: str, elements: str, rounds: str, name: str) -> None:
+    torch.set_num_threads(int(threads))
+    print(_PARTS[name](Options(int(threads), int(elements), int(rounds)), torch.cuda.get_device_name()).render())
+    if taken := timing.summary():
+        print(taken)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -13,7 +13,17 @@ import torch
 
 from laconic.ops import kernels_in_use
 
-__all__ = ["BENCHMARKS", "Options", "Table", "benchmark", "dtype_name", "kernels_note", "processor", "report_head"]
+__all__ = [
+    "BENCHMARKS",
+    "Options",
+    "Table",
+    "Text",
+    "benchmark",
+    "dtype_name",
+    "kernels_note",
+    "processor",
+    "report_head",
+]
 
 SMOKE_ELEMENTS = 1 << 12
 """Elements of a tiny case that only shows that a benchmark runs."""
@@ -86,7 +96,19 @@ class Table:
         return "\n".join([*lines, "", *([self.note, ""] if self.note else [])])
 
 
-Benchmark = Callable[[Options], list[Table]]
+@dataclass(frozen=True)
+class Text:
+    """A piece of a report that is Markdown already."""
+
+    markdown: str
+
+    def render(self) -> str:
+        """The piece itself."""
+        return self.markdown
+
+
+Benchmark = Callable[[Options], Iterable[Table | Text]]
+"""What a benchmark yields is written as it comes."""
 
 BENCHMARKS: dict[str, Benchmark] = {}
 """Every benchmark by its name on the command line."""

@@ -3,8 +3,9 @@
     python -m benchmarks.run kernels --threads 1 2 --out benchmarks/results/kernels_NAME.md
     python -m benchmarks.run collectives --hosts 4 --rates 1gbit --elements 1048576     # a part of it
 
-Every report begins with the command that made it. Every number of threads gets a process of its own: the OpenMP
-runtimes that torch and its peers bring read their number of threads when they start. `auto` wants a quiet machine.
+Every report begins with the command that made it and is written as its tables come. Every number of threads gets a
+process of its own: the OpenMP runtimes that torch and its peers bring read their number of threads when they start.
+`auto` wants a quiet machine.
 """
 
 from __future__ import annotations
@@ -53,20 +54,42 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.part:
         _run_part(chosen)
         return 0
-    parts = [report_head(chosen.name, f"python -m benchmarks.run {' '.join(arguments)}")]
+    write = _Report(chosen.out).write
+    head = report_head(chosen.name, f"python -m benchmarks.run {' '.join(arguments)}") + "\n"
     for threads in chosen.threads:
         # What comes last counts.
         part = [sys.executable, "-m", "benchmarks.run", *arguments, "--threads", str(threads), "--part"]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        result = subprocess.run(part, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-        if result.returncode:
-            return result.returncode
-        parts.append(result.stdout)
-    report = "\n".join(parts).rstrip() + "\n"
-    print(report, end="")
-    if chosen.out is not None:
-        chosen.out.write_text(report)
+        with subprocess.Popen(part, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                write(head + line)
+                head = ""
+        if process.returncode:
+            return process.returncode
+        head = "\n"
     return 0
+
+
+class _Report:
+    """Standard output and a file that is begun with the first line, so that a refused run leaves an old one alone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._mode = "w"
+        self._held = ""
+
+    def write(self, text: str) -> None:
+        """Write what has come; blank lines wait for what follows them, so that none ends the report."""
+        self._held += text
+        if not text.strip():
+            return
+        print(self._held, end="", flush=True)
+        if self._path is not None:
+            with self._path.open(self._mode) as file:
+                file.write(self._held)
+            self._mode = "a"
+        self._held = ""
 
 
 def _run_part(chosen: argparse.Namespace) -> None:
@@ -77,8 +100,9 @@ def _run_part(chosen: argparse.Namespace) -> None:
     elements, rounds = (SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
     rates = [bits_per_second_of(rate) for rate in chosen.rates]
     for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile)):
-        print(table.render())
-    print(timing.summary())
+        print(table.render(), flush=True)
+    if taken := timing.summary():
+        print(taken)
 
 
 if __name__ == "__main__":
