@@ -83,6 +83,18 @@ def test_planning_benchmark_compares_peaks_and_times_choices() -> None:
     assert "\n| Llama 8B, 32 ranks | " in result.stdout
 
 
+@pytest.mark.slow
+def test_predicted_step_of_a_gpu_counts_what_compression_adds() -> None:
+    result = run("gpu-step", "--smoke")
+    assert result.returncode == 0, result.stderr
+    rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
+    changes = {(row[0], row[1]): float(row[3].split()[0]) for row in rows if len(row) == 5 and row[3].endswith(" U")}
+    # Two norms (1 U each), gate and up (3.5 each), query (1), key and value (0.25) are read once; codes are 4.25 bits.
+    assert changes["forward", "quantize_blockwise"] == pytest.approx(10.5 * (1 + 4.25 / 16), abs=0.75)
+    assert changes["backward", "dequantize_blockwise"] == changes["forward", "quantize_blockwise"]
+    assert result.stdout.count("## Prediction") == 3
+
+
 def test_tables_of_the_gpu_benchmark_hold_on_any_device() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,7 +8,6 @@ implementation is not used. LACONIC_CHECK_KERNELS=0 switches this off.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,20 +252,18 @@ def checked(op: str, implementation: Implementation, device_of: Callable[[Choice
         return implementation
     build, choices_of = _OPS[op]
     verdicts: dict[Choices, str] = {}
-    lock = threading.RLock()
 
+    # No lock: two threads may both check, but a process forked in the middle of a check cannot wait for ever.
     def check(key: Choices) -> str:
         device, *choices = key
-        with lock:
-            if key not in verdicts:
-                # The implementation itself words its refusal of a format that is not known.
-                try:
-                    with torch.no_grad(), torch.device("cpu"):
-                        arguments = build(*choices)
-                except FormatError:
-                    return ""
-                verdicts[key] = difference(op, implementation, arguments, device)
-            return verdicts[key]
+        # The implementation itself words its refusal of a format that is not known.
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                arguments = build(*choices)
+        except FormatError:
+            return ""
+        verdicts[key] = difference(op, implementation, arguments, device)
+        return verdicts[key]
 
     def call(*arguments: Any) -> Any:
         key = (device_of(arguments), *choices_of(arguments))
