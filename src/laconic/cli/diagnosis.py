@@ -207,8 +207,12 @@ def _test_kernels() -> dict[str, str]:
         return reference.dequantize_blockwise(codes, scales, code, 64, length, torch.float32)
 
     results = {"reference": _test_values(quantize, dequantize)}
+
+    def native_with(isa: str, op: str) -> Callable[..., Any]:
+        return partial(getattr(native, op), isa=isa)
+
     for isa in native.supported_isas():
-        results[f"c++ {isa}"] = _test_bits(lambda op, isa=isa: partial(getattr(native, op), isa=isa), "cpu")
+        results[f"c++ {isa}"] = _test_bits(partial(native_with, isa), "cpu")
     for index in range(torch.cuda.device_count()):
         device = f"cuda:{index}"
         results[device] = _test_bits(lambda op: getattr(torch.ops.laconic, op).default, device)
