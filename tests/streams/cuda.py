@@ -1,0 +1,258 @@
+"""torch.cuda on a simulated device: streams, events, futures, and tensors that say that they are on CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from laconic.activations import offload
+from laconic.collectives.runtime import background
+from laconic.moe.pipeline import schedule
+from tests.streams.device import Device, Node, Queue
+
+__all__ = ["CUDA", "cuda"]
+
+CUDA = torch.device("cuda", 0)
+
+
+class _Event:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._nodes: list[Node] | None = None
+
+    def record(self, stream: _Stream | None = None) -> None:
+        queue = self._device.current if stream is None else stream.queue
+        self._nodes = [self._device.issue("event", queue)]
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        if self._nodes is not None:  # one that was never recorded is waited for by nobody
+            self._device.issue("wait", self._device.current if stream is None else stream.queue, self._nodes)
+
+    def query(self) -> bool:
+        return self._nodes is None or self._device.is_known(self._nodes)
+
+    def synchronize(self) -> None:
+        self._device.wait(self._nodes or [])
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    device = CUDA
+
+    def __init__(self, device: Device, queue: Queue) -> None:
+        self._device, self.queue = device, queue
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.queue is self.queue
+
+    def __hash__(self) -> int:
+        return id(self.queue)
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event(self._device)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: _Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: _Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def query(self) -> bool:
+        return self._device.is_known(self.queue.tail)
+
+    def synchronize(self) -> None:
+        self._device.wait(self.queue.tail)
+
+
+class _Future:
+    """torch's future with devices: events are recorded for what the value holds, and for nothing else."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._is_done, self._value, self._events = False, None, []
+        self._callbacks: list[Callable[[], object]] = []
+
+    def __class_getitem__(cls, item: object) -> type:
+        return cls
+
+    def set_result(self, value: Any) -> None:
+        self._is_done, self._value = True, value
+        self._tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and self._device.has(x)]
+        if self._tensors:
+            event = _Event(self._device)
+            event.record()
+            self._events.append(event)
+        for callback in self._callbacks:
+            callback()
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def value(self) -> Any:
+        assert self._is_done
+        return self._value
+
+    def wait(self) -> Any:
+        for event in self._events:
+            event.wait()
+        for x in self._tensors:
+            x.record_stream(torch.cuda.current_stream())
+        return self.value()
+
+    def then(self, callback: Callable[[Any], Any]) -> _Future:
+        following = _Future(self._device)
+
+        def run() -> None:
+            # torch runs callbacks on a stream of its pool, which waits for the value.
+            with torch.cuda.stream(_Stream(self._device, self._device.new_queue())):
+                self.wait()
+                following.set_result(callback(self))
+
+        if self._is_done:
+            run()
+        else:
+            self._callbacks.append(run)
+        return following
+
+
+@contextmanager
+def cuda(device: Device | None = None) -> Iterator[Device]:
+    """Yield a device that "cuda" means inside."""
+    device = device or Device()
+    with (
+        # What the process keeps for a device.
+        mock.patch.dict(background._streams, clear=True),
+        mock.patch.dict(schedule._wires, clear=True),
+        mock.patch.object(offload, "offloader_of", functools.cache(offload.offloader_of.__wrapped__)),
+        _patched(device),
+        device,
+    ):
+        yield device
+
+
+@contextmanager
+def _patched(device: Device) -> Iterator[None]:
+    real_future = torch.futures.Future
+
+    def future(*, devices: Any = None) -> Any:
+        return _Future(device) if devices else real_future()
+
+    @contextmanager
+    def stream(found: _Stream | None) -> Iterator[None]:
+        before = device.current
+        device.current = before if found is None else found.queue
+        try:
+            yield
+        finally:
+            device.current = before
+
+    apis: dict[str, Any] = {
+        "Stream": lambda *_, **__: _Stream(device, device.new_queue()),
+        "Event": lambda *_, **__: _Event(device),
+        "current_stream": lambda _=None: _Stream(device, device.current),
+        "default_stream": lambda _=None: _Stream(device, device.default),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda _=None: (8, 0),
+        "is_available": lambda: True,
+        "stream": stream,
+        "synchronize": lambda _=None: device.wait(
+            [node for node in device._nodes if node.queue.name.endswith("stream") or node.queue.name[-1].isdigit()]
+        ),
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **apis),
+        mock.patch.object(torch.futures, "Future", future),
+        mock.patch.multiple(torch.Tensor, **_methods(device)),
+        mock.patch.multiple(torch, **_factories(device)),
+    ):
+        yield
+
+
+_MADE = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "eye")
+_MADE_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
+
+
+def _factories(device: Device) -> dict[str, Any]:
+    def made(name: str) -> Callable[..., Tensor]:
+        real = getattr(torch, name)
+
+        def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            if name.endswith("_like") and device is None:
+                return real(*args, **kwargs)
+            if not (device is not None and torch.device(device).type == "cuda") and not pin_memory:
+                return real(*args, device=device, **kwargs)
+            found = real(*args, device="cpu", **kwargs)
+            if name.startswith("empty"):
+                return owner.allocate_empty(found, pinned=pin_memory)
+            assert not pin_memory
+            return owner.upload(found.clone() if name.endswith("_like") else found)
+
+        return make
+
+    owner = device
+    return {name: made(name) for name in (*_MADE, *_MADE_LIKE)}
+
+
+def _methods(device: Device) -> dict[str, Any]:
+    c_device = torch._C.TensorBase.device.__get__
+    c_to, c_tolist, c_numpy, c_wrapper = Tensor.to, Tensor.tolist, Tensor.numpy, Tensor._make_wrapper_subclass
+    wrappers_key = "_simulated_device"
+
+    def device_of(x: Tensor) -> torch.device:
+        return CUDA if device.has(x) or hasattr(x, wrappers_key) else c_device(x)
+
+    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return c_to(x, *args, **kwargs)
+        kwargs.pop("copy", None)
+        if args and isinstance(args[0], Tensor):
+            args = (device_of(args[0]), args[0].dtype, *args[1:])
+        target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if target is None or target.type == device_of(x).type:
+            return x if dtype is None else c_to(x, dtype)
+        found = torch.empty(x.shape, dtype=x.dtype, device=target)
+        found.copy_(x, non_blocking=non_blocking)
+        return found if dtype is None else c_to(found, dtype)
+
+    def tolist(x: Tensor) -> Any:
+        return c_tolist(to(x, "cpu"))
+
+    def numpy(x: Tensor, **kwargs: Any) -> Any:
+        assert not device.has(x), "can't convert a CUDA tensor to numpy; use .cpu() first"
+        return c_numpy(x, **kwargs)
+
+    def record_stream(x: Tensor, stream: _Stream) -> None:
+        memory = device.memory_of(x)
+        assert memory is not None, "record_stream of a tensor that is not on the device"
+        memory.used.add(stream.queue)
+
+    def make_wrapper(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        found = c_wrapper(cls, *args, device="cpu", **kwargs)
+        if device is not None and torch.device(device).type == "cuda":
+            setattr(found, wrappers_key, True)
+        return found
+
+    return {
+        "device": property(device_of),
+        "is_cuda": property(lambda x: device_of(x).type == "cuda"),
+        "is_cpu": property(lambda x: device_of(x).type == "cpu"),
+        "to": to,
+        "cpu": lambda x, **_: to(x, "cpu"),
+        "cuda": lambda x, *_, **__: to(x, CUDA),
+        "tolist": tolist,
+        "numpy": numpy,
+        "record_stream": record_stream,
+        "_make_wrapper_subclass": staticmethod(make_wrapper),
+    }

@@ -1,0 +1,379 @@
+"""A device without hardware: what streams, events and the allocator of a GPU allow, tried out on the CPU.
+
+`Device` records a program while it runs and then runs its work again, late and in other orders:
+
+- Tensors of the device are CPU tensors that hold what the program's own order makes of them. So the host sees right
+  values and the program takes its course, once.
+- Each operation on them becomes a node in the queue of the stream that is current, with the bits that it has to
+  produce. Nodes of a stream keep their order; between streams only events order them, and the host where it waits.
+- `check` fills a second copy of all memory with NaN (all bits set), runs the nodes there in hundreds of orders, and
+  compares what each of them writes. An order is drawn from a seed, and streams differ in how eager they are, so that
+  one may be far behind another.
+- Memory is free when its last tensor is gone, as torch's caching allocator has it: at once for the stream that it was
+  allocated on, and after the work so far of streams passed to `record_stream`. It is overwritten then.
+
+So a stream that does not wait reads NaN, and so does one that reads memory which was given away. What is not modelled:
+memory is never handed out again, and kernels are atomic.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["Device", "Memory", "Node", "Queue", "RaceError"]
+
+aten = torch.ops.aten
+_UNINITIALIZED = {
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_REFUSED = {"aten::set_", "aten::resize_"}
+_HERE = Path(__file__).parent
+
+
+class RaceError(AssertionError):
+    """Work that an order allowed by the recorded events gives other bits than the program's own order."""
+
+
+@dataclass(eq=False, repr=False)
+class Node:
+    """Work of a queue, or a place in it."""
+
+    name: str
+    queue: Queue
+    number: int
+    run: Callable[[], str | None]
+    """Runs it on the second copy of memory; returns what is wrong with the result."""
+    after: list[Node]
+    """Of other queues; and the queue's own node before, if there is one."""
+    issued: str
+
+
+@dataclass(eq=False, repr=False)
+class Queue:
+    """Nodes that run in their order: a stream, the host, or one node that memory is free."""
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+    is_allocator: bool = False
+
+    @property
+    def tail(self) -> list[Node]:
+        """The node that was issued last, if there is one."""
+        return self.nodes[-1:]
+
+
+class Memory:
+    """A storage of the device, or pinned memory of the host: its second copy and who uses it."""
+
+    def __init__(self, storage: torch.UntypedStorage, queue: Queue | None, freed: Callable[[int], None]) -> None:
+        key = storage._cdata
+        self.copy = torch.UntypedStorage(storage.nbytes()).fill_(0xFF)
+        self.queue = queue
+        """The stream it was allocated on; None: it is the host's."""
+        self.made = _place()
+        self.used: set[Queue] = set()
+        """Streams that `record_stream` was called for."""
+        self.storage = weakref.ref(storage, lambda _: freed(key))
+
+    def like(self, x: Tensor) -> Tensor:
+        """The part of the second copy that corresponds to `x`."""
+        return torch.empty(0, dtype=x.dtype).set_(self.copy, x.storage_offset(), x.size(), x.stride())
+
+
+class Device(TorchDispatchMode):
+    """Records what a program does with tensors of the device, inside `with`; then `check` tries other orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = Queue("host")
+        self.default = Queue("default stream")
+        self.current = self.default
+        self.num_streams = 0
+        self._memories: dict[int, Memory] = {}
+        self._copies: list[torch.UntypedStorage] = []
+        self._nodes: list[Node] = []
+        self._known: dict[Queue, int] = {}  # nodes that the host knows to be done
+        self._is_open = True
+
+    def new_queue(self) -> Queue:
+        """A new stream."""
+        self.num_streams += 1
+        return Queue(f"stream {self.num_streams}")
+
+    # --- tensors ---
+
+    def memory_of(self, x: Tensor) -> Memory | None:
+        """The memory of a tensor; None for one of the host that is not pinned."""
+        try:
+            return self._memories.get(x.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # a wrapper without storage
+            return None
+
+    def has(self, x: Tensor) -> bool:
+        """Whether `x` is in the device's memory."""
+        memory = self.memory_of(x)
+        return memory is not None and memory.queue is not None
+
+    def allocate(self, x: Tensor, pinned: bool = False) -> Tensor:
+        """Make fresh CPU tensor `x` one of the device (or of pinned memory), allocated on the current stream."""
+        storage = x.untyped_storage()
+        memory = self._memories[storage._cdata] = Memory(storage, None if pinned else self.current, self._freed)
+        self._copies.append(memory.copy)
+        return x
+
+    def allocate_empty(self, x: Tensor, pinned: bool = False) -> Tensor:
+        """The same without values."""
+        x.untyped_storage().fill_(0xFF)
+        return self.allocate(x, pinned)
+
+    def upload(self, x: Tensor) -> Tensor:
+        """Make fresh CPU tensor `x` one of the device, with its values written on the current stream."""
+        with _disable_current_modes():
+            self.allocate(x)
+            self._write("upload", [x], lambda out, values: out[0].copy_(values), [self._like(x)], x.detach().clone())
+        return x
+
+    def _freed(self, key: int) -> None:
+        memory = self._memories.pop(key)
+        if not self._is_open or memory.queue is None:
+            return  # the host's allocator waits for copies by itself
+        after = [node for queue in (memory.queue, *memory.used) for node in queue.tail]
+        self._issue("given away", Queue("allocator", is_allocator=True), partial(_fill, memory.copy), after)
+
+    # --- order ---
+
+    def issue(self, name: str, queue: Queue, after: Sequence[Node] = ()) -> Node:
+        """Add a node without work."""
+        return self._issue(name, queue, lambda: None, after)
+
+    def _issue(self, name: str, queue: Queue, run: Callable[[], str | None], after: Sequence[Node] = ()) -> Node:
+        # What the host has done or waited for comes before everything that it issues later.
+        known = [other.nodes[number] for other, number in self._known.items()]
+        before = {*after, *queue.tail, *self.host.tail, *known}
+        node = Node(name, queue, len(queue.nodes), run, [*before], _place())
+        queue.nodes.append(node)
+        self._nodes.append(node)
+        return node
+
+    def wait(self, nodes: Sequence[Node]) -> None:
+        """The host waits for nodes."""
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            done = self._known.get(node.queue, -1)
+            if done < node.number:
+                self._known[node.queue] = node.number
+                waiting += [before for each in node.queue.nodes[done + 1 : node.number + 1] for before in each.after]
+
+    def is_known(self, nodes: Sequence[Node]) -> bool:
+        """Whether the host has waited for nodes already."""
+        return all(self._known.get(node.queue, -1) >= node.number for node in nodes)
+
+    # --- operations ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(one is not Tensor and one is not Parameter for one in types):
+            return NotImplemented  # a wrapper, whose parts come here
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        memories = [memory for x in given if (memory := self.memory_of(x)) is not None]
+        if not memories:
+            return func(*args, **kwargs)
+        if func._schema.name in _REFUSED:
+            raise NotImplementedError(f"{func} changes the memory of a tensor, which this device does not model")
+        on_device = any(memory.queue is not None for memory in memories)
+        queue = self.current if on_device else self.host
+        written = _written(func, args, kwargs)
+        real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))
+        result = func(*args, **kwargs)
+        outs = tree_leaves(result)
+        fresh = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and self.memory_of(x) is None]
+        fresh = [i for i in fresh if all(outs[i] is not x for x in given)]
+        if on_device:
+            for i in fresh:
+                (self.allocate_empty if func in _UNINITIALIZED else self.allocate)(outs[i])
+        if func in _UNINITIALIZED:
+            return result
+        numbers = [x for x in outs if not isinstance(x, Tensor) and x is not None]
+        if not fresh and not written and not numbers:
+            return result  # a view
+        reals = [x for x in tree_leaves((real_args, real_kwargs)) if isinstance(x, Tensor)]
+        real_written = [real for x, real in zip(given, reals, strict=True) if any(x is one for one in written)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        writes = [*[x for x in given if any(x is one for one in written)], *[outs[i] for i in fresh]]
+        expected = [x.detach().clone() for x in writes]
+
+        def work(out: list[Tensor]) -> None:
+            if is_random:
+                for one, values in zip(out, expected, strict=True):
+                    one.copy_(values)
+                return
+            found = tree_leaves(func(*real_args, **real_kwargs))
+            for i, one in zip(fresh, out[len(real_written) :], strict=True):
+                if found[i].shape != one.shape:
+                    raise ValueError(f"has shape {tuple(found[i].shape)} instead of {tuple(one.shape)}")
+                one.copy_(found[i])
+            if numbers and [x for x in found if not isinstance(x, Tensor)] != numbers:
+                raise ValueError(f"gives the host {found} instead of {numbers}")
+
+        self._write(str(func), writes, work, [*real_written, *[self._room_of(outs[i]) for i in fresh]], queue=queue)
+        if on_device and (numbers or self._host_waits(func, args, kwargs, given)):
+            self.wait(self.current.tail)
+        return result
+
+    def _host_waits(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> bool:
+        """Whether an operation makes the host wait for the stream, as on CUDA."""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return True
+        if func is not aten.copy_.default:
+            return False
+        memories = [self.memory_of(x) for x in args[:2]]
+        crosses = any(memory is None or memory.queue is None for memory in memories)
+        if not crosses or (memories[0] is not None and memories[1] is None):
+            return False  # pageable memory is read before the call returns: its values are taken then
+        is_pinned = all(memory is not None for memory in memories)
+        return not (is_pinned and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
+
+    def _like(self, x: Tensor) -> Tensor:
+        memory = self.memory_of(x)
+        assert memory is not None
+        return memory.like(x)
+
+    def _room_of(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x) if self.memory_of(x) is None else self._like(x)
+
+    def _real(self, x: Any, written: Sequence[Tensor]) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().clone() if self.memory_of(x) is None else self._like(x)
+
+    def _write(
+        self,
+        name: str,
+        writes: Sequence[Tensor],
+        work: Callable[..., Any],
+        real: list[Tensor],
+        *arguments: Any,
+        queue: Queue | None = None,
+    ) -> None:
+        expected = [_bits(x.detach().clone()) for x in writes]
+
+        def run() -> str | None:
+            try:
+                work(real, *arguments)
+            except (RuntimeError, IndexError, ValueError) as error:
+                return str(error)
+            same = all(torch.equal(_bits(x), bits) for x, bits in zip(real, expected, strict=True))
+            return None if same else "gives other bits"
+
+        self._issue(name, queue or self.current, run)
+
+    # --- other orders ---
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_open = False
+        super().__exit__(*error)
+
+    def check(self, orders: int = 300, seed: int = 0) -> None:
+        """Run the recorded work in `orders` orders that its events allow.
+
+        Raises:
+            RaceError: an operation gave other bits than in the program's order, or memory holds others at the end.
+        """
+        with _disable_current_modes(), torch.no_grad():
+            remaining = [(memory, storage) for memory in self._memories.values() if (storage := memory.storage())]
+            expected = [
+                (memory.made, _bytes_of(memory.copy), _bytes_of(storage).clone()) for memory, storage in remaining
+            ]
+            following: dict[Node, list[Node]] = {}
+            for node in self._nodes:
+                for before in node.after:
+                    following.setdefault(before, []).append(node)
+            for number in range(seed, seed + orders):
+                self._run(number, following)
+                for made, found, right in expected:
+                    if not torch.equal(found, right):
+                        raise RaceError(f"order {number}: memory allocated at {made} holds other bits at the end")
+
+    def _run(self, seed: int, following: dict[Node, list[Node]]) -> None:
+        for copy in self._copies:
+            copy.fill_(0xFF)
+        chance = random.Random(seed)
+        frees_at_once = chance.choice((0.0, 0.2, 1.0))
+        eagerness: dict[Queue, float] = {}
+        missing = {node: len(node.after) for node in self._nodes}
+        heads = {node.queue: node for node in self._nodes if not missing[node]}  # of each queue one at most
+        free: deque[Node] = deque()
+        while heads or free:
+            if free and (not heads or chance.random() < frees_at_once):
+                node = free.popleft()
+            elif len(heads) == 1:
+                _, node = heads.popitem()
+            else:
+                if chance.random() < 0.02:
+                    eagerness.clear()
+                for queue in heads:
+                    eagerness.setdefault(queue, 10.0 ** chance.uniform(-3.0, 3.0))
+                (queue,) = chance.choices([*heads], [eagerness[queue] for queue in heads])
+                node = heads.pop(queue)
+            wrong = node.run()
+            if wrong is not None:
+                raise RaceError(f"order {seed}: {node.name} on {node.queue.name}, issued at {node.issued}, {wrong}")
+            for later in following.get(node, ()):
+                missing[later] -= 1
+                if not missing[later]:
+                    if later.queue.is_allocator:
+                        free.append(later)
+                    else:
+                        heads[later.queue] = later
+
+
+def _fill(copy: torch.UntypedStorage) -> None:
+    copy.fill_(0xFF)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Arguments that an operation writes to."""
+    found: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _place() -> str:
+    """Where the running operation was called, outside of this folder's device and of torch."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        path = Path(frame.f_code.co_filename)
+        own = path.parent == _HERE and not path.name.startswith("test_")
+        if not own and ("laconic" in path.parts or "tests" in path.parts):
+            return f"{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

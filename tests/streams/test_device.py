@@ -1,0 +1,188 @@
+"""The simulated device finds the races that textbooks name, and none in programs that have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.streams.cuda import CUDA, cuda
+from tests.streams.device import RaceError
+
+
+def test_one_stream_needs_no_events() -> None:
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA)
+        for _ in range(3):
+            x = x * 2 + 1
+        x.mul_(2)
+        assert x.device == CUDA
+        assert x.is_cuda
+        assert x.tolist() == [30.0] * 5
+    device.check(50)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_that_does_not_wait_for_what_it_reads(waits: bool) -> None:
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA) * 2
+        side = torch.cuda.Stream()
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(side)
+        assert (y * 3).sum().item() == 45.0
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.add\.Tensor on stream 1, issued at test_device\.py:\d+"):
+            device.check()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_event_that_is_recorded_too_early(late: bool) -> None:
+    with cuda() as device:
+        x = torch.zeros(5, device=CUDA)
+        side = torch.cuda.Stream()
+        event = torch.cuda.Event()
+        event.record()
+        x += 1
+        if late:
+            event.record()
+        side.wait_event(event)
+        with torch.cuda.stream(side):
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+        del y
+    if late:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.mul"):
+            device.check()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_that_another_stream_still_reads_is_given_away(recorded: bool) -> None:
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x.view(5)[1:] * 2
+        if recorded:
+            x.record_stream(side)
+        del x
+        torch.cuda.current_stream().wait_stream(side)
+        del y
+    if recorded:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.mul"):
+            device.check()
+
+
+def test_memory_that_is_held_until_the_stream_was_waited_for() -> None:
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+        del x
+        assert y.sum().item() == 10.0
+    device.check()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_owner_of_memory_runs_ahead_of_who_read_it(waits: bool) -> None:
+    """Memory of a side stream goes back to that stream, which need not wait for the reader."""
+    with cuda() as device:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x = torch.ones(5, device=CUDA)
+        torch.cuda.current_stream().wait_stream(side)
+        y = x * 2
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        del x
+        del y
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.mul"):
+            device.check()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_pinned_memory_that_the_host_reads_too_early(waits: bool) -> None:
+    with cuda() as device:
+        x = torch.full((5,), 3.0, device=CUDA)
+        host = torch.empty(5, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        assert host.sum().item() == 15.0
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.sum\.default on host"):
+            device.check()
+
+
+def test_two_streams_write_the_same_memory() -> None:
+    with cuda() as device:
+        x = torch.zeros(5, device=CUDA)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.fill_(1.0)
+        x.fill_(2.0)
+        torch.cuda.synchronize()
+    with pytest.raises(RaceError, match=r"memory allocated at test_device\.py:\d+ holds other bits at the end"):
+        device.check()
+
+
+def test_a_future_is_waited_for_by_what_it_holds_only() -> None:
+    """What torch does: a future without tensors records no event."""
+    for holds in (True, False):
+        with cuda() as device:
+            x = torch.ones(5, device=CUDA)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            future: torch.futures.Future[torch.Tensor | None] = torch.futures.Future(devices=[CUDA])
+            with torch.cuda.stream(side):
+                x.mul_(2)
+                future.set_result(x if holds else None)
+            future.wait()
+            assert (x + 1).sum().item() == 15.0
+        if holds:
+            device.check()
+        else:
+            with pytest.raises(RaceError, match=r"aten\."):
+                device.check()
+
+
+def test_autograd_runs_on_the_device() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(4, 8)
+    model, plain = nn.Linear(8, 3), nn.Linear(8, 3)
+    plain.load_state_dict(model.state_dict())
+    plain(values).pow(2).sum().backward()
+    with cuda() as device:
+        model.weight = nn.Parameter(model.weight.detach().to(CUDA))
+        model.bias = nn.Parameter(model.bias.detach().to(CUDA))
+        model(values.to(CUDA)).pow(2).sum().backward()
+        assert model.weight.grad is not None
+        assert plain.weight.grad is not None
+        assert model.weight.grad.is_cuda
+        assert torch.equal(model.weight.grad.cpu(), plain.weight.grad)
+    device.check(50)
+
+
+def test_an_operation_that_changes_memory_is_refused() -> None:
+    with cuda():
+        x = torch.ones(5, device=CUDA)
+        with pytest.raises(NotImplementedError, match="changes the memory"):
+            x.set_(torch.ones(3))
