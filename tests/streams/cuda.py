@@ -36,6 +36,8 @@ class _Event:
             self._device.issue("wait", self._device.current if stream is None else stream.queue, self._nodes)
 
     def query(self) -> bool:
+        if self._device.is_prompt:
+            self.synchronize()
         return self._nodes is None or self._device.is_known(self._nodes)
 
     def synchronize(self) -> None:
@@ -69,7 +71,7 @@ class _Stream:
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        return self._device.is_known(self.queue.tail)
+        return self.record_event().query()
 
     def synchronize(self) -> None:
         self._device.wait(self.queue.tail)
@@ -82,9 +84,6 @@ class _Future:
         self._device = device
         self._is_done, self._value, self._events = False, None, []
         self._callbacks: list[Callable[[], object]] = []
-
-    def __class_getitem__(cls, item: object) -> type:
-        return cls
 
     def set_result(self, value: Any) -> None:
         self._is_done, self._value = True, value
@@ -127,12 +126,12 @@ class _Future:
 
 
 @contextmanager
-def cuda(device: Device | None = None) -> Iterator[Device]:
-    """Yield a device that "cuda" means inside."""
-    device = device or Device()
+def cuda(is_prompt: bool = False) -> Iterator[Device]:
+    """Yield a device that "cuda" means inside; see `Device.is_prompt`."""
+    device = Device(is_prompt)
     with (
         # What the process keeps for a device.
-        mock.patch.dict(background._streams, clear=True),
+        mock.patch.dict(background._stream_executors, clear=True),
         mock.patch.dict(schedule._wires, clear=True),
         mock.patch.object(offload, "offloader_of", functools.cache(offload.offloader_of.__wrapped__)),
         _patched(device),
@@ -145,8 +144,12 @@ def cuda(device: Device | None = None) -> Iterator[Device]:
 def _patched(device: Device) -> Iterator[None]:
     real_future = torch.futures.Future
 
-    def future(*, devices: Any = None) -> Any:
-        return _Future(device) if devices else real_future()
+    class Futures:
+        def __call__(self, *, devices: Any = None) -> Any:
+            return _Future(device) if devices else real_future()
+
+        def __getitem__(self, item: object) -> type:
+            return real_future
 
     @contextmanager
     def stream(found: _Stream | None) -> Iterator[None]:
@@ -173,7 +176,7 @@ def _patched(device: Device) -> Iterator[None]:
     }
     with (
         mock.patch.multiple(torch.cuda, **apis),
-        mock.patch.object(torch.futures, "Future", future),
+        mock.patch.object(torch.futures, "Future", Futures()),
         mock.patch.multiple(torch.Tensor, **_methods(device)),
         mock.patch.multiple(torch, **_factories(device)),
     ):

@@ -98,10 +98,15 @@ class Memory:
 
 
 class Device(TorchDispatchMode):
-    """Records what a program does with tensors of the device, inside `with`; then `check` tries other orders."""
+    """Records what a program does with tensors of the device, inside `with`; then `check` tries other orders.
 
-    def __init__(self) -> None:
+    Args:
+        is_prompt: an event is over whenever the program asks; else only if the host has waited for it before.
+    """
+
+    def __init__(self, is_prompt: bool = False) -> None:
         super().__init__()
+        self.is_prompt = is_prompt
         self.host = Queue("host")
         self.default = Queue("default stream")
         self.current = self.default

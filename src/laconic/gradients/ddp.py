@@ -68,9 +68,10 @@ def q8_hook(state: Q8HookState, bucket: GradBucket) -> torch.futures.Future[Tens
     error = torch.cat(each)
     work = all_reduce_q8(buffer, state.group, async_op=True, min_nbytes=state.min_nbytes, error=error)
 
-    def keep(future: torch.futures.Future[Tensor]) -> Tensor:
+    def keep(reduced: Tensor) -> Tensor:
         for kept, new in zip(each, error.split([kept.numel() for kept in each]), strict=True):
             kept.copy_(new)
-        return future.value()
+        return reduced
 
-    return work.get_future().then(keep)
+    # Where the reduction runs, which holds `error` as long as the device reads it; a callback of the future would not.
+    return work.map(keep).get_future()

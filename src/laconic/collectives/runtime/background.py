@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -27,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.utils._pytree import tree_leaves
 
 from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
+from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.torch_compat import in_background
 
@@ -397,38 +400,92 @@ def original_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class _StreamWork(Work[T]):
-    def __init__(self, future: torch.futures.Future[T], job: object, stream: torch.cuda.Stream) -> None:
-        self._future = future
-        self._job = job  # what it closes over must live until the stream is done with it
-        self._stream = stream
+    """A job that was issued to an executor's stream.
+
+    Args:
+        executor: its executor.
+        result: what the job returned, as torch's future.
+        ready: the job's end on the stream. The future has an event only for tensors that it holds, and many jobs write
+            into the caller's and return nothing.
+        held: what lives until the stream is done with it.
+    """
+
+    def __init__(self, executor: _StreamExecutor, result: torch.futures.Future[T], ready: Ready, held: _Held) -> None:
+        self._executor, self._result, self._ready, self._held = executor, result, ready, held
 
     def wait(self) -> T:
-        return self._future.wait()
+        self._ready.wait()
+        self._held.release()
+        return self._result.wait()  # which records the tensors of the result on the current stream
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self._result.done()
 
     def get_future(self) -> torch.futures.Future[T]:
-        return self._future
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self._result.value())):
+            self._ready.synchronize()  # such a future lets nobody wait for the stream
+        return self._result
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
-        return _on_stream(lambda: change(self._future.value()), (self._job, change), self._stream)
+        return self._executor.map(self._result, self._held, change)
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+class _Held:
+    """What a job uses. It lives until the stream that issued the job, or the host, has waited for it.
+
+    The memory of its tensors belongs to other streams than the job's, which would give it away while the job runs.
+
+    Args:
+        what: the job and all that it closes over.
+        device: of the job.
+        before: what the job uses whose result this one changes; it is let go with this one at the latest.
+    """
+
+    def __init__(self, what: object, device: torch.device, before: _Held | None = None) -> None:
+        self._what, self._device, self._before = what, device, before
+        self._issuer = torch.cuda.current_stream(device)
+
+    def release(self, done: bool = False) -> None:
+        """Let go after the current stream has waited for the job, or if it is `done`."""
+        if self._before is not None:
+            self._before.release(done)
+        if done or torch.cuda.current_stream(self._device) == self._issuer:
+            self._what = self._before = None
+
+
+class _StreamExecutor:
+    """A stream that runs jobs in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._in_flight: deque[tuple[Ready, _Held]] = deque()
+
+    def submit(self, job: Job[T], groups: Groups) -> Work[T]:
+        return self._run(lambda: job(groups), _Held(job, self._device))
+
+    def map(self, result: torch.futures.Future[T], before: _Held, change: Callable[[T], S]) -> Work[S]:
+        return self._run(lambda: change(result.value()), _Held(change, self._device, before))
+
+    def _run(self, action: Callable[[], T], held: _Held) -> Work[T]:
+        """Issue `action` behind all that the current stream has been given so far."""
+        while self._in_flight and self._in_flight[0][0].is_over:
+            self._in_flight.popleft()[1].release(done=True)
+        result: torch.futures.Future[T] = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            try:
+                result.set_result(action())
+            finally:  # what was issued before an error runs, too
+                ready = Ready(self._device)
+                self._in_flight.append((ready, held))
+        return _StreamWork(self, result, ready, held)
+
+
+_stream_executors: dict[torch.device, _StreamExecutor] = {}
 
 
 def _run_on_stream(job: Job[T], groups: Groups, device: torch.device) -> Work[T]:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    stream = _streams[device]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return _on_stream(lambda: job(groups), job, stream)
-
-
-def _on_stream(run: Callable[[], T], kept: object, stream: torch.cuda.Stream) -> Work[T]:
-    future: torch.futures.Future[T] = torch.futures.Future(devices=[stream.device])
-    with torch.cuda.stream(stream), torch.no_grad():
-        # The future records an event here; whoever waits for it makes the current stream wait for that.
-        future.set_result(run())
-    return _StreamWork(future, kept, stream)
+    if device not in _stream_executors:
+        _stream_executors[device] = _StreamExecutor(device)
+    return _stream_executors[device].submit(job, groups)

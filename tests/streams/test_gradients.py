@@ -1,0 +1,79 @@
+"""Gradients in codes, reduced while backward runs: in every order of streams what the program's order gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laconic.gradients import compress_gradients, ddp_q8_hook
+from laconic.optim import AdamW8bit
+from tests.streams.cuda import CUDA, cuda
+from tests.streams.echo import echo
+
+DIM = 24
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 3)).to(CUDA)
+
+
+def batch(number: int) -> Tensor:
+    torch.manual_seed(number)
+    return torch.randn(4, DIM).to(CUDA)
+
+
+@pytest.mark.parametrize(("bits", "is_prompt"), [(8, False), (12, True)])
+def test_a_store_reduces_clips_and_steps(bits: int, is_prompt: bool) -> None:
+    with cuda(is_prompt) as device, echo() as group:
+        model = small_model()
+        gradients = compress_gradients(model, group, bits=bits, bucket_nbytes=600)
+        optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+        for step in range(2):
+            model(batch(2 * step)).pow(2).mean().backward()
+            with gradients.last_micro_batch():
+                model(batch(2 * step + 1)).pow(2).mean().backward()
+            gradients.reduce()
+            gradients.scale_(0.5)
+            gradients.clip_(0.1)
+            optimizer.step()
+            gradients.zero_()
+    device.check()
+
+
+class Bucket:
+    """What DDP hands to a hook: views of some parameters' gradients in one buffer."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._buffer = torch.zeros(sum(p.numel() for p in parameters), device=CUDA)
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_ddp_reduces_buckets(error_feedback: bool, is_prompt: bool) -> None:
+    """As DDP's reducer has it: the hook per bucket in backward, and all futures waited for at its end."""
+    with cuda(is_prompt) as device, echo() as group:
+        buckets = [Bucket([nn.Parameter(torch.ones(n, device=CUDA)) for n in sizes]) for sizes in ((130, 7), (256,))]
+        state, hook = ddp_q8_hook(group, error_feedback=error_feedback, min_nbytes=0)
+        for step in range(3):
+            futures = []
+            for bucket in buckets:
+                bucket.buffer().add_(torch.linspace(-1, step + 1, bucket.buffer().numel()).to(CUDA))
+                futures.append(hook(state, bucket))
+            for future, bucket in zip(futures, buckets, strict=True):
+                future.wait()
+                for parameter, gradient in zip(
+                    bucket.parameters(), bucket.buffer().split([p.numel() for p in bucket.parameters()]), strict=True
+                ):
+                    parameter.data.sub_(gradient, alpha=0.1)
+                bucket.buffer().zero_()
+            futures.clear()
+    device.check()
