@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from laconic.activations import offload
+from laconic.activations.offload import offloader_of
 from laconic.collectives.runtime import background
 from laconic.moe.pipeline import schedule
 from tests.streams.device import Device, Node, Queue
@@ -129,15 +128,16 @@ class _Future:
 def cuda(is_prompt: bool = False) -> Iterator[Device]:
     """Yield a device that "cuda" means inside; see `Device.is_prompt`."""
     device = Device(is_prompt)
+    offloader_of.cache_clear()
     with (
-        # What the process keeps for a device.
+        # What the process keeps for a device, as that cache does.
         mock.patch.dict(background._stream_executors, clear=True),
         mock.patch.dict(schedule._wires, clear=True),
-        mock.patch.object(offload, "offloader_of", functools.cache(offload.offloader_of.__wrapped__)),
         _patched(device),
         device,
     ):
         yield device
+    offloader_of.cache_clear()
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _patched(device: Device) -> Iterator[None]:
         yield
 
 
-_MADE = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "eye")
+_MADE = ("empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "rand", "randn", "randint", "eye")
 _MADE_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 
 

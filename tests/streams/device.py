@@ -9,8 +9,9 @@
 - `check` fills a second copy of all memory with NaN (all bits set), runs the nodes there in hundreds of orders, and
   compares what each of them writes. An order is drawn from a seed, and streams differ in how eager they are, so that
   one may be far behind another.
-- Memory is free when its last tensor is gone, as torch's caching allocator has it: at once for the stream that it was
-  allocated on, and after the work so far of streams passed to `record_stream`. It is overwritten then.
+- Memory whose last tensor is gone goes, as torch's caching allocator has it, to the next allocation on the stream that
+  it was allocated on: after the work of that stream so far, and of streams passed to `record_stream`. It is
+  overwritten then.
 
 So a stream that does not wait reads NaN, and so does one that reads memory which was given away. What is not modelled:
 memory is never handed out again, and kernels are atomic.
@@ -113,6 +114,7 @@ class Device(TorchDispatchMode):
         self.num_streams = 0
         self._memories: dict[int, Memory] = {}
         self._copies: list[torch.UntypedStorage] = []
+        self._free: dict[Queue, list[tuple[torch.UntypedStorage, list[Node]]]] = {}
         self._nodes: list[Node] = []
         self._known: dict[Queue, int] = {}  # nodes that the host knows to be done
         self._is_open = True
@@ -140,6 +142,9 @@ class Device(TorchDispatchMode):
         """Make fresh CPU tensor `x` one of the device (or of pinned memory), allocated on the current stream."""
         storage = x.untyped_storage()
         memory = self._memories[storage._cdata] = Memory(storage, None if pinned else self.current, self._freed)
+        for copy, after in self._free.pop(self.current, ()) if not pinned else ():
+            nodes = [*after, *self.current.tail]
+            self._issue("given away", Queue("allocator", is_allocator=True), partial(_fill, copy), nodes)
         self._copies.append(memory.copy)
         return x
 
@@ -159,8 +164,8 @@ class Device(TorchDispatchMode):
         memory = self._memories.pop(key)
         if not self._is_open or memory.queue is None:
             return  # the host's allocator waits for copies by itself
-        after = [node for queue in (memory.queue, *memory.used) for node in queue.tail]
-        self._issue("given away", Queue("allocator", is_allocator=True), partial(_fill, memory.copy), after)
+        after = [node for queue in memory.used for node in queue.tail]
+        self._free.setdefault(memory.queue, []).append((memory.copy, after))
 
     # --- order ---
 

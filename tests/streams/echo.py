@@ -1,4 +1,4 @@
-"""A process group of one process on the simulated device: every other rank says what this one says.
+"""A process group of one process on the simulated device: every other rank has what this one has.
 
 Collectives run as NCCL's do: those that the caller waits for on the current stream, the others and point-to-point
 operations on a stream of the group, which waits for the current one. A work's `wait` makes the current stream wait;
@@ -77,12 +77,17 @@ class _Echo(dist.ProcessGroup):
         return self._start(lambda: out.view(-1).copy_(mine).mul_(factor), [out, rows], [out], opts)
 
     def alltoall_base(self, out: Tensor, rows: Tensor, _: Any, __: Any, opts: Any = None) -> _Work:
-        return self._start(lambda: out.view(-1).copy_(rows.view(-1)), [out, rows], [out], opts)
+        return self.alltoall(list(out.view(self.size(), -1)), list(rows.view(self.size(), -1)), opts)
 
     def alltoall(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> _Work:
         def run() -> None:
-            for out, sent in zip(outs, ins, strict=True):
-                out.copy_(sent)
+            whole, mine = torch.cat([x.reshape(-1) for x in ins]), ins[self.rank()]
+            for out in outs:
+                if out.numel() == mine.numel():
+                    out.copy_(mine)
+                elif out.numel():  # another rank need not send as much: something of that length
+                    values = whole if whole.numel() else torch.zeros_like(out).view(-1)
+                    out.view(-1).copy_(values.repeat(out.numel() // values.numel() + 1)[: out.numel()])
 
         return self._start(run, outs + ins, outs, opts)
 

@@ -73,6 +73,7 @@ def test_memory_that_another_stream_still_reads_is_given_away(recorded: bool) ->
         if recorded:
             x.record_stream(side)
         del x
+        torch.empty(5, device=CUDA)
         torch.cuda.current_stream().wait_stream(side)
         del y
     if recorded:
@@ -104,9 +105,11 @@ def test_the_owner_of_memory_runs_ahead_of_who_read_it(waits: bool) -> None:
             x = torch.ones(5, device=CUDA)
         torch.cuda.current_stream().wait_stream(side)
         y = x * 2
+        del x
         if waits:
             side.wait_stream(torch.cuda.current_stream())
-        del x
+        with torch.cuda.stream(side):
+            torch.empty(5, device=CUDA)
         del y
     if waits:
         device.check()

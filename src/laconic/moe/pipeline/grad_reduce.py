@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
+from laconic.collectives.runtime.device_streams import Ready
 from laconic.errors import ModelError, ScheduleError
 from laconic.moe.pipeline.schedule import pipeline_streams
 from laconic.schedule.execute import Stream, TaskHandle
@@ -60,13 +61,17 @@ class _Waiting:
     num_units: int
     unit_nbytes: int
     reduced: nn.Parameter | Callable[[int, int], object]
+    ready: Ready
+    """What the stream that made the units has been given until then."""
     done: int = 0
 
     @staticmethod
     def of(parameter: nn.Parameter) -> _Waiting:
         """Return the reduction of a parameter's gradient, one unit per element."""
         assert parameter.grad is not None
-        return _Waiting(parameter.numel(), parameter.itemsize, parameter)
+        if not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()  # here, where both belong to the stream that frees them
+        return _Waiting(parameter.numel(), parameter.itemsize, parameter, Ready(parameter.device))
 
 
 @dataclass(eq=False)
@@ -75,6 +80,7 @@ class _Batch:
 
     pieces: list[tuple[nn.Parameter, int, int]] = field(default_factory=list)
     actions: list[Callable[[], object]] = field(default_factory=list)
+    ready: list[Ready] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -143,7 +149,7 @@ class DenseGradients:
         It runs in the stream's thread, in the first slot that has room for it, or in `finish`.
         """
         self._begin()
-        self._waiting.append(_Waiting(1, nbytes, lambda first, last: action()))
+        self._waiting.append(_Waiting(1, nbytes, lambda first, last: action(), Ready(self._device)))
 
     def defer_slices(
         self, num_units: int, unit_nbytes: int, action: Callable[[int, int], object], device: torch.device
@@ -159,7 +165,7 @@ class DenseGradients:
         """
         self._begin()
         self._device = device
-        self._waiting.append(_Waiting(num_units, unit_nbytes, action))
+        self._waiting.append(_Waiting(num_units, unit_nbytes, action, Ready(device)))
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors until `finish` has waited for the reductions that use them."""
@@ -189,7 +195,7 @@ class DenseGradients:
             batch = self._take(slot.nbytes)
             if batch is not None:
                 self.sent.append(Sent(slot.part, batch.nbytes))
-                self._works.append(self._wire().submit(partial(self._run, batch), ()))
+                self._submit(batch)
 
     def finish(self) -> None:
         """Reduce what is left and wait for all of it; gradients may be used then. Call it once after every backward.
@@ -205,7 +211,7 @@ class DenseGradients:
         batch = self._take(None)
         if batch is not None:
             self.sent.append(Sent(None, batch.nbytes))
-            self._works.append(self._wire().submit(partial(self._run, batch), ()))
+            self._submit(batch)
         works, self._works = self._works, []
         self._seen.clear()
         self._fresh = True
@@ -266,6 +272,7 @@ class DenseGradients:
                 batch.pieces.append((one.reduced, one.done, last))
             else:
                 batch.actions.append(partial(one.reduced, one.done, last))
+            batch.ready.append(one.ready)
             batch.nbytes += (last - one.done) * one.unit_nbytes
             one.done = last
             if last == one.num_units:
@@ -275,11 +282,11 @@ class DenseGradients:
     @torch.no_grad()
     def _run(self, batch: _Batch) -> None:
         """Reduce a batch: one message for the slices of each dtype, in the order of their first slice, then actions."""
+        for ready in batch.ready:
+            ready.wait()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, first, last in batch.pieces:
             assert parameter.grad is not None
-            if not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.contiguous()
             part = parameter.grad.view(-1)[first:last]
             by_dtype.setdefault(part.dtype, []).append(part)
         for parts in by_dtype.values():
@@ -293,6 +300,11 @@ class DenseGradients:
                 part.copy_(reduced)
         for action in batch.actions:
             action()
+
+    def _submit(self, batch: _Batch) -> None:
+        """Run a batch outside of a plan, but behind the caller's stream, which may still read memory of the stream."""
+        self._wire().start()
+        self._works.append(self._wire().submit(partial(self._run, batch), ()))
 
     def _wire(self) -> Stream:
         if self._stream is None:

@@ -98,14 +98,10 @@ class _Deferred(ReduceScatter):
         """Queue the reduction of input_tensor [W * n] into output_tensor [n]."""
         self._refuse_what_looks(output_tensor, op)
         rows = input_tensor.view(self._own.size(), -1)
-        ready = None
         if input_tensor.is_cuda:
-            ready = torch.cuda.current_stream().record_event()
             self._gradients.hold(input_tensor, output_tensor)
 
         def reduce(first: int, last: int) -> None:
-            if ready is not None:
-                torch.cuda.current_stream().wait_event(ready)
             part = rows[:, first:last].reshape(-1)
             self._inner(output_tensor[first:last], part, self._own, op)
 
