@@ -121,3 +121,18 @@ def test_a_layer_in_chunks_with_gradients_in_its_slot() -> None:
             gradients.finish()
             stepped(model)
     device.check(100)
+
+
+def test_gradients_that_a_plan_leaves_for_the_end() -> None:
+    """They were ready before the layer's backward, whose results the caller still reads when they are reduced."""
+    with cuda() as device, echo() as group:
+        dense = dense_model()
+        plan = GradientPlan((ReductionSlot("moe", 2, 0.0, 0.0, 0.0),), 0.0, 0.0, ())
+        gradients = DenseGradients(dense.parameters(), mean_over(group, codec=Raw()), plan)
+        layer = layer_of(group, ChunkedSchedule(2, 2, gradients=gradients, part="moe"))
+        model = nn.Sequential(layer, dense)
+        for step in range(2):
+            model(rows(step).requires_grad_()).pow(2).mean().backward()
+            gradients.finish()
+            stepped(model)
+    device.check(100)
