@@ -76,6 +76,37 @@ def test_flipped_bit_is_reported_where_it_arrives_by_operation_and_rank(tmp_path
     run_ranks(damaged, (2, str(tmp_path)), 2)
 
 
+def out_of_memory(rank: int, world: int, folder: str) -> None:
+    """Rank 0 runs out of memory while it decodes what it got; the others have nothing to do with that."""
+    join(rank, world, folder, timeout_seconds=20)
+    x = torch.randn(9000).bfloat16()
+    decode_into = Lossless.decode_into
+    errors = (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    for error in errors:
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        if rank == 0:
+            Lossless.decode_into = fail  # type: ignore[method-assign]
+            with pytest.raises(type(error), match=str(error)) as caught:
+                collectives.all_gather(x.new_empty(world, x.numel()), x, codec=Lossless())
+            assert caught.value is error
+            Lossless.decode_into = decode_into  # type: ignore[method-assign]
+        else:
+            collectives.all_gather(x.new_empty(world, x.numel()), x, codec=Lossless())
+        dist.barrier()
+        out = x.new_empty(world, x.numel())
+        collectives.all_gather(out, x, codec=Lossless())  # the group is alive
+        assert torch.equal(out[rank], x)
+    dist.barrier()
+    leave(0)
+
+
+def test_an_error_of_a_ranks_own_is_no_fault_of_its_peers(tmp_path: Path) -> None:
+    run_ranks(out_of_memory, (3, str(tmp_path)), 3)
+
+
 def survivor(rank: int, world: int, folder: str, fault: str) -> None:
     """The last rank dies or stops in the middle of a loop of all-reduces; the others say so and end."""
     join(rank, world, folder, timeout_seconds=4 if fault == "stops" else 60)

@@ -34,6 +34,7 @@ from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
+from laconic.collectives.runtime.failure_diagnosis import is_own
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError, ConfigError
 
@@ -202,6 +203,8 @@ class Exchange:
             try:
                 raw().wait()
             except RuntimeError as error:
+                if is_own(error):
+                    raise
                 raise CollectiveError(
                     f"one of ranks {list(self.ranks)} ended or stopped during {self.function}; see what it says, and"
                     " start again from a checkpoint"

@@ -180,14 +180,14 @@ class Wire:
         if message.data_ptr() == out.data_ptr():
             return  # it was received there
         started = time.perf_counter()
-        with self.attribute(peer):
+        with self.message_of(peer):
             codec.decode_into(message, out)
         self.coding_seconds += time.perf_counter() - started
 
     def decode_add(self, peer: int, codec: Codec, message: Tensor, total: Tensor) -> None:
         """Add the values of a message of the rank `peer` of the group to `total`, fp32."""
         started = time.perf_counter()
-        with self.attribute(peer):
+        with self.message_of(peer):
             codec.decode_add(message, total, self.dtype)
         self.coding_seconds += time.perf_counter() - started
 
@@ -211,17 +211,26 @@ class Wire:
 
     @contextmanager
     def attribute(self, peer: int) -> Iterator[None]:
-        """Errors inside of the block name the rank `peer` of the group and what was going on."""
+        """Errors of the network inside of the block name the rank `peer` of the group and what was going on.
+
+        Nothing else may be done inside: an error of this rank's own would end the group in the name of another.
+        """
         try:
             yield
-        except FormatError as error:
-            raise FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}") from error
-        except CollectiveError:
+        except (CollectiveError, FormatError):
             raise
         except RuntimeError as error:
             # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
             wake = self.peers.sends is None and self.device.type == "cpu"
             raise broke_off(self._what(), self.group, self.peers.ranks, peer, error, wake=wake) from error
+
+    @contextmanager
+    def message_of(self, peer: int) -> Iterator[None]:
+        """A message that cannot be decoded inside of the block is named as that of the rank `peer` of the group."""
+        try:
+            yield
+        except FormatError as error:
+            raise FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}") from error
 
     def _what(self) -> str:
         names = ("function", "numel", "dtype")
@@ -273,14 +282,15 @@ class InFlightMessages:
     def take(self, peer: int) -> tuple[Codec, Tensor]:
         """Wait for the message from `peer`: it, and the codec to decode it with. Call `Wire.agree` before."""
         wire = self._wire
-        with wire.attribute(peer):
-            if peer in self._inside:
-                assert self._handshake is not None
-                numel = self._inside.pop(peer)
-                buffer = self._handshake.inside(peer, _buffer_nbytes(self._codec, numel, wire.dtype))
-            else:
-                numel, buffer, works = self._receipts.pop(peer)
+        if peer in self._inside:
+            assert self._handshake is not None
+            numel = self._inside.pop(peer)
+            buffer = self._handshake.inside(peer, _buffer_nbytes(self._codec, numel, wire.dtype))
+        else:
+            numel, buffer, works = self._receipts.pop(peer)
+            with wire.attribute(peer):
                 _wait_all(works)
+        with wire.message_of(peer):
             message = self._codec.cut(buffer)
         if self._codec.fits(message):
             return self._codec, message
@@ -289,6 +299,7 @@ class InFlightMessages:
         works = self._receive(peer, fallback, buffer, numel, again=True)
         with wire.attribute(peer):
             _wait_all(works)
+        with wire.message_of(peer):
             return fallback, fallback.cut(buffer)
 
     def wait_sent(self) -> None:
@@ -379,7 +390,7 @@ class _BatchedMessages(InFlightMessages):
         for peer, size in sizes.items():
             nbytes = int(size)
             if not 0 <= nbytes <= buffers[peer].numel():
-                with wire.attribute(peer):
+                with wire.message_of(peer):
                     raise FormatError(
                         f"is said to have {nbytes} bytes, but at most {buffers[peer].numel()} can be; it was damaged"
                     )

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
 
 from laconic.collectives.runtime.background import Work, done
 from laconic.collectives.runtime.callbacks import follow, queue_of
-from laconic.collectives.runtime.failure_diagnosis import absent
+from laconic.collectives.runtime.failure_diagnosis import absent, is_own
 from laconic.collectives.runtime.torch_compat import method_of
 from laconic.errors import CollectiveError
 
@@ -142,7 +142,13 @@ class _ChangedWork(Work[S]):
 
 
 def broken_off(name: str, group: dist.ProcessGroup, error: RuntimeError, peer: int | None = None) -> CollectiveError:
-    """The error of a rank on which the backend gave up: on `peer`, or finds out on whom as far as that is known."""
+    """The error of a rank on which the backend gave up: on `peer`, or finds out on whom as far as that is known.
+
+    Raises:
+        RuntimeError: `error` itself, if it is this rank's own.
+    """
+    if is_own(error):
+        raise error
     ranks = dist.get_process_group_ranks(group)
     missing = [f"rank {ranks[other]}" for other in (absent(group) if peer is None else [peer])]
     reason = str(error).partition("\n")[0].partition(". This is typically")[0]

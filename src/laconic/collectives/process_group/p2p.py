@@ -30,7 +30,7 @@ from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
-from laconic.collectives.runtime.failure_diagnosis import reason_of
+from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
 
@@ -130,7 +130,7 @@ class P2P:
         self, function: str, numel: int, dtype: torch.dtype, peer: int | None, error: RuntimeError
     ) -> Exception:
         """Make an error that names the operation and the rank that broke it off."""
-        if isinstance(error, LaconicError):
+        if isinstance(error, LaconicError) or is_own(error):
             return error
         reason = reason_of(error)
         name = "a rank that sends" if peer is None else f"rank {self._ranks[peer]}"

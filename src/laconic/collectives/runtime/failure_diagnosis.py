@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from laconic.errors import CollectiveError
 
-__all__ = ["absent", "broke_off", "reason_of"]
+__all__ = ["absent", "broke_off", "is_own", "reason_of"]
 
 _GRACE_SECONDS = 2.0
 """Time to wait for entries of other ranks. Ranks that waited for each other give up at about the same time."""
@@ -52,7 +52,12 @@ def broke_off(
         error: the backend's.
         wake: let calls of the other ranks on this group break off, too.
         or_else: another possible cause, for the message.
+
+    Raises:
+        RuntimeError: `error` itself, if it is this rank's own.
     """
+    if is_own(error):
+        raise error
     waits = [f"rank {ranks[other]}" for other in _follow(group, peer, wake)]
     return CollectiveError(
         f"{what} broke off on rank {ranks[group.rank()]}, which waited for {', which waited for '.join(waits)}:"
@@ -78,6 +83,11 @@ def _follow(group: dist.ProcessGroup, peer: int, wake: bool) -> list[int]:
     thread.start()
     thread.join(_GRACE_SECONDS + 1.0)
     return list(chain)
+
+
+def is_own(error: Exception) -> bool:
+    """Whether an error that came up in a collective is this rank's own, which says nothing about its peers."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def reason_of(error: Exception) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.collectives.runtime.failure_diagnosis import is_own
 from laconic.errors import CollectiveError, ConfigError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
@@ -277,6 +278,8 @@ class ExpertMover:
             received: list[bool] = [False] * self._world
             dist.all_gather_object(received, True, group=self.group)
         except RuntimeError as error:
+            if is_own(error):
+                raise
             raise CollectiveError(
                 f"one of ranks {ranks} ended or stopped while experts moved; none has moved here, go on from the last"
                 " checkpoint"
