@@ -82,6 +82,7 @@ def test_waiting_on_another_stream_gives_no_memory_of_the_callers_away() -> None
         with torch.cuda.stream(torch.cuda.Stream()):
             work.wait()
         del x, work
+        torch.empty(6, device=CUDA)
     device.check()
 
 

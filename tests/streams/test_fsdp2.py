@@ -16,6 +16,7 @@ from laconic.collectives.integrations.fsdp2 import DefaultReduceScatter, ZipAllG
 from laconic.gradients.fsdp2 import Q8ReduceScatter
 from laconic.moe.pipeline.grad_reduce import DenseGradients
 from laconic.moe.pipeline.grad_reduce_fsdp2 import _Deferred
+from laconic.schedule.moe_gradients import GradientPlan, ReductionSlot
 from tests.streams.cuda import CUDA, cuda
 from tests.streams.echo import echo
 
@@ -82,18 +83,24 @@ def test_a_unit_gathers_and_reduces(reduce_scatter: Callable[[], Any]) -> None:
     device.check(150)
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("inner", [lambda: Q8ReduceScatter(min_nbytes=0), lambda: ZipReduceScatter(Raw())])
-def test_a_unit_that_reduces_in_slots(inner: Callable[[], Any]) -> None:
+def test_a_unit_that_reduces_in_slots(inner: Callable[[], Any], share: float) -> None:
+    """Behind a layer the link's stream reduces a share while backward goes on, and the rest at the end."""
+    behind = ReductionSlot("dense", None, share * 2 * NUMEL * 4, 0.0, 0.0)
+    plan = GradientPlan((ReductionSlot("moe", 2, 0.0, 0.0, 0.0), behind), 0.0, 0.0, ())
     with cuda() as device, echo() as group:
-        gradients = DenseGradients([], None)
+        gradients = DenseGradients([], None, plan)
         parameter = SimpleNamespace(sharded_param=nn.Parameter(torch.zeros(1)))
         param_group = SimpleNamespace(_reduce_scatter_comm=inner(), fsdp_params=[parameter], _orig_dtype=None)
         unit = Unit(group, ZipAllGather(Raw()), _Deferred("unit", param_group, gradients, group))
         for _ in range(3):
-            unit.backward(unit.forward())
+            out = unit.forward()
+            unit.backward(out)
+            gradients.after("moe")
             torch.cuda.current_stream().wait_event(unit.event)
-            del unit.held
-            unit.held = None
+            unit.held = None  # as FSDP2 does when its own stream has been waited for
+            out = out * 2
             gradients.finish()
             unit.step()
     device.check(150)
