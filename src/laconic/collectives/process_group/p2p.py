@@ -30,6 +30,7 @@ from laconic.collectives.arguments import check_group_rank
 from laconic.collectives.codec import Codec, Lossless, Raw
 from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
+from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import is_own, reason_of
 from laconic.cost.comm.seconds import NO_CODE, RAW, TOO_SMALL
 from laconic.errors import CollectiveError, FormatError, LaconicError
@@ -194,18 +195,17 @@ class _Batch:
         self.device = device
         self._batches = batches
         self._starts: list[Callable[[], object]] = []
-        self._ready: list[torch.cuda.Event] = []
+        self._ready: list[Ready] = []
         self._work: dist.Work | None = None
 
     def add(self, start: Callable[[], object]) -> None:
         self._starts.append(start)
-        if self.device.type == "cuda":
-            # The tensor belongs to the stream that is current now, which need not be the one in which all start.
-            self._ready.append(torch.cuda.current_stream(self.device).record_event())
+        # The tensor belongs to the stream that is current now, which need not be the one in which all start.
+        self._ready.append(Ready(self.device))
 
     def start(self, group: dist.ProcessGroup) -> None:
-        for event in self._ready:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        for ready in self._ready:
+            ready.wait()
         group._start_coalescing(self.device)
         for start in self._starts:
             start()

@@ -224,10 +224,11 @@ def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
     """
     cuda = device.type == "cuda"
     if device not in _wires:
-        names = (INTER, INTRA)
-        _wires[device] = {
-            name: CudaStream() if cuda else ThreadStream(f"laconic-{name}", in_background) for name in names
-        }
+
+        def wire(name: str) -> Stream:
+            return CudaStream(torch.cuda.Stream(device)) if cuda else ThreadStream(f"laconic-{name}", in_background)
+
+        _wires[device] = {name: wire(name) for name in (INTER, INTRA)}
     return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
 
 
