@@ -128,6 +128,7 @@ class _Future:
 def cuda(is_prompt: bool = False) -> Iterator[Device]:
     """Yield a device that "cuda" means inside; see `Device.is_prompt`."""
     device = Device(is_prompt)
+    device.settle["laconic::lossless_encode"] = _zero_behind
     offloader_of.cache_clear()
     with (
         # What the process keeps for a device, as that cache does.
@@ -138,6 +139,11 @@ def cuda(is_prompt: bool = False) -> Iterator[Device]:
     ):
         yield device
     offloader_of.cache_clear()
+
+
+def _zero_behind(message: Tensor) -> None:
+    """Without a capacity the bytes behind a lossless message are undefined; bytes 16 to 23 say how long it is."""
+    message[int(message[16:24].view(torch.int64)) :] = 0
 
 
 @contextmanager

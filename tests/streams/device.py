@@ -108,6 +108,8 @@ class Device(TorchDispatchMode):
     def __init__(self, is_prompt: bool = False) -> None:
         super().__init__()
         self.is_prompt = is_prompt
+        self.settle: dict[str, Callable[[Tensor], object]] = {}
+        """By name of an operation: writes to what its result leaves undefined."""
         self.host = Queue("host")
         self.default = Queue("default stream")
         self.current = self.default
@@ -212,8 +214,10 @@ class Device(TorchDispatchMode):
         queue = self.current if on_device else self.host
         written = _written(func, args, kwargs)
         real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))
+        settle = self.settle.get(func._schema.name, lambda _: None)
         result = func(*args, **kwargs)
         outs = tree_leaves(result)
+        tree_map(settle, outs)
         fresh = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and self.memory_of(x) is None]
         fresh = [i for i in fresh if all(outs[i] is not x for x in given)]
         if on_device:
@@ -236,6 +240,7 @@ class Device(TorchDispatchMode):
                     one.copy_(values)
                 return
             found = tree_leaves(func(*real_args, **real_kwargs))
+            tree_map(settle, found)
             for i, one in zip(fresh, out[len(real_written) :], strict=True):
                 if found[i].shape != one.shape:
                     raise ValueError(f"has shape {tuple(found[i].shape)} instead of {tuple(one.shape)}")

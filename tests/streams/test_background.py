@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives import all_reduce
-from laconic.collectives.codec import Raw
+from laconic.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.runtime.background import Work, run_in_background
 from laconic.collectives.runtime.device_streams import Ready
+from laconic.formats import BlockFormat
 from laconic.gradients import all_reduce_q8
 from tests.streams.cuda import CUDA, cuda
 from tests.streams.device import RaceError
 from tests.streams.echo import echo
+
+INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
 
 
 def doubled(x: Tensor, group: dist.ProcessGroup, returns: bool = False) -> Work[Tensor | None]:
@@ -140,6 +143,36 @@ def test_collectives_in_the_background(reduce: Callable[[Tensor, dist.ProcessGro
             work.wait()
             x.sub_(1)
     device.check(100)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Work[Tensor]:
+    return all_gather(x.new_empty(2, x.numel()), x, group, codec=codec, async_op=True)
+
+
+def scattered(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Work[Tensor]:
+    return reduce_scatter(torch.empty_like(x), torch.stack((x, x)), group, codec=codec, async_op=True)
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Work[Tensor]:
+    return all_to_all(torch.empty_like(x), x * 1, group=group, codec=codec, async_op=True)
+
+
+@pytest.mark.parametrize("codec", [Lossless(), Lossless(capacity_bits=8.0), INT8], ids=["exact", "capacity", "int8"])
+@pytest.mark.parametrize("call", [gathered, scattered, exchanged])
+def test_coded_collectives_drop_their_tensors_at_once(
+    call: Callable[[Tensor, dist.ProcessGroup, Codec], Work[Tensor]], codec: Codec
+) -> None:
+    """Messages whose lengths make the host wait, those that do not fit, and those of one length."""
+    with cuda(is_prompt=True) as device, echo() as group:
+        values = [torch.randn(512, device=CUDA).bfloat16() for _ in range(2)]
+        works = [call(x.mul_(2), group, codec) for x in values]
+        outs = [work.wait() for work in works]
+        sums = [out.float() * 2 for out in outs]
+        del works, outs
+        for x in values:
+            x.zero_()
+        del sums
+    device.check(60)
 
 
 def test_readiness_orders_two_streams() -> None:
