@@ -151,7 +151,7 @@ def test_a_directory_that_is_no_whole_model_is_refused_before_a_process_starts(
 ) -> None:
     path = Path(shutil.copytree(model, tmp_path / "model"))
     damage(path)
-    monkeypatch.setattr("laconic.infer.engine.LocalWorker", None)  # a start would raise a TypeError
+    monkeypatch.setattr("laconic.infer.launch.LocalWorker", None)  # a start would raise a TypeError
     with pytest.raises(ModelError, match=words):
         Engine(path)
 
@@ -190,6 +190,26 @@ def test_an_expert_worker_that_hangs_is_given_up(model: Path) -> None:
         assert time.monotonic() - start < 2 + 40
         with pytest.raises(CollectiveError, match="did not answer"):
             engine.submit([1])
+
+
+@pytest.mark.slow
+def test_an_attention_worker_that_hangs_is_given_up_and_one_that_is_slow_is_not(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laconic.infer.watch._ATTRIBUTION_SECONDS", 2.0)
+    with Engine(model, experts=0, answer_timeout_seconds=1.0, threads=1, max_restarts=1) as engine:
+        slow = engine.submit([1], 4000)  # tells nothing until it ends, but its forwards do
+        with pytest.raises(TimeoutError):
+            slow.result(5)
+        stopped = engine.workers[0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(CollectiveError, match=rf"attention worker 0 \(pid {stopped}\).* no progress within 3 s"):
+            slow.result(30)
+        assert 1 < time.monotonic() - start < 10
+        assert engine.submit(PROMPTS[0], NEW_TOKENS).result(60) == expected(model)[0]
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, 0)
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def serve_if_not_first(options: argparse.Namespace) -> None:
         return
     from laconic.infer import serve_rank
     from laconic.infer.control import check_world
-    from laconic.infer.engine import serving_split
+    from laconic.infer.serving_plan import serving_split
     from laconic.infer.split import Split
 
     # Rank 0 refuses the same; no rank then waits for another.

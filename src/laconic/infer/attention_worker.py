@@ -51,6 +51,7 @@ class AttentionWorker:
         eos_token_ids: tokens that end every request.
         nbytes: bytes of all parameters here.
         notes: sentences for the user.
+        num_blocks_done: blocks of the model, in all forwards, that have ended: what tells progress from a hang.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AttentionWorker:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
         self._links: list[TcpExpertLink] = []
         self.notes: list[str] = []
+        self.num_blocks_done = 0
         if split.experts == 0:
             model: Any = load_attention_model(model_dir, dtype, None)
         else:
@@ -90,6 +92,7 @@ class AttentionWorker:
                 for number, connection in enumerate(connections)
             ]
         pad_narrow_values(model.config)
+        self._watch_blocks(model)
         self.nbytes = sum(p.nbytes for p in model.parameters())
         limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
         self._requests = [
@@ -125,6 +128,14 @@ class AttentionWorker:
             requests.stop()
         for link in self._links:
             link.close()
+
+    def _watch_blocks(self, model: nn.Module) -> None:
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            self.num_blocks_done += 1
+
+        for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            for block in blocks:
+                block.register_forward_hook(count)
 
     def _end(self, on_finished: Callable[[Finished], None]) -> Callable[[Finished], None]:
         def end(finished: Finished) -> None:

@@ -8,7 +8,8 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
               {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
             {"is": "token", "name", "token", "logprob", "top"} for requests with "stream",
-            {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far
+            {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far,
+            {"is": "progress"} from attention workers: blocks of the model have ended since the last
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "work"]
 
 _ENGINE_KNOWS_SECONDS = 0.5
+_PROGRESS_SECONDS = 1.0
 
 
 class _Events:
@@ -200,6 +202,14 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
     def meet() -> list[Connection]:
         return [connect_expert(open_once(), number, settings.rank) for number in range(settings.split.experts)]
 
+    def report_progress() -> None:
+        reported = 0
+        while True:
+            time.sleep(_PROGRESS_SECONDS)
+            if (done := worker.num_blocks_done) != reported:
+                reported = done
+                events.write("progress")
+
     recorder = Recorder()
     worker = AttentionWorker(
         settings,
@@ -213,6 +223,7 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
     )
     events.write("ready", nbytes=worker.nbytes, notes=worker.notes, eos_token_ids=worker.eos_token_ids)
     ready.set()
+    threading.Thread(target=report_progress, name="laconic-progress", daemon=True).start()
     while (line := inbox.get()) is not None:
         command: dict[str, Any] = json.loads(line)
         if command["do"] == "request":

@@ -1,0 +1,204 @@
+"""Requests in flight: what an engine has taken and not yet ended, and the handle of each that its caller holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from laconic.errors import ConfigError, LaconicError
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.token_engine import TokenListener
+
+__all__ = ["Generation", "InFlight", "TakenRequest", "fail_all"]
+
+
+class Generation:
+    """A request that an engine has taken."""
+
+    def __init__(
+        self, name: str, cache_tokens: int, listener: TokenListener | None, cancel: Callable[[Generation], bool]
+    ) -> None:
+        self._name, self._cache_tokens, self._listener, self._cancel = name, cache_tokens, listener, cancel
+        self._future: Future[list[int]] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, by its last token, an error or `cancel`."""
+        return self._future.done()
+
+    def result(self, timeout_seconds: float | None = None) -> list[int]:
+        """Wait for the new tokens; they end with the end-of-sequence token if it came.
+
+        Raises:
+            CollectiveError: a worker was lost, or the request failed in one.
+            CancelledError: it was cancelled.
+            TimeoutError: it takes longer than `timeout_seconds`.
+        """
+        return self._future.result(timeout_seconds)
+
+    def cancel(self) -> bool:
+        """End the request where it is; returns False if it has ended already."""
+        return self._cancel(self)
+
+    def _end(self, tokens: list[int]) -> None:
+        self._future.set_result(tokens)
+        if self._listener is not None:
+            self._listener.on_end(None)
+
+    def _fail(self, error: LaconicError) -> None:
+        self._future.set_exception(error)
+        if self._listener is not None:
+            self._listener.on_end(error)
+
+
+@dataclass(frozen=True)
+class TakenRequest:
+    """A request that has been taken, and has to be sent.
+
+    Attributes:
+        generation: its handle.
+        rank: of the attention worker that it is for.
+        command: what that worker is told.
+    """
+
+    generation: Generation
+    rank: int
+    command: dict[str, Any]
+
+
+class InFlight:
+    """The requests of one engine. Its methods may be called from any thread; listeners are called without its lock.
+
+    Args:
+        num_workers: attention workers, between which requests are divided.
+        max_request_tokens: of a prompt and its answer together.
+        vocabulary: number of the model's tokens.
+
+    Attributes:
+        refusal: why no more requests are taken; None while they are.
+    """
+
+    def __init__(self, num_workers: int, max_request_tokens: int, vocabulary: int) -> None:
+        self._num_workers, self._max_request_tokens, self._vocabulary = num_workers, max_request_tokens, vocabulary
+        self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close the engine
+        self._taken: dict[str, tuple[Generation, int]] = {}
+        self._counter = 0
+        self.refusal: LaconicError | None = None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that all of them need in caches at most."""
+        with self._lock:
+            return sum(generation._cache_tokens for generation, _ in self._taken.values())
+
+    @property
+    def busy_ranks(self) -> set[int]:
+        """Ranks of the workers that have requests."""
+        with self._lock:
+            return {rank for _, rank in self._taken.values()}
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._taken
+
+    def take(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        listener: TokenListener | None,
+        cancel: Callable[[Generation], bool],
+    ) -> TakenRequest:
+        """Take a request for the worker that has the fewest.
+
+        Raises:
+            ConfigError: it is empty, has tokens that the model has not, or does not fit into the cache.
+            LaconicError: `refusal`.
+        """
+        needed = self._check(prompt, sampling)
+        with self._lock:
+            if self.refusal is not None:
+                raise self.refusal
+            counts = [0] * self._num_workers
+            for _, rank in self._taken.values():
+                counts[rank] += 1
+            rank = counts.index(min(counts))
+            name = f"request-{self._counter}"
+            self._counter += 1
+            generation = Generation(name, needed, listener, cancel)
+            self._taken[name] = (generation, rank)
+        command = {"do": "request", "name": name, "prompt": list(prompt), "sampling": sampling.to_options()}
+        return TakenRequest(generation, rank, command | {"stream": listener is not None})
+
+    def forget(self, requests: Iterable[TakenRequest]) -> None:
+        """Forget requests that have not been sent."""
+        with self._lock:
+            for request in requests:
+                self._taken.pop(request.generation._name, None)
+
+    def cancel(self, generation: Generation) -> int | None:
+        """End a request; returns the rank of its worker, or None if it has ended already."""
+        with self._lock:
+            known = self._taken.pop(generation._name, None)
+        if known is None:
+            return None
+        generation._future.set_exception(CancelledError())
+        return known[1]
+
+    def hear(self, name: str, token: ChosenToken) -> None:
+        """Pass a token on to who listens."""
+        with self._lock:
+            known = self._taken.get(name)
+        if known is not None and known[0]._listener is not None:
+            known[0]._listener.on_token(token)
+
+    def end(self, name: str, tokens: list[int]) -> None:
+        """End a request, if it is in flight, with its tokens."""
+        with self._lock:
+            known = self._taken.pop(name, None)
+        if known is not None:
+            known[0]._end(tokens)
+
+    def fail(self, name: str, error: LaconicError) -> None:
+        """End a request, if it is in flight, with an error."""
+        with self._lock:
+            known = self._taken.pop(name, None)
+        if known is not None:
+            known[0]._fail(error)
+
+    def withdraw(self) -> list[Generation]:
+        """Take all requests out of flight; the caller ends them with `fail_all`, once it holds no lock."""
+        with self._lock:
+            withdrawn = [generation for generation, _ in self._taken.values()]
+            self._taken.clear()
+        return withdrawn
+
+    def refuse(self, error: LaconicError) -> list[Generation]:
+        """Take no more requests, for the first reason that is given; returns `withdraw()`."""
+        with self._lock:
+            self.refusal = self.refusal or error
+            return self.withdraw()
+
+    def _check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """Return the tokens in the cache that a request needs, or refuse it."""
+        if not prompt:
+            raise ConfigError("the prompt has 0 tokens, but it must have at least 1")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise ConfigError(
+                f"the prompt has tokens from {min(prompt)} to {max(prompt)}, but this model's are from 0 to"
+                f" {self._vocabulary - 1}; use the tokenizer of the model"
+            )
+        if (needed := len(prompt) + sampling.max_new_tokens) > self._max_request_tokens:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} need {needed} tokens"
+                f" in the cache, but cache_tokens is {self._max_request_tokens}; start the engine with more"
+            )
+        return needed
+
+
+def fail_all(generations: Iterable[Generation], error: LaconicError) -> None:
+    """End requests that have been withdrawn."""
+    for generation in generations:
+        generation._fail(error)

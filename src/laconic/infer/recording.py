@@ -1,0 +1,159 @@
+"""Recordings of what an engine runs: asks its workers for what they have noted, and makes a trace of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from laconic.errors import CollectiveError, ConfigError, LaconicError
+from laconic.infer.recorder import WorkerLog
+from laconic.infer.run_trace import RunTrace
+from laconic.infer.split import Split
+from laconic.infer.workers import WorkerSet
+from laconic.schedule.inference import InferencePlan
+
+__all__ = ["Recording", "RunRecorder", "check_trace_file", "check_traceable"]
+
+_RECORD_SECONDS = 60.0
+
+
+class Recording:
+    """A trace of what an engine runs inside of a `with` block; see Engine.trace."""
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
+        self._trace: RunTrace | None = None
+        self._num_restarts = 0
+
+    @property
+    def trace(self) -> RunTrace:
+        """The trace, once the block has ended.
+
+        Raises:
+            ConfigError: it has not ended, or a worker was lost before.
+        """
+        if self._trace is None:
+            raise ConfigError("the recording has no trace: its block has not ended, or a worker was lost in it")
+        return self._trace
+
+    def __enter__(self) -> Recording:
+        self._recorder.start(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._recorder.stop(self)
+        except LaconicError:
+            if error is None:
+                raise
+
+
+class RunRecorder:
+    """Records the workers of one engine, one recording at a time.
+
+    Args:
+        workers: of the engine.
+        split, plan: of the engine.
+        planned_seconds: of a step, as the planner predicted it; None without.
+        why_not: what ended the engine, or None.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        split: Split,
+        plan: InferencePlan,
+        planned_seconds: float | None,
+        why_not: Callable[[], LaconicError | None],
+    ) -> None:
+        self._workers, self._split, self._plan = workers, split, plan
+        self._planned_seconds, self._why_not = planned_seconds, why_not
+        self._lock = threading.Lock()
+        self._current: Recording | None = None
+
+    def is_on(self, recording: Recording | None) -> bool:
+        """Whether it is this recording that runs."""
+        return recording is not None and self._current is recording
+
+    def start(self, recording: Recording) -> None:
+        """Begin a recording.
+
+        Raises:
+            ConfigError: another is on, or there are no expert workers.
+            CollectiveError: a worker has been lost.
+        """
+        check_traceable(self._split)
+        with self._lock:
+            if self._current is not None:
+                raise ConfigError("the engine is being recorded already; end that recording first")
+            if not self._workers.running:
+                raise self._lost("the workers are being started again; record when they are ready")
+            self._current, recording._num_restarts = recording, self._workers.num_restarts
+        try:
+            # Whatever an attention worker records, an expert worker has recorded, too: those begin first and end last.
+            self._ask(reversed(range(self._split.num_workers)), on=True)
+        except BaseException:
+            self._current = None
+            raise
+
+    def stop(self, recording: Recording) -> None:
+        """End a recording and give it its trace; does nothing if it is not on.
+
+        Raises:
+            CollectiveError: a worker was lost since it began.
+        """
+        if self._current is not recording:
+            return
+        try:
+            if recording._num_restarts != self._workers.num_restarts or not self._workers.running:
+                raise self._lost("a worker was lost during the recording, and its part with it")
+            logs = self._ask(range(self._split.num_workers), on=False)
+        finally:
+            self._current = None
+        recording._trace = RunTrace.of(logs, self._split, self._plan, self._planned_seconds)
+
+    def _ask(self, ranks: Iterable[int], on: bool) -> list[WorkerLog]:
+        """Begin or end the recording of one worker after the other; returns, by rank, what each has recorded."""
+        logs: dict[int, WorkerLog] = {}
+        for rank in ranks:
+            answer: dict[str, Any] | None = self._workers.ask(rank, {"do": "record", "on": on}, _RECORD_SECONDS)
+            if answer is None:
+                raise self._lost(
+                    f"{self._workers.name(rank)} did not answer within {_RECORD_SECONDS:.0f} s when it was asked for"
+                    " its trace"
+                )
+            logs[rank] = WorkerLog.from_dict(answer["log"])
+        return [logs[rank] for rank in sorted(logs)]
+
+    def _lost(self, otherwise: str) -> LaconicError:
+        return self._why_not() or CollectiveError(otherwise)
+
+
+def check_traceable(split: Split) -> None:
+    """Check that there is a plan whose tasks could be recorded.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not split.experts:
+        raise ConfigError(
+            "trace needs expert workers, but this engine has none: whole models have no plan whose tasks could be"
+            " recorded; start expert workers, or leave trace out"
+        )
+
+
+def check_trace_file(path: Path) -> None:
+    """Check that a trace could be written to a file.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"trace is {str(path)!r}, but {str(path.parent)!r} is no directory; make it first")
+    if path.is_dir():
+        raise ConfigError(f"trace is {str(path)!r}, but that is a directory; give the name of a file")

@@ -1,0 +1,133 @@
+"""What an engine will run: the workers that a model can be served by, and the plan, given or chosen."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from laconic.cost.infer.engine_plan import EngineChoice, EngineLimits
+from laconic.errors import ConfigError
+from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.split import Split
+from laconic.infer.transformers_seam import TRIED, find_experts, read_config
+from laconic.schedule.inference import InferencePlan, Order
+
+__all__ = ["ServingPlan", "plan_serving", "serving_split"]
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """What an engine will run.
+
+    Attributes:
+        split: the workers.
+        plan: their plan.
+        choice: what an automatic plan chose; None without.
+        notes: what was chosen, and what differs from what was asked for.
+        vocabulary: number of the model's tokens.
+    """
+
+    split: Split
+    plan: InferencePlan
+    choice: EngineChoice | None
+    notes: tuple[str, ...]
+    vocabulary: int
+
+
+def plan_serving(
+    model_dir: Path,
+    attention: int,
+    experts: int | None,
+    plan: InferencePlan | AutoPlan | str | None,
+    rates: str | os.PathLike[str] | None,
+    limits: EngineLimits,
+    dtype: str,
+    traced: bool,
+) -> ServingPlan:
+    """Return what an engine with these arguments runs; see Engine.
+
+    Args:
+        model_dir: of the engine.
+        attention, experts: workers that are asked for.
+        plan, rates, dtype: of the engine.
+        limits: of each micro-batch.
+        traced: whether the run is to be traced, for which it needs expert workers.
+
+    Raises:
+        ConfigError, ModelError, PlanError: see Engine.
+    """
+    automatic = _automatic(plan, rates, experts)
+    config = read_config(model_dir)
+    wanted = Split(attention, 1 if experts is None else experts)
+    split = serving_split(model_dir, wanted)
+    notes: tuple[str, ...] = ()
+    if split != wanted:
+        notes += (
+            f"{model_dir.name} is a {config.model_type} model without experts that could be elsewhere, so every"
+            " attention worker holds all of it",
+        )
+    elif split.experts and config.model_type not in TRIED:
+        notes += (
+            f"{config.model_type} is served split, but has not been tried; compare some of its tokens with"
+            " those of experts=0",
+        )
+    choice = None
+    if automatic is not None and split.experts:
+        choice = automatic.choose(model_dir, split, limits, dtype=dtype, may_unsplit=experts is None and not traced)
+        notes += (f"plan auto: {choice}",)
+        logging.getLogger("laconic").info("plan auto: %s", choice)
+        if choice.split is None:
+            split = Split(split.num_workers, 0)
+        plan = choice.plan
+    runs, changed = _runnable(plan if isinstance(plan, InferencePlan) else InferencePlan(), split)
+    return ServingPlan(split, runs, choice, notes + changed, config.get_text_config().vocab_size)
+
+
+def serving_split(model_dir: Path, wanted: Split) -> Split:
+    """Return the workers that will serve a model: a dense one has no expert workers.
+
+    Raises:
+        ConfigError: there are more expert workers than experts.
+        ModelError: the directory holds no model that can be served.
+    """
+    _, blocks = find_experts(read_config(model_dir))
+    if not blocks:
+        return Split(wanted.attention, 0)
+    if wanted.experts:
+        for block in blocks.values():
+            wanted.expert_range(0, block.num_experts)
+    return wanted
+
+
+def _automatic(
+    plan: InferencePlan | AutoPlan | str | None, rates: str | os.PathLike[str] | None, experts: int | None
+) -> AutoPlan | None:
+    """The automatic plan that is asked for; None if a plan is given."""
+    if isinstance(plan, AutoPlan):
+        if rates is not None:
+            raise ConfigError(
+                f"rates is {str(rates)!r} beside an AutoPlan, which has its own; give AutoPlan(rates=...)"
+            )
+        automatic = plan
+    elif plan is None or isinstance(plan, InferencePlan):
+        if rates is not None:
+            raise ConfigError(f"rates is {str(rates)!r}, but only an automatic plan needs rates; give plan='auto'")
+        return None
+    elif plan == "auto":
+        automatic = AutoPlan(rates)
+    else:
+        raise ConfigError(f"plan is {plan!r}, but it must be an InferencePlan, an AutoPlan or 'auto'")
+    if experts == 0:
+        raise ConfigError("plan is automatic with experts = 0, which leaves nothing to choose; leave out one of them")
+    return automatic
+
+
+def _runnable(plan: InferencePlan, split: Split) -> tuple[InferencePlan, tuple[str, ...]]:
+    """The plan that will run in place of one that asks micro-batches to keep step, and a note of that."""
+    if plan.order != "AASS":
+        return plan, ()
+    runs: Order = "ASAS" if plan.shared_first else "greedy"
+    note = f"order AASS runs as {runs}: micro-batches do not wait for each other between attention and shared experts"
+    return replace(plan, order=runs), (note,) if plan.num_micro_batches > 1 and split.experts else ()

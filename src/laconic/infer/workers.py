@@ -1,0 +1,332 @@
+"""The workers of an engine: started, waited for, listened to, given up when they are lost, started again.
+
+One thread per worker reads its events until its pipe or connection ends; that end is the one way in which a worker is
+lost. A worker that hangs does not end by itself: a watch (laconic.infer.watch) ends it, and says why.
+
+[Note: locks of an engine] Each room has one lock for its own fields: InFlight for requests, WorkerSet for what became
+of the workers, RunRecorder for the recording. They are taken in the order RunRecorder, WorkerSet, InFlight, and nobody
+calls a listener, starts a process or waits for one with a lock held. Only `_hand_over` writes to workers under a lock,
+since nothing may overtake what was held back. One more lock per worker keeps the lines apart that go to it.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from laconic.errors import CollectiveError, LaconicError, ModelError
+from laconic.infer.control import Worker
+from laconic.infer.in_flight import InFlight, fail_all
+from laconic.infer.launch import WorkerLauncher
+from laconic.infer.payload import LinkTraffic
+from laconic.infer.sampling import ChosenToken
+from laconic.infer.split import Split
+from laconic.infer.watch import Watch
+
+__all__ = ["WorkerReport", "WorkerSet"]
+
+_LAST_WORDS_SECONDS = 1.0
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """A worker and what it holds.
+
+    Attributes:
+        role: "attention" or "expert".
+        number: among the workers of this role, from 0.
+        pid: of its process.
+        nbytes: bytes of the parameters it holds.
+        host: name of its machine; None is the engine's.
+    """
+
+    role: str
+    number: int
+    pid: int
+    nbytes: int
+    host: str | None = None
+
+    def __str__(self) -> str:
+        where = f"pid {self.pid}" if self.host is None else f"pid {self.pid} on {self.host}"
+        return f"{self.role} worker {self.number} ({where}): {self.nbytes / 2**20:.1f} MiB of weights"
+
+
+class WorkerSet:
+    """All workers of one engine.
+
+    Args:
+        launcher: starts them.
+        split: of the engine.
+        requests: that the workers serve; they end here.
+        start_timeout_seconds: for all workers to be ready.
+        progress_seconds: see Watch.
+        max_restarts: how often all are started again after one was lost.
+
+    Attributes:
+        running: whether all are ready and none is lost.
+        num_restarts: how often they were started again.
+        reports: of those that run, or ran last.
+    """
+
+    def __init__(
+        self,
+        launcher: WorkerLauncher,
+        split: Split,
+        requests: InFlight,
+        start_timeout_seconds: float,
+        progress_seconds: float,
+        max_restarts: int,
+    ) -> None:
+        self._launcher, self._split, self._requests = launcher, split, requests
+        self._start_timeout_seconds, self._max_restarts = start_timeout_seconds, max_restarts
+        self._progress_seconds = progress_seconds
+        self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close the engine
+        self._writing = [threading.RLock() for _ in range(split.num_workers)]
+        self._processes: list[Worker] = []
+        self._readers: list[threading.Thread] = []
+        self._ready: list[dict[str, Any] | None] = []
+        self._ready_count = threading.Semaphore(0)
+        self._watch: Watch | None = None
+        self._failure: LaconicError | None = None
+        self._closing = False
+        self._restarting: threading.Thread | None = None
+        self._held_back: list[tuple[int, list[dict[str, Any]]]] | None = None
+        self._answers: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._past_traffic = (LinkTraffic(), LinkTraffic())
+        self._traffic: dict[int, tuple[LinkTraffic, LinkTraffic]] = {}
+        self.running = False
+        self.num_restarts = 0
+        self.reports: tuple[WorkerReport, ...] = ()
+
+    @property
+    def traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
+        """Messages to expert workers (a2e) and back (e2a), as of the requests that have ended."""
+        with self._lock:
+            a2e, e2a = self._past_traffic
+            for there, back in self._traffic.values():
+                a2e, e2a = a2e + there, e2a + back
+            return a2e, e2a
+
+    def name(self, rank: int) -> str:
+        """Return what messages call a worker."""
+        role, number = self._split.role(rank)
+        return f"{role} worker {number}"
+
+    def start(self) -> dict[str, Any]:
+        """Start all; returns what the first attention worker said when it was ready.
+
+        Raises:
+            LaconicError: what keeps one from starting; all have ended then.
+        """
+        self._start_all()
+        with self._lock:
+            self.running = self._failure is None
+        first = self._ready[0]
+        assert first is not None
+        return first
+
+    def send(self, rank: int, *commands: dict[str, Any]) -> None:
+        """Tell a worker something, or hold it back for those that are being started again."""
+        with self._lock:
+            if self._held_back is not None:
+                self._held_back.append((rank, list(commands)))
+                return
+        self._tell(rank, *commands)
+
+    def ask(self, rank: int, command: dict[str, Any], timeout_seconds: float) -> dict[str, Any] | None:
+        """Tell a worker something that it answers; returns the answer, or None without one."""
+        self._answers = queue.SimpleQueue()
+        if not self.running:
+            return None
+        self._tell(rank, command)
+        try:
+            answer = self._answers.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        return answer[1] if answer is not None and answer[0] == rank else None
+
+    def close(self) -> None:
+        """End all; who is in flight fails. Does nothing the second time."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self.running = False
+        closed = CollectiveError("the engine is closed")
+        fail_all(self._requests.refuse(closed), closed)
+        if self._restarting is not None:
+            while self._restarting.is_alive():
+                for process in self._processes:
+                    process.kill()
+                self._restarting.join(0.1)
+        for rank in range(min(self._split.attention, len(self._processes))):
+            self._tell(rank, {"do": "stop"})
+        for process in self._processes:
+            if not process.wait(_STOP_SECONDS):
+                process.kill()
+        self._end_all()
+        self._launcher.close()
+
+    def _start_all(self) -> None:
+        self._ready = [None] * self._split.num_workers
+        self._ready_count = threading.Semaphore(0)
+        try:
+            self._processes = self._launcher.launch(self.num_restarts)
+        except OSError as error:
+            raise CollectiveError(f"a worker's process could not be started: {error}") from error
+        self._readers = [
+            threading.Thread(target=self._read, args=(rank,), name=f"laconic-worker-{rank}", daemon=True)
+            for rank in range(self._split.num_workers)
+        ]
+        ranks = range(self._split.attention)
+        self._watch = Watch({rank: self._processes[rank] for rank in ranks}, self._requests, self._progress_seconds)
+        for reader in self._readers:
+            reader.start()
+        self._wait_until_ready()
+        self.reports = tuple(self._report(rank) for rank in range(self._split.num_workers))
+        self._watch.start()
+
+    def _wait_until_ready(self) -> None:
+        try:
+            for _ in self._processes:
+                if not self._ready_count.acquire(timeout=self._start_timeout_seconds):
+                    waiting = [self.name(rank) for rank, said in enumerate(self._ready) if said is None]
+                    raise CollectiveError(
+                        f"{', '.join(waiting)} did not start within {self._start_timeout_seconds:.0f} s; see its"
+                        " output, or give start_timeout_seconds"
+                    )
+                if self._failure is not None or self._closing:
+                    raise self._failure or CollectiveError("the engine is closed")
+        except BaseException as error:
+            with self._lock:
+                wrapped = error if isinstance(error, LaconicError) else CollectiveError("the engine did not start")
+                self._failure = self._failure or wrapped
+            self._end_all()
+            raise
+
+    def _report(self, rank: int) -> WorkerReport:
+        role, number = self._split.role(rank)
+        said, process = self._ready[rank], self._processes[rank]
+        assert said is not None
+        return WorkerReport(role, number, process.pid, said["nbytes"], process.host)
+
+    def _tell(self, rank: int, *commands: dict[str, Any]) -> None:
+        stream = self._processes[rank].commands
+        with self._writing[rank]:
+            try:
+                stream.write("".join(f"{json.dumps(command)}\n" for command in commands))
+                stream.flush()
+            except (OSError, ValueError):
+                return  # it has ended, and its reader says so
+
+    def _read(self, rank: int) -> None:
+        """Read the events of one worker until it ends."""
+        process, watch = self._processes[rank], self._watch
+        assert watch is not None
+        error: LaconicError | None = None
+        for line in process.events:
+            event: dict[str, Any] = json.loads(line)
+            watch.mark(rank)
+            if event["is"] == "ready":
+                self._ready[rank] = event
+                self._ready_count.release()
+            elif event["is"] == "token":
+                top = tuple((token, logprob) for token, logprob in event["top"])
+                self._requests.hear(event["name"], ChosenToken(event["token"], event["logprob"], top))
+            elif event["is"] == "finished":
+                a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
+                with self._lock:
+                    self._traffic[rank] = (a2e, e2a)
+                self._finish(event)
+            elif event["is"] == "recorded":
+                self._answers.put((rank, event))
+            elif event["is"] == "failed":
+                kind = ModelError if event["refused"] else CollectiveError
+                error = kind(f"{self.name(rank)}: {event['error']}")
+        if (hung := watch.verdict(rank)) is not None:
+            error = CollectiveError(f"{self.name(rank)} (pid {process.pid}) {hung}; its requests are lost")
+        self._lose(error or CollectiveError(f"{self.name(rank)} {process.ending()}; its requests are lost"))
+
+    def _finish(self, event: dict[str, Any]) -> None:
+        name = event["name"]
+        if event["error"] is None:
+            self._requests.end(name, event["tokens"])
+        elif name in self._requests:
+            # The links of an attention worker notice a lost expert worker as soon as its pipe does: the pipe knows why.
+            for reader in self._readers:
+                if reader is not threading.current_thread():
+                    reader.join(_LAST_WORDS_SECONDS / len(self._readers))
+            self._requests.fail(name, self._failure or CollectiveError(f"{name} failed: {event['error']}"))
+
+    def _lose(self, error: LaconicError) -> None:
+        """Fail what is in flight, end all workers, and start them again if that is wanted."""
+        with self._lock:
+            if self._closing or self._failure is not None:
+                self._ready_count.release()
+                return
+            self._failure = error
+            starts_again = self._held_back is not None  # `_restart` knows whether it tries once more
+            restarts = self.running and self.num_restarts < self._max_restarts
+            self.running = False
+            if restarts:
+                self._held_back = []  # only running workers hold nothing back
+                failed = self._requests.withdraw()
+            else:
+                failed = [] if starts_again else self._requests.refuse(error)
+        for process in self._processes:
+            process.kill()
+            self._ready_count.release()
+        self._answers.put(None)
+        fail_all(failed, error)
+        if restarts:
+            self._restarting = threading.Thread(target=self._restart, name="laconic-restart", daemon=True)
+            self._restarting.start()
+
+    def _restart(self) -> None:
+        """Start all workers again, as often as is wanted, and hand them the requests that have come meanwhile."""
+        while True:
+            self._end_all()
+            with self._lock:
+                self._past_traffic = self.traffic
+                self._traffic.clear()
+                if self._closing:
+                    return
+                self.num_restarts += 1
+                self._failure = None
+            try:
+                self._start_all()
+                error = self._hand_over()
+            except LaconicError as failure:
+                error = failure
+            if error is None:
+                return
+            if self._closing or self.num_restarts >= self._max_restarts:
+                fail_all(self._requests.refuse(error), error)
+                return
+
+    def _hand_over(self) -> LaconicError | None:
+        """Send what was held back; returns what ended the new workers meanwhile, if anything did."""
+        with self._lock:
+            if self._failure is not None:
+                return self._failure
+            for rank, commands in self._held_back or ():
+                self._tell(rank, *(command for command in commands if command["name"] in self._requests))
+            self._held_back = None
+            self.running = True
+        return None
+
+    def _end_all(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        for process in self._processes:
+            process.kill()
+            process.wait(_STOP_SECONDS)
+        for reader in self._readers:
+            if reader is not threading.current_thread():
+                reader.join(_STOP_SECONDS)
+        for process in self._processes:
+            process.close()
