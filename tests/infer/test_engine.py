@@ -87,6 +87,15 @@ def test_of_a_call_with_a_refused_prompt_none_runs(engine: Engine) -> None:
     assert engine.generate([], 2) == []
 
 
+def test_a_forked_process_neither_asks_nor_closes(engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as child:
+        child.setattr("os.getpid", lambda: 1)
+        with pytest.raises(ConfigError, match="this is process 1, forked from it"):
+            engine.submit([1])
+        engine.close()
+    assert engine.generate(PROMPTS[:1], NEW_TOKENS) == expected(model)[:1]
+
+
 def test_bad_arguments_are_refused_before_a_process_starts(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no config"):
         Engine(tmp_path)
