@@ -17,13 +17,19 @@ compiled graph the value then depends on the gradient, so forward cannot compute
 
 One value is often wanted several times in backward (by the query, key and value projections, then by the norm), so a
 rebuilt value stays until its last reader has had it: that is what `Memo` is for.
+
+A batch, or any other tensor without gradient, outlives the step, may be filled again in ways that torch does not count
+(by NumPy, by a data loader), and other models read it. So a note on it ends with the graph that it was written for, or
+with the first value taken from it; while that graph waits for its backward, a change would make torch's own gradient
+wrong too. Codes with fewer bits than a reader asks for are not read by it, whatever tensor they are noted on.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,6 +38,7 @@ from torch import Tensor
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.offload import offloader_of
 from laconic.formats import BlockTensor
+from laconic.ops import BITS
 
 __all__ = [
     "Kept",
@@ -76,6 +83,7 @@ class Memo:
         self._inner = inner
         self._readers = 0
         self._value: Tensor | None = None
+        self.was_taken = False
 
     def announce(self) -> None:
         """Register one more reader, in forward."""
@@ -92,6 +100,7 @@ class Memo:
             after: the incoming gradient of the reader's backward.
         """
         value = self._value if self._value is not None else in_range(self._rebuild(tensors, after))
+        self.was_taken = True
         self._readers -= 1
         self._value = value if self._readers > 0 else None
         return value
@@ -107,24 +116,59 @@ def in_range(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site."""
+    """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site.
+
+    Packed codes of the value itself say in how many `bits`; None for what is exact or computed from other values.
+    """
 
     tensors: Tensors
     memo: Memo
     origin: str
+    bits: int | None = None
 
 
-@dataclass(frozen=True)
 class _Note:
-    """The attribute on a tensor: `kept` rebuilds it as long as its version is `version`."""
+    """The attribute on a tensor: `kept` rebuilds it as long as its version is `version`.
 
-    kept: Kept
-    version: int
+    Args:
+        kept: rebuilds the tensor.
+        version: of the tensor.
+        lasts: as long as the tensor; otherwise until the graph is gone that `kept` was made for, or is read.
+    """
+
+    def __init__(self, kept: Kept, version: int, *, lasts: bool) -> None:
+        self.version = version
+        self._kept: Kept | None = kept
+        self._memo: weakref.ref[Memo] | None = None
+        if not lasts:
+            # The graph holds the memo of what it saved. The note must not, nor the codes when the memo is gone.
+            self._kept = replace(kept, memo=_GONE)
+            self._memo = weakref.ref(kept.memo, self._end)
+
+    def kept(self) -> Kept | None:
+        """What rebuilds the tensor; None if the note has ended."""
+        if self._kept is None or self._memo is None:
+            return self._kept
+        memo = self._memo()
+        if memo is None or memo.was_taken:
+            self._kept = None
+            return None
+        return replace(self._kept, memo=memo)
+
+    def _end(self, _: object) -> None:
+        self._kept = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A note is about this tensor in this process. Copies and files of the tensor go without it, and files stay
         # loadable with weights_only=True.
         return OrderedDict, ()
+
+
+def _no_value(tensors: Tensors, after: Tensor | None) -> Tensor:
+    raise AssertionError("a note that has ended was read")
+
+
+_GONE = Memo(_no_value)
 
 
 def keep(x: Tensor, format: Packing, origin: str) -> Kept:
@@ -136,11 +180,16 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
         origin: kind of the site that asks.
     """
     kept = known(x)
-    if kept is None:
+    if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
         kept = pack(x, format, origin)
         if not _is_reused(x):
             attach(x, kept)
     return kept
+
+
+def _bits(format: Packing) -> int:
+    block_format = format.format if isinstance(format, Offload) else format
+    return BITS[block_format.code]
 
 
 def known(x: Tensor) -> Kept | None:
@@ -179,7 +228,7 @@ def pack(x: Tensor, format: Packing, origin: str) -> Kept:
         codes, scales = tensors if fetch is None else fetch(tensors)
         return BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after)
 
-    return Kept(saved, Memo(dequantize), origin)
+    return Kept(saved, Memo(dequantize), origin, _bits(format))
 
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:
@@ -208,7 +257,7 @@ def take_all(
 
 def attach(x: Tensor, kept: Kept) -> None:
     """Note on `x` that `kept` rebuilds it: functions that would save `x` for backward save `kept.tensors` instead."""
-    setattr(x, _ATTRIBUTE, _Note(kept, x._version))
+    setattr(x, _ATTRIBUTE, _Note(kept, x._version, lasts=x.requires_grad))
 
 
 def found(x: Tensor) -> Kept | None:
@@ -221,10 +270,11 @@ def found(x: Tensor) -> Kept | None:
     # In-place changes after the note was made would make it stand for another value.
     if not isinstance(note, _Note) or note.version != x._version:
         return None
-    if not of_base:
-        return note.kept
+    kept = note.kept()
+    if kept is None or not of_base:
+        return kept
     shape = x.shape
-    return derive(lambda value: value.reshape(shape), (note.kept,), (), note.kept.origin)
+    return derive(lambda value: value.reshape(shape), (kept,), (), kept.origin)
 
 
 def _producer_holds(x: Tensor) -> bool:
