@@ -394,3 +394,68 @@ def test_a_layer_in_the_place_of_nothing_is_named_once(caplog: pytest.LogCapture
     (record,) = caplog.records
     assert "1 layers came after compress_activations and stay exact" in record.message
     assert "model.extra" in record.message
+
+
+def small_model() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(16, 64)
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+def test_replicas_of_data_parallel_are_refused_until_the_model_is_itself_again(mode: Any) -> None:
+    model, x = small_model()
+    before = [set(vars(module)) for module in model.modules()]
+    laconic.compress_activations(model, mode=mode, example_inputs={"input": x})
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for each in (model, copied):
+        with pytest.raises(ModelError, match=r"torch\.nn\.DataParallel.*DistributedDataParallel"):
+            [module._replicate_for_data_parallel() for module in each.modules()]
+        laconic.decompress_activations(each)
+        assert len([module._replicate_for_data_parallel() for module in each.modules()]) == 5
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "layer", "functional_call", "parametrized", "tied"])
+def test_every_other_way_to_other_weights_computes_with_those(way: str) -> None:
+    model, x = small_model()
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin, bits=8, example_inputs={"input": x})
+    other = {name: (0.5 * value).detach() for name, value in model.named_parameters()}
+    plain = copy.deepcopy(model)
+    plain.load_state_dict(other)
+    if way == "deepcopy":
+        got = copy.deepcopy(twin)
+        got.load_state_dict(other)
+    elif way == "pickle":
+        got = pickle.loads(pickle.dumps(twin))
+        got.load_state_dict(other)
+    elif way == "layer":
+        got = copy.deepcopy(twin)
+        for place in (0, 1, 3):
+            got[place] = copy.deepcopy(twin[place])
+        got.load_state_dict(other)
+    elif way == "parametrized":
+        for each in (plain, twin):
+            each.load_state_dict(other)
+            nn.utils.parametrizations.weight_norm(each[1])
+        got = twin
+    elif way == "tied":
+        for each in (plain, twin):
+            each.load_state_dict(other)
+            each[3].weight = nn.Parameter(torch.ones(8, 64))
+            each[1].weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)))
+            each[1].bias = each[0].bias
+        got = twin
+    if way == "functional_call":
+        leaves = {name: value.requires_grad_() for name, value in other.items()}
+        y, wanted = torch.func.functional_call(twin, leaves, (x,)), list(leaves.values())
+    else:
+        y, wanted = got(x), list(got.parameters())
+    expected = plain(x)
+    assert torch.equal(y, expected)
+    pairs = zip(
+        torch.autograd.grad(y.square().sum(), wanted),
+        torch.autograd.grad(expected.square().sum(), list(plain.parameters())),
+        strict=True,
+    )
+    assert all(relative_error(got, exact) < 0.05 for got, exact in pairs)

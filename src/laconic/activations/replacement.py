@@ -72,9 +72,16 @@ class Replacement:
         is_own = self.__dict__.get("replaced") is None
         return MethodType(_like(self._before) if is_own else _like_bound(self._before), self)
 
+    @property
+    def stored(self) -> Callable[..., Any]:
+        """What is stored as the module's `forward`."""
+        return self.forward
+
     def install(self) -> None:
         """Replace the module's forward."""
-        self.module.forward = self.forward
+        self.module.forward = self.stored
+        # torch's replicas share the dictionary of the module, and so a forward that computes with its parameters.
+        self.module.__dict__[_REPLICATE] = _refuse_replicas
 
     def remove(self) -> None:
         """Restore the module's forward."""
@@ -82,6 +89,23 @@ class Replacement:
             del self.module.forward
         else:
             self.module.forward = self.replaced
+        self._permit_replicas()
+
+    def _permit_replicas(self) -> None:
+        if next(replacements_of(self.module), None) is None:
+            self.module.__dict__.pop(_REPLICATE, None)
+
+
+_REPLICATE = "_replicate_for_data_parallel"
+"""The method of `nn.Module` by which `nn.DataParallel` copies it."""
+
+
+def _refuse_replicas() -> nn.Module:
+    raise ModelError(
+        "a model with compressed activations is in torch.nn.DataParallel, whose replicas would all compute with the "
+        "parameters of the first; use torch.nn.parallel.DistributedDataParallel, or call "
+        "laconic.decompress_activations(model) first"
+    )
 
 
 def _blank(cls: type[Replacement], owner: type[nn.Module]) -> Replacement:
@@ -114,9 +138,10 @@ class ModelReplacement(Replacement):
         """The forward while it is enabled."""
         raise TypeError(f"{type(self).__name__} has to define run")
 
-    def install(self) -> None:
-        """Store this object as the module's forward."""
-        self.module.forward = self
+    @property
+    def stored(self) -> Callable[..., Any]:
+        """This object itself."""
+        return self
 
     def remove(self) -> None:
         """Restore the module's forward, or turn this one off where a host has wrapped it."""
@@ -124,6 +149,7 @@ class ModelReplacement(Replacement):
             super().remove()
         else:
             self.enabled = False
+            self._permit_replicas()
 
     def _resemble(self) -> None:
         functools.update_wrapper(self, self._before, updated=())
