@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import in_range
@@ -27,7 +27,7 @@ from laconic.activations.tracker import observe
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import DTYPES
 
-__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "runs_twice"]
+__all__ = ["LayerForward", "checkpoint", "is_checkpointed_layer", "run_again", "runs_twice"]
 
 
 def runs_twice() -> bool:
@@ -54,10 +54,41 @@ def checkpoint(function: Callable[..., Any], *args: Any, format: BlockFormat | N
 
     As `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which does the work, but those of `args` that are
     float32, bfloat16 or float16 tensors and require grad are kept in `format` (None: exact). Random state and autocast
-    of the second run are those of the first. Tensors in `kwargs` are kept as they are.
+    of the second run are those of the first. Tensors in `kwargs` are kept exactly.
     """
     with packed_inputs(args, format):
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return run_again(function, args, kwargs)
+
+
+def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)`, run again in backward; autograd saves every tensor in the arguments.
+
+    torch's function would hold those that are given by name, or lie in a tuple, a list or a dict, in a closure: past
+    backward, where no hook packs, moves or counts them and no change in place is noticed.
+
+    Args:
+        function: whose tensors inside are not saved.
+        args: its arguments by position; tensors and any nest of tuples, lists and dicts with tensors among them.
+        kwargs: its arguments by name, likewise.
+    """
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_no_nest)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place] for place in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def run(*tensors: Tensor) -> Any:
+        filled = list(rest)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, spec)
+        return function(*args, **kwargs)
+
+    return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+
+
+def _is_no_nest(value: Any) -> bool:
+    # Caches and outputs of models may be registered as nests; these must stay the very objects.
+    return type(value) not in (tuple, list, dict)
 
 
 @contextmanager

@@ -18,11 +18,10 @@ import logging
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from laconic.activations.checkpoint import packed_inputs
+from laconic.activations.checkpoint import packed_inputs, run_again
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.forwards import SiteForward
 from laconic.activations.replay import Replay, forgetting
@@ -77,9 +76,9 @@ class MixerForward(SiteForward):
                 )
                 return self.original(*args, **kwargs)
         # What has another shape is a mask, a position or a bias, and stays exact.
-        alike = [x for x in args if isinstance(x, Tensor) and x.shape == args[0].shape]
+        alike = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.shape == args[0].shape]
         with packed_inputs(alike, self.input_format):
-            return torch.utils.checkpoint.checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+            return run_again(self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:  # in backward: what the first run wrote to a cache stays there
