@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.multiprocessing as mp
 
+from laconic.cli.main import main
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
 from laconic.train.distributed.world import STORE_VARIABLE, join_world, read_environment
@@ -142,6 +143,46 @@ def finish(process: subprocess.Popen[str], timeout_seconds: float = 280) -> Endi
         out, err = process.communicate()
         raise AssertionError(f"still running after {timeout_seconds} s:\n{out}\n{err}") from None
     return Ending(process.returncode, out, err)
+
+
+class ForkedCommand:
+    """`laconic ARGUMENTS` in a process forked like those of `run_ranks`: it does not import torch again.
+
+    For commands of which only what they do counts; whether a fresh interpreter finds the command is for `start`.
+    """
+
+    def __init__(self, arguments: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> None:
+        """Start it with the environment `variables`; it prints to the files out and err of `folder`, a new one."""
+        folder.mkdir()
+        self._folder = folder
+        variables = environment() if variables is None else variables
+        self._process = _forkserver().Process(target=_command, args=(arguments, folder, dict(variables)))
+        self._process.start()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def finish(self, timeout_seconds: float = 280) -> Ending:
+        """Wait for the end; the exit code (negative: the signal that killed it) and what was printed."""
+        self._process.join(timeout_seconds)
+        out, err = ((self._folder / name).read_text() for name in ("out", "err"))
+        if self._process.exitcode is None:
+            self.kill()
+            self._process.join()
+            raise AssertionError(f"still running after {timeout_seconds} s:\n{out}\n{err}")
+        return Ending(self._process.exitcode, out, err)
+
+
+def _command(arguments: list[str], folder: Path, variables: dict[str, str]) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ |= variables
+    sys.exit(main(arguments))
 
 
 def start_training(config: TrainConfig, file: Path) -> subprocess.Popen[str]:

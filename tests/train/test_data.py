@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from laconic.train.data.sampler import global_indices, sample_id
 from laconic.train.data.sources import find_files, read_documents, standard_library_files
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer, bytes_per_token, load_tokenizer
+from tests.distributed.processes import run_ranks
 
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=200)
 
@@ -304,23 +304,17 @@ def test_cache_is_used_until_something_changes(tmp_path: Path, json_tokenizer: P
     assert len(token_files()) == 3
 
 
-def _prepare(folder: Path, start: Barrier, fingerprints: "SimpleQueue[str]") -> None:
-    start.wait()
-    fingerprints.put(prepare(config_for(folder)).fingerprint)
+def _prepare_at_once(rank: int, folder: Path, together: Barrier) -> None:
+    together.wait(60)  # all have imported everything: now they race
+    (folder / f"{rank}.txt").write_text(prepare(config_for(folder)).fingerprint)
 
 
 def test_processes_share_one_tokenization(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("line\n" * 400_000)
-    context = multiprocessing.get_context("fork")
-    start, fingerprints = context.Barrier(3), context.SimpleQueue()
-    children = [context.Process(target=_prepare, args=(tmp_path, start, fingerprints)) for _ in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(timeout=60)
-    assert [child.exitcode for child in children] == [0, 0, 0]
-    assert {fingerprints.get() for _ in children} == {prepare(config_for(tmp_path)).fingerprint}
+    run_ranks(_prepare_at_once, (tmp_path, multiprocessing.get_context("forkserver").Barrier(3)), 3)
+    fingerprints = {(tmp_path / f"{rank}.txt").read_text() for rank in range(3)}
+    assert fingerprints == {prepare(config_for(tmp_path)).fingerprint}
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".bin", ".idx", ".lock"]
 
 

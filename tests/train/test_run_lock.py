@@ -19,7 +19,7 @@ from laconic.errors import CheckpointError, ConfigError
 from laconic.train import run_lock
 from laconic.train.config.toml import save_config
 from laconic.train.run_lock import LOCK_FILE, RunLock
-from tests.distributed.processes import environment, finish, num_steps, start, start_training, wait_until
+from tests.distributed.processes import Ending, ForkedCommand, num_steps, wait_until
 from tests.train.runs import losses, resumed, tiny_config, train_alone
 
 
@@ -150,14 +150,18 @@ def test_of_many_at_once_one_holds_it(tmp_path: Path) -> None:
     assert sum(results.get() for _ in workers) >= rounds
 
 
-@pytest.mark.slow
+def two_trainings(config: Path) -> list[Ending]:
+    """How `laconic train` with one configuration ends twice at once; the lower exit code first."""
+    command = ["train", "--config", str(config)]
+    both = [ForkedCommand(command, config.parent / name) for name in ("first", "second")]
+    return sorted((command.finish() for command in both), key=lambda ending: ending.code)
+
+
 def test_a_second_run_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 40, "checkpoint.every": 5, "eval_every": 0})
     train_alone(config, stop_after=5)
     save_config(resumed(config), tmp_path / "resumed.toml")
-    command = ["-m", "laconic", "train", "--config", str(tmp_path / "resumed.toml")]
-    both = [start(command, environment()) for _ in range(2)]
-    endings = sorted((finish(process) for process in both), key=lambda ending: ending.code)
+    endings = two_trainings(tmp_path / "resumed.toml")
     # The slower one may also come when the faster has done all steps.
     assert endings[0].code == 0, endings
     assert endings[1].code == 2 or "has done 40 of 40 steps" in endings[0].out + endings[1].out, endings
@@ -168,13 +172,11 @@ def test_a_second_run_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
-@pytest.mark.slow
 def test_two_new_runs_in_one_directory(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 40, "eval_every": 0})
     train_alone(tiny_config(tmp_path, "warm", {"steps": 1}))  # so that both find the data tokenized
     save_config(config, tmp_path / "config.toml")
-    both = [start(["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")], environment()) for _ in "ab"]
-    endings = sorted((finish(process) for process in both), key=lambda ending: ending.code)
+    endings = two_trainings(tmp_path / "config.toml")
     assert [ending.code for ending in endings] == [0, 2], endings
     assert "is at work" in endings[1].err or "is not empty" in endings[1].err
     assert sorted(losses(config.run_dir)) == list(range(1, 41))
@@ -182,10 +184,11 @@ def test_two_new_runs_in_one_directory(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_is_gone_on_with_at_once(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "run", {"steps": 1000, "checkpoint.every": 1, "eval_every": 0})
-    process = start_training(config, tmp_path / "config.toml")
+    save_config(config, tmp_path / "config.toml")
+    command = ForkedCommand(["train", "--config", str(tmp_path / "config.toml")], tmp_path / "printed")
     wait_until(lambda: num_steps(config.run_dir) >= 3, timeout_seconds=120)
-    process.send_signal(signal.SIGKILL)
-    finish(process)
+    command.kill()
+    assert command.finish().code == -signal.SIGKILL
     assert (tmp_path / "run" / LOCK_FILE).exists()
     again = tiny_config(tmp_path, "run", {"steps": num_steps(config.run_dir) + 2, "eval_every": 0})
     assert train_alone(resumed(again)) == 0
