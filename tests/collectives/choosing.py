@@ -1,6 +1,6 @@
-"""What several processes do to choose: `python -m tests.collectives.choosing FOLDER` with torchrun's variables.
+"""What several processes do to choose.
 
-Each rank writes what it found to FOLDER/<name>.<rank>.json.
+Each rank writes what it found to folder/<name>.<rank>.json.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from laconic.cost.comm.rates import WireRates
 from laconic.cost.comm.seconds import RAW
 from laconic.errors import ConfigError
 from tests.collectives.simulated import made_up_rates
+from tests.distributed.processes import rank_environment
 
 LARGE = 1 << 22
 CPU = torch.device("cpu")
@@ -77,10 +78,10 @@ def from_rank_0(group: dist.ProcessGroup) -> Any:
     return {"choices": choices(group), "rates": rates_of(group).to_dict()}
 
 
-def unreadable(group: dist.ProcessGroup) -> Any:
+def unreadable(group: dist.ProcessGroup, folder: Path) -> Any:
     """The file of rank 0 is damaged."""
     if group.rank() == 0:
-        os.environ["LACONIC_WIRE_RATES"] = str(Path(sys.argv[1]) / "damaged.json")
+        os.environ["LACONIC_WIRE_RATES"] = str(folder / "damaged.json")
     try:
         choose("all_gather", LARGE, torch.bfloat16, group)
     except ConfigError as error:
@@ -138,8 +139,11 @@ def texts(group: dist.ProcessGroup) -> Any:
     return [ranks.texts("x" * group.rank()), ranks.texts(""), ranks.texts("gr\u00f6\u00dfer")]
 
 
-def main() -> None:
+def choose_together(rank: int, folder: Path, num_ranks: int, port: int) -> None:
+    """Carry out every scenario with all ranks, and write what this one found to `folder`."""
     torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    os.environ |= rank_environment(rank, num_ranks, port, XDG_CACHE_HOME=str(folder / "cache"))
     dist.init_process_group("gloo")
     scenarios = (measured, from_rank_0, unreadable, prepared, talking, carried_out, texts)
     for scenario in scenarios:
@@ -147,13 +151,9 @@ def main() -> None:
         # A group of its own for each, so that nothing is remembered.
         group = dist.new_group(list(range(dist.get_world_size())))
         assert group is not None
-        found = scenario(group)
+        found = scenario(group, folder) if scenario is unreadable else scenario(group)
         use_rates(None)
         os.environ.pop("LACONIC_WIRE_RATES", None)
-        (Path(sys.argv[1]) / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(found))
+        (folder / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

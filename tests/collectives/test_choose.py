@@ -31,8 +31,9 @@ from laconic.cost.comm.seconds import (
     decide,
 )
 from laconic.errors import FormatError
+from tests.collectives.choosing import choose_together
 from tests.collectives.simulated import made_up_rates
-from tests.distributed.processes import finish, free_port, rank_environment, start
+from tests.distributed.processes import free_port, run_ranks
 
 LARGE = 1 << 23
 CALL = Call("all_gather", LARGE, "bfloat16")
@@ -256,11 +257,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("choosing")
     (folder / "damaged.json").write_text('{"format": "laconic wire rates", "version": 9}')
     names = ["measured", "from_rank_0", "unreadable", "prepared", "talking", "carried_out", "texts"]
-    arguments = ["-m", "tests.collectives.choosing", str(folder)]
-    port, home = free_port(), str(folder / "cache")
-    environments = [rank_environment(rank, WORLD, port, XDG_CACHE_HOME=home) for rank in range(WORLD)]
-    endings = [finish(process) for process in [start(arguments, environment) for environment in environments]]
-    assert [ending.code for ending in endings] == [0] * WORLD, endings[0].err
+    run_ranks(choose_together, (folder, WORLD, free_port()), WORLD)
     return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(WORLD)] for name in names}
 
 
