@@ -15,6 +15,7 @@ from laconic.train.config.toml import save_config
 from laconic.train.report.run_dir import latest_name
 from tests.distributed.pair import LONG
 from tests.distributed.processes import (
+    ForkedCommand,
     environment,
     finish,
     free_port,
@@ -156,8 +157,8 @@ def test_torchrun_runs_the_same_command(pair: Path, tmp_path: Path) -> None:
 
 def test_a_world_that_never_meets_is_reported(pair: Path, tmp_path: Path) -> None:
     save_config(long_config(pair, "lonely", rank_timeout_seconds=2.0), tmp_path / "config.toml")
-    command = ["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")]
-    ending = finish(start(command, rank_environment(0, 2, free_port())), timeout_seconds=60)
+    command = ["train", "--config", str(tmp_path / "config.toml")]
+    ending = ForkedCommand(command, tmp_path / "printed", rank_environment(0, 2, free_port())).finish(60)
     assert ending.code == 2
     assert re.search(r"WORLD_SIZE is 2, but rank 0 on .* could not meet that many processes .* within 2 s", ending.err)
     assert not (pair / "lonely").exists()
@@ -165,12 +166,12 @@ def test_a_world_that_never_meets_is_reported(pair: Path, tmp_path: Path) -> Non
 
 def test_a_taken_master_port_is_named(pair: Path, tmp_path: Path) -> None:
     save_config(long_config(pair, "taken"), tmp_path / "config.toml")
-    command = ["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")]
+    command = ["train", "--config", str(tmp_path / "config.toml")]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ending = finish(start(command, rank_environment(0, 2, port)), timeout_seconds=60)
+        ending = ForkedCommand(command, tmp_path / "printed", rank_environment(0, 2, port)).finish(60)
     assert ending.code == 2
     assert f"MASTER_PORT is {port}, but that port is in use" in ending.err
 
