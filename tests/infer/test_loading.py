@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from laconic.infer.expert_share import ExpertShare
 from laconic.infer.split import slice_ranges
 from laconic.infer.transformers_seam import load_attention_model, load_experts
-from tests.infer.models import make, split_families
+from tests.infer.models import SERVED_SPLIT, make, split_families
 
 
 @pytest.mark.parametrize("family", split_families("mixtral", "gpt_oss", "deepseek_v2"))
@@ -39,6 +40,21 @@ def test_workers_together_hold_every_weight_once(tmp_path: Path, family: str) ->
             assert torch.equal(together, parameter), f"{name}.{key}"
     nbytes = sum(p.nbytes for p in attention.parameters()) + sum(ExpertShare(share).nbytes for share in shares)
     assert nbytes == sum(p.nbytes for p in whole.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", *SERVED_SPLIT])
+def test_a_whole_model_runs_as_the_first_of_a_process_as_transformers_would_run_it(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers remembers with a class what it may choose for it; a worker has not loaded another model before."""
+    path = make(family, tmp_path)
+    whole: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for kind in type(whole).__mro__:
+        for name in [name for name in vars(kind) if name.endswith("_cached_value")]:
+            monkeypatch.delattr(kind, name)
+    ours: Any = load_attention_model(path, None, None)
+    for setting in ("_experts_implementation", "_attn_implementation"):
+        assert getattr(ours.config, setting) == getattr(whole.config, setting), setting
 
 
 PEAK = """

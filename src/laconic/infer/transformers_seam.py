@@ -219,8 +219,10 @@ def load_attention_model(
             taken_out.append(f"{name}.")
         return kind._load_pretrained_model(model, *args, **kwargs)
 
-    # Conversions of weights are registered by the name of the class.
-    without_experts: Any = type(kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load)})
+    # Conversions of weights are registered by the name of the class, and whether its experts can be grouped is read from
+    # the source of its module.
+    own = {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
+    without_experts: Any = type(kind.__name__, (kind,), own)
     with quiet_transformers():
         try:
             model, info = without_experts.from_pretrained(
