@@ -54,9 +54,10 @@ def test_lossless_rows_between_two_hosts_give_the_same_tokens_in_less_time(make_
 ENGINE_END = """
 import json, os
 from torch._C._distributed_c10d import HashStore
-from laconic.infer import control
+from laconic.infer import connections as wire, control
 from laconic.infer.settings import WorkerSettings
-connections._KEEPALIVE |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 3000}
+wire._KEEPALIVE |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
+wire._USER_TIMEOUT_MILLISECONDS = 3000
 store = HashStore()
 connections = control.RankConnections(store)
 print("place", store.get("laconic-infer-0/laconic-infer/engine").decode(), flush=True)

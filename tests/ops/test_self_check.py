@@ -15,6 +15,7 @@ import torch
 import laconic
 from laconic.errors import FormatError, KernelError
 from laconic.ops import native, reference, self_check
+from laconic.ops.lossless import DTYPE_NUMBERS
 
 CPU = torch.device("cpu")
 
@@ -169,3 +170,12 @@ def test_a_wrong_cpp_kernel_is_refused_by_the_op_unless_switched_off(switch: str
         timeout=120,
     )
     assert shown in done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPE_NUMBERS, ids=str)
+@pytest.mark.parametrize("op", ["lossless_encode", "lossless_decode_"])
+def test_lossless_kernels_pass_for_every_type_that_a_message_holds(op: str, dtype: torch.dtype) -> None:
+    choices = (dtype, "tiered", False) if op == "lossless_encode" else (dtype,)
+    build, _ = self_check._OPS[op]
+    assert self_check.difference(op, getattr(native, op), build(*choices), "cpu") == ""

@@ -44,8 +44,10 @@ _TOKEN_NBYTES = 16
 _HELLO = struct.Struct(f"!{2 * _TOKEN_NBYTES}sI")
 """The token and the number of the attention worker."""
 
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
-"""A machine that has gone without a word is noticed after 15 s."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+"""A machine that has gone without a word is noticed after 15 s, by a connection on which nothing waits to leave."""
+_USER_TIMEOUT_MILLISECONDS = 15_000
+"""The same where something waits. It also ends a connection whose other end lives and reads nothing."""
 
 
 class Connection:
@@ -59,7 +61,7 @@ class Connection:
     def __init__(self, connected: socket.socket, name: str) -> None:
         self._socket = connected
         connected.settimeout(None)
-        keep_alive(connected)
+        keep_alive(connected, reads_at_once=False)
         self._outbox: queue.SimpleQueue[tuple[Header, Tensor | None] | None] = queue.SimpleQueue()
         self._broken: str | None = None
         self._sender = threading.Thread(target=self._send_all, name=f"{name}-out", daemon=True)
@@ -106,6 +108,7 @@ class Connection:
         self._outbox.put(None)
         self._sender.join(_HELLO_SECONDS)
         self._break("it was closed")
+        self._socket.close()
 
     def _receive_into(self, wanted: Tensor) -> None:
         view, done = _bytes_of(wanted), 0
@@ -138,8 +141,7 @@ class Connection:
     def _break(self, why: str) -> None:
         self._broken = self._broken or why
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits; its number stays taken until `close`
 
 
 def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:
@@ -160,13 +162,32 @@ def accept_attention(store: Store, number: int, attention: int) -> list[Connecti
     with _listen(own_address()) as listening:
         store.set(_key(number), json.dumps([*listening.getsockname()[:2], token]))
         found: dict[int, Connection] = {}
-        while len(found) < attention:
-            connected, _ = listening.accept()
+        heard: queue.SimpleQueue[tuple[socket.socket, int]] = queue.SimpleQueue()
+        all_here = threading.Event()
+
+        def accept_all() -> None:
+            with contextlib.suppress(OSError):  # `listening` is closed
+                while True:
+                    connected, _ = listening.accept()
+                    # In a thread of its own: a stranger who says nothing holds up nobody.
+                    threading.Thread(target=hear, args=(connected,), daemon=True).start()
+
+        def hear(connected: socket.socket) -> None:
             rank = _read_hello(connected, token)
-            if rank is None or rank in found or rank >= attention:
+            if rank is None or rank >= attention or all_here.is_set():
                 connected.close()  # a stranger
+            else:
+                heard.put((connected, rank))
+
+        threading.Thread(target=accept_all, name="laconic-accept", daemon=True).start()
+        while len(found) < attention:
+            connected, rank = heard.get()
+            if rank in found:
+                connected.close()
                 continue
             found[rank] = Connection(connected, f"laconic-attention-{rank}")
+        all_here.set()
+        listening.shutdown(socket.SHUT_RDWR)  # which ends `accept`
     return [found[rank] for rank in range(attention)]
 
 
@@ -178,10 +199,13 @@ def connect_expert(store: Store, number: int, rank: int) -> Connection:
     """
     store.set_timeout(FOREVER)
     address, port, token = json.loads(store.get(_key(number)))
+    connected = None
     try:
         connected = socket.create_connection((address, port), timeout=15.0)
         connected.sendall(_HELLO.pack(token.encode(), rank))
     except OSError as error:
+        if connected is not None:
+            connected.close()
         raise ConfigError(
             f"attention worker {rank} on {socket.gethostname()} cannot reach expert worker {number} at"
             f" {address}:{port} ({error.strerror or error}); let the workers' machines reach each other, and name the"
@@ -224,11 +248,18 @@ def own_address() -> str:
         ) from error
 
 
-def keep_alive(connected: socket.socket) -> None:
-    """Let a connection notice a machine that has gone, and send small messages at once."""
+def keep_alive(connected: socket.socket, reads_at_once: bool) -> None:
+    """Let a connection notice a machine that has gone, and send small messages at once.
+
+    Args:
+        connected: by TCP.
+        reads_at_once: whether the other end always reads. One that computes meanwhile, or stands still for a while, may
+            let megabytes wait.
+    """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in _KEEPALIVE.items():
+    limits = _KEEPALIVE | ({"TCP_USER_TIMEOUT": _USER_TIMEOUT_MILLISECONDS} if reads_at_once else {})
+    for name, value in limits.items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -239,8 +270,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _listen(address: str) -> socket.socket:
-    family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(place[:2], family=family, backlog=128)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} cannot listen at {address} ({error.strerror}); name another interface in"
+            " GLOO_SOCKET_IFNAME"
+        ) from error
 
 
 def _key(number: int) -> str:

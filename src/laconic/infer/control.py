@@ -291,7 +291,7 @@ class RankConnections:
 
     def _read_hello(self, connection: socket.socket) -> dict[str, Any] | None:
         """Read the first line of a connection; None if it is no rank's."""
-        keep_alive(connection)
+        keep_alive(connection, reads_at_once=True)
         connection.settimeout(_HELLO_SECONDS)
         line = b""
         try:
@@ -337,7 +337,7 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
             f" ({_first_line(error)}); see the output of rank 0"
         ) from error
     connection.settimeout(None)
-    keep_alive(connection)
+    keep_alive(connection, reads_at_once=True)
     events, commands = connection.makefile("w", encoding="utf-8"), connection.makefile("r", encoding="utf-8")
     hello = {"rank": info.rank, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
     events.write(json.dumps(hello) + "\n")

@@ -219,7 +219,7 @@ def load_attention_model(
             taken_out.append(f"{name}.")
         return kind._load_pretrained_model(model, *args, **kwargs)
 
-    # Conversions of weights are registered by the name of the class, and whether its experts can be grouped is read from
+    # Conversions of weights are registered by the name of the class; whether its experts can be grouped is read from
     # the source of its module.
     own = {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
     without_experts: Any = type(kind.__name__, (kind,), own)

@@ -206,11 +206,12 @@ def kept_nbytes(
             continue
         beside = choices.get(unit.rebuilt_with or "", EXACT)
         kept[unit.name] = (unit.kind, unit.nbytes_beside(choice, beside), unit.host_nbytes(choice))
-    packed = any(u.kind == "attention" and choices.get(u.name, EXACT) != EXACT for u in stage.units())
-    if packed:
-        given = arguments_nbytes(job.shape, job.batch, job.precision, stage.layers)
+    again = sorted(set(recomputed) & set(stage.layers))
+    packed = [u.layer for u in stage.units() if u.kind == "attention" and choices.get(u.name, EXACT) != EXACT]
+    if holding := sorted({*again, *(layer for layer in packed if layer is not None)}):
+        given = arguments_nbytes(job.shape, job.batch, job.precision, holding)
         kept[f"(attention's arguments in stage {stage.index})"] = ("attention", given, 0)
-    for layer in sorted(set(recomputed) & set(stage.layers)):
+    for layer in again:
         kept[job.shape.layer_name(layer)] = ("recomputed", recomputed_nbytes(job, recomputed[layer]), 0)
     return kept
 
