@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings, load_plan, predict
 from laconic.cost.hardware.compute import Hardware, Sensitivity
@@ -93,6 +95,52 @@ def test_a_budget_nothing_can_meet_says_the_smallest() -> None:
         assert choose(LARGE, smallest, allowed=words).prediction.peak_nbytes <= smallest
         with pytest.raises(PlanError, match="least"):
             choose(LARGE, int(smallest * 0.999), allowed=words)
+
+
+@given(
+    layers=st.integers(1, 6),
+    window=st.sampled_from([None, 256, 5000]),
+    full=st.sets(st.integers(0, 5)),
+    family=st.sampled_from(["llama", "gemma2", "gpt_neox", "mixtral"]),
+    layout=st.sampled_from(
+        [
+            Layout(),
+            Layout(stages=2, schedule="gpipe", micro_batches=4),
+            Layout(stages=2, stages_per_rank=2, schedule="interleaved-1f1b", micro_batches=4),
+        ]
+    ),
+    batch=st.sampled_from([Batch(1, 2048), Batch(3, 512)]),
+    words=st.sampled_from([("16", "4", "recompute"), ("8", "5", "4"), ("8", "recompute"), ("16", "8", "4", "offload")]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_smallest_budget_is_met_and_nothing_below_it(
+    layers: int,
+    window: int | None,
+    full: set[int],
+    family: str,
+    layout: Layout,
+    batch: Batch,
+    words: tuple[str, ...],
+) -> None:
+    shape = replace(
+        SMALL,
+        num_layers=max(layers, layout.num_chunks),
+        sliding_window=window,
+        full_layers=tuple(sorted(full)) if window else (),
+        family=family,
+        num_kv_heads=8 if family == "gpt_neox" else 4,
+        num_experts=8 if family == "mixtral" else 0,
+        experts_per_token=2 if family == "mixtral" else 0,
+    )
+    job = Job(shape, batch, layout, Settings(precision="bf16", device="cuda"))
+    with pytest.raises(PlanError, match="least") as caught:
+        choose(job, 1, allowed=words)
+    smallest = int(str(caught.value).split("do with is ")[1].split(" bytes")[0].replace(",", ""))
+    # The program counts a layer of a pipeline's chunk as the average of its layers.
+    peak = choose(job, smallest, allowed=words).prediction.peak_nbytes
+    assert 0.95 * smallest <= peak <= smallest
+    with pytest.raises(PlanError, match="least"):
+        choose(job, int(smallest * 0.999), allowed=words)
 
 
 def test_recomputing_and_offloading_are_used_when_bits_do_not_suffice() -> None:

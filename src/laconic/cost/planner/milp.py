@@ -7,15 +7,15 @@ through SciPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from laconic.cost.memory.job import Job, Stage, kept_nbytes, recomputed_nbytes
+from laconic.cost.memory.job import Job, Stage, recomputed_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
 from laconic.cost.memory.predict import predict
-from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit
+from laconic.cost.memory.saved_tensors import EXACT, RECOMPUTE, Choice, Unit, arguments_nbytes
 from laconic.errors import PlanError
 
 __all__ = ["Costs", "IntegerProgram"]
@@ -65,18 +65,33 @@ class _Rule:
     high: float
 
 
-# Columns beside those of (group, option): layers of a stage and kind that run again, whether any attention of a stage
-# is packed, whether any layer runs again, whether any feed-forward block is packed, and the peak in _SCALE bytes.
+# Columns beside those of (group, option): layers of a stage and kind that run again, whether any of these or any packed
+# attention holds its arguments, the bytes of a stage's arguments, whether any layer runs again, whether any
+# feed-forward block is packed, and the peak; bytes in _SCALE bytes.
 _Again = tuple[str, int, int | None]
 _ANY_AGAIN, _ANY_MLP, _PEAK = "any layer runs again", "any feed-forward block is packed", "peak"
+
+
+def _one_if_any(flag: Hashable, columns: Mapping[Hashable, float]) -> _Rule:
+    """A column of 0 and 1 has to be 1 if any of `columns`, given with their upper bounds, is not 0."""
+    return _Rule({flag: -sum(columns.values())} | dict.fromkeys(columns, 1), -inf, 0)
+
+
+def _packed(groups: Iterable[_Group]) -> dict[Hashable, float]:
+    """The options of groups that are not exact, with the most units that can have them."""
+    return {(group, option): len(group.units) for group in groups for option in group.options if option.choice != EXACT}
 
 
 def _again(stage: Stage, kind: int | None) -> _Again:
     return ("layers that run again", stage.index, kind)
 
 
-def _packs(stage: Stage) -> tuple[str, int]:
-    return ("attention is packed", stage.index)
+def _holds(stage: Stage, kind: int | None) -> _Again:
+    return ("attention's arguments are held", stage.index, kind)
+
+
+def _arguments(stage: Stage) -> tuple[str, int]:
+    return ("bytes of attention's arguments", stage.index)
 
 
 def _kinds(stage: Stage) -> dict[int | None, list[int]]:
@@ -114,9 +129,7 @@ class IntegerProgram:
         packed = {unit.name: Choice("int8") for stage in stages for unit in stage.units()}
         memory = predict(job, packed).ranks[rank]
         self._persistent = memory.parameters_nbytes + memory.optimizer_nbytes + sum(memory.buffers_nbytes.values())
-        # What a stage keeps whatever is chosen, and what more as soon as attention is packed in one of its layers.
-        self._fixed = {stage.index: _shared_nbytes(stage, {}) for stage in stages}
-        self._arguments = {stage.index: _shared_nbytes(stage, packed) - self._fixed[stage.index] for stage in stages}
+        self._fixed = {stage.index: sum(stage.fixed_nbytes().values()) for stage in stages}
         self._loss = {stage.index: stage.fixed_nbytes().get("logits", 0) for stage in stages}
         self._rules = [*self._every_unit_is_decided(), *self._what_is_used_anywhere(), *self._gate_and_up_can_be_made()]
         self._rules += self._the_peak_is_never_exceeded()
@@ -155,27 +168,26 @@ class IntegerProgram:
 
     def _what_is_used_anywhere(self) -> Iterable[_Rule]:
         """Columns of 0 and 1 that have to be 1 as soon as something is chosen once."""
-
-        def used(is_meant: Callable[[Unit], bool], stages: Sequence[Stage]) -> dict[Hashable, float]:
-            inside = {stage.index for stage in stages}
-            return {
-                (group, option): 1
-                for group in self._groups
-                for option in group.options
-                if is_meant(group.units[0]) and group.stage in inside and option.choice != EXACT
-            }
-
-        num_layers = sum(len(stage.layers) for stage in self._stages)
-        yield _Rule(
-            {_ANY_AGAIN: -num_layers} | {_again(stage, kind): 1 for stage in self._stages for kind in _kinds(stage)},
-            -inf,
-            0,
-        )
-        yield _Rule({_ANY_MLP: -num_layers} | used(lambda unit: unit.is_feed_forward, self._stages), -inf, 0)
+        again: dict[Hashable, float] = {
+            _again(stage, kind): len(layers) for stage in self._stages for kind, layers in _kinds(stage).items()
+        }
+        yield _one_if_any(_ANY_AGAIN, again)
+        yield _one_if_any(_ANY_MLP, _packed(g for g in self._groups if g.units[0].is_feed_forward))
         for stage in self._stages:
-            yield _Rule(
-                {_packs(stage): -len(stage.layers)} | used(lambda unit: unit.kind == "attention", [stage]), -inf, 0
-            )
+            yield from self._arguments_are_held(stage)
+
+    def _arguments_are_held(self, stage: Stage) -> Iterable[_Rule]:
+        """Attention that is packed and layers that run again hold positions and masks: those of the largest kind."""
+        job = self._job
+        for kind, layers in _kinds(stage).items():
+            attention = [
+                group
+                for group in self._groups
+                if (group.stage, group.kind, group.units[0].kind) == (stage.index, kind, "attention")
+            ]
+            yield _one_if_any(_holds(stage, kind), _packed(attention) | {_again(stage, kind): len(layers)})
+            nbytes = arguments_nbytes(job.shape, job.batch, job.precision, layers)
+            yield _Rule({_holds(stage, kind): nbytes / _SCALE, _arguments(stage): -1}, -inf, 0)
 
     def _gate_and_up_can_be_made(self) -> Iterable[_Rule]:
         """Gate and up are recomputed from the packed input of their norm: no more of them than of packed inputs."""
@@ -205,7 +217,7 @@ class IntegerProgram:
                             nbytes[group, option] -= group.units[0].weight_nbytes
                 for stage in self._stages:
                     nbytes |= {_again(stage, kind): state[stage.index] * layer_input for kind in _kinds(stage)}
-                    nbytes[_packs(stage)] = state[stage.index] * self._arguments[stage.index]
+                    nbytes[_arguments(stage)] = state[stage.index] * _SCALE
                 nbytes[_ANY_AGAIN] = point.again_nbytes
                 nbytes[_ANY_MLP] = point.packed_nbytes
                 fixed = point.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
@@ -242,7 +254,8 @@ class IntegerProgram:
         for stage in self._stages:
             for kind, layers in _kinds(stage).items():
                 upper[_again(stage, kind)] = len(layers) if self._layers_may_run_again else 0
-            upper[_packs(stage)] = 1
+                upper[_holds(stage, kind)] = 1
+            upper[_arguments(stage)] = inf
         upper |= {_ANY_AGAIN: 1, _ANY_MLP: 1, _PEAK: budget}
         at = {key: index for index, key in enumerate(upper)}
         matrix = np.zeros((len(self._rules), len(at)))
@@ -250,7 +263,7 @@ class IntegerProgram:
             for key, value in rule.terms.items():
                 row[at[key]] = value
         integrality = np.ones(len(at))
-        integrality[at[_PEAK]] = 0
+        integrality[[at[_PEAK], *(at[_arguments(stage)] for stage in self._stages)]] = 0
         result = milp(
             [cost.get(key, 0.0) for key in at],
             constraints=LinearConstraint(matrix, [rule.low for rule in self._rules], [r.high for r in self._rules]),
@@ -277,11 +290,6 @@ class IntegerProgram:
         for stage in self._stages:
             choices |= _output_projections(stage, choices, recomputed)
         return choices, recomputed
-
-
-def _shared_nbytes(stage: Stage, choices: Mapping[str, Choice]) -> int:
-    """Saved bytes of one micro-batch in flight in a stage that belong to no unit."""
-    return sum(nbytes for name, (_, nbytes, _) in kept_nbytes(stage, choices, {}).items() if name.startswith("("))
 
 
 def _groups(stage: Stage, costs: Costs, words: Sequence[str]) -> list[_Group]:
