@@ -225,7 +225,7 @@ def test_compressed_activations_and_gradients_train_together() -> None:
         gradients = None
         if kind == "compressed":
             laconic.compress_activations(model, bits=4)
-            gradients = laconic.compress_gradients(model)
+            gradients = compress_gradients(model)
         for _ in range(12):
             loss = loss_of(model, ids)
             loss.backward()
@@ -309,7 +309,7 @@ def test_dequantized_gradients_serve_any_optimizer() -> None:
 
 def test_removed_hooks_leave_gradients_to_autograd() -> None:
     model = Net()
-    gradients = laconic.compress_gradients(model)
+    gradients = compress_gradients(model)
     gradients.remove()
     model(batch(1)).sum().backward()
     assert model.first.weight.grad is not None
@@ -446,3 +446,15 @@ def test_buckets_leave_in_one_order_whatever_arrives_first() -> None:
     buckets.put_last([4, 2])
     buckets.finish()
     assert sent == [[3], [1, 0], [4, 2]]
+
+
+@pytest.mark.parametrize("number", [0, -1, True, 1.0, None])
+def test_a_number_of_backwards_that_cannot_be_is_refused_and_changes_nothing(number: object) -> None:
+    model = nn.Linear(4, 4)
+    gradients = compress_gradients(model)
+    with pytest.raises(ConfigError, match=r"num_backwards is .* at least 1"), gradients.last_micro_batch(number):  # type: ignore[arg-type]
+        pytest.fail("the inside ran")
+    with gradients.last_micro_batch():
+        model(torch.ones(1, 4)).sum().backward()
+    gradients.reduce()
+    assert gradients.norm() > 0

@@ -140,8 +140,17 @@ class CompressedGradients:
         If the inside raises, `zero_()` is the only way on.
 
         Args:
-            num_backwards: how many backwards inside reach each parameter (the micro-batches of a pipeline schedule).
+            num_backwards: how many backwards inside reach each parameter (the micro-batches of a pipeline schedule),
+                at least 1.
+
+        Raises:
+            ConfigError: num_backwards is no integer of at least 1.
         """
+        if isinstance(num_backwards, bool) or not isinstance(num_backwards, int) or num_backwards < 1:
+            raise ConfigError(
+                f"num_backwards is {num_backwards!r}, but it must be an integer of at least 1: the backwards inside "
+                "that reach each parameter"
+            )
         if self._reduction is None:
             yield
             return
