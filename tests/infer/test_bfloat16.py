@@ -30,13 +30,13 @@ def split_logits(path: Path, plan: str, monkeypatch: pytest.MonkeyPatch) -> list
     inside = Inside(path, *PLANS[plan], dtype=torch.bfloat16)
     seen: list[Tensor] = []
 
-    choose = transformers_seam._Sampler.__call__
+    choose = transformers_seam._Sampler.choose
 
-    def record(self: Any, input_ids: Tensor, scores: Tensor, arguments: Tensor) -> Tensor:
-        seen.append(scores[0].float().clone())  # what follows is padding
-        return choose(self, input_ids, scores, arguments)
+    def record(self: Any, scores: Tensor, output_ids: Tensor) -> None:
+        seen.append(scores[0, 0].clone())  # what follows is padding
+        choose(self, scores, output_ids)
 
-    monkeypatch.setattr(transformers_seam._Sampler, "__call__", record)
+    monkeypatch.setattr(transformers_seam._Sampler, "choose", record)
     found = []
     for prompt in PROMPTS:
         seen.clear()

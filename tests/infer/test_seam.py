@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from laconic.errors import ConfigError, ModelError
-from laconic.infer.sampling import Sampling, sample
+from laconic.infer.sampling import ChosenToken, Sampling, sample
 from laconic.infer.transformers_seam import (
     TRIED,
     CacheLimits,
@@ -124,10 +124,10 @@ class _NoProcessors:
 def _chosen(
     rows: torch.Tensor, samplings: list[Sampling]
 ) -> tuple[list[tuple[str, int]], dict[str, str], torch.Tensor]:
-    """What the sampler says of a batch, one request a row, and what the manager would choose then."""
-    heard: list[tuple[str, int]] = []
+    """What the sampler says of a batch, one request a row and one row of padding, and what it gives the manager."""
+    heard: list[list[tuple[str, ChosenToken]]] = []
     failed: dict[str, str] = {}
-    sampler = _Sampler(_NoProcessors(), lambda name, token: heard.append((name, token.token)), failed.__setitem__)
+    sampler = _Sampler(_NoProcessors(), heard.append, failed.__setitem__)
     states = [
         SimpleNamespace(
             request_id=str(number),
@@ -139,7 +139,11 @@ def _chosen(
     ]
     empty = torch.empty(0)
     sampler.prepare_tensor_args([SimpleNamespace(state=state, has_new_token=True) for state in states], empty)
-    return heard, failed, sampler(empty, rows, empty).argmax(-1)
+    output_ids = torch.full((1, len(rows) + 2), -1, dtype=torch.int32)
+    sampler.choose(torch.cat([rows.float(), torch.full((1, rows.shape[1]), torch.nan)])[None], output_ids)
+    assert output_ids[0, len(rows) :].tolist() == [-1, -1]
+    assert len(heard) == 1
+    return [(name, token.token) for name, token in heard[0]], failed, output_ids[0, : len(rows)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

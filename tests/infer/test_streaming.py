@@ -70,9 +70,12 @@ def test_tokens_are_drawn_from_the_models_logits(model: Path) -> None:
     }
     ended: queue.Queue[Finished] = queue.Queue()
     heard: dict[str, list[ChosenToken]] = defaultdict(list)
-    requests = Requests(
-        load_whole_model(model, torch.float32), CacheLimits(512, 24), ended.put, lambda name, t: heard[name].append(t)
-    )
+
+    def hear(tokens: list[tuple[str, ChosenToken]]) -> None:
+        for name, token in tokens:
+            heard[name].append(token)
+
+    requests = Requests(load_whole_model(model, torch.float32), CacheLimits(512, 24), ended.put, hear)
     for name, sampling in asked.items():
         requests.add(name, PROMPTS[0], sampling)
     for number, prompt in enumerate(PROMPTS):

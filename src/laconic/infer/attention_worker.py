@@ -43,7 +43,7 @@ class AttentionWorker:
         meet: connects to the expert workers, once the model is loaded.
         join_group: joins a process group of all workers; called if links have to be measured.
         on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
-        on_token: called, on any thread, with a request's name and each token it is given.
+        on_tokens: called, on any thread, once per forward, with each request's name and the token it is given.
         on_lost: called, on any thread, when an expert worker is lost, with what became of it.
         recorder: of this worker.
 
@@ -61,7 +61,7 @@ class AttentionWorker:
         meet: Callable[[], list[Connection]],
         join_group: Callable[[], ProcessGroup],
         on_finished: Callable[[Finished], None],
-        on_token: Callable[[str, ChosenToken], None],
+        on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
         on_lost: Callable[[str], None],
         recorder: Recorder | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class AttentionWorker:
         self.nbytes = sum(p.nbytes for p in model.parameters())
         limits = CacheLimits(settings.cache_tokens, settings.batch_tokens)
         self._requests = [
-            Requests(model, limits, self._end(on_finished), on_token) for _ in range(plan.num_micro_batches)
+            Requests(model, limits, self._end(on_finished), on_tokens) for _ in range(plan.num_micro_batches)
         ]
         self.eos_token_ids = self._requests[0].eos_token_ids
         self._micro_batch_of: dict[str, int] = {}

@@ -147,12 +147,13 @@ class InFlight:
         generation._future.set_exception(CancelledError())
         return known[1]
 
-    def hear(self, name: str, token: ChosenToken) -> None:
-        """Pass a token on to who listens."""
+    def hear(self, tokens: Iterable[tuple[str, ChosenToken]]) -> None:
+        """Pass tokens, each with its request's name, on to who listens."""
         with self._lock:
-            known = self._taken.get(name)
-        if known is not None and known[0]._listener is not None:
-            known[0]._listener.on_token(token)
+            found = [(self._taken.get(name), token) for name, token in tokens]
+        for known, token in found:
+            if known is not None and known[0]._listener is not None:
+                known[0]._listener.on_token(token)
 
     def end(self, name: str, tokens: list[int]) -> None:
         """End a request, if it is in flight, with its tokens."""

@@ -7,8 +7,8 @@ What is used of it, and for what:
 - `core_model_loading` and `conversion_mapping`: an expert worker reads its share of each layer's experts through the
   same renaming and merging of a checkpoint's tensors as `from_pretrained`.
 - `init_continuous_batching` and ContinuousBatchingManager: requests, the paged cache, prefill mixed with decode.
-- The manager's `logit_processor`, which is called with the logits of each new token: the token is chosen there, and the
-  manager's own choice, the greatest logit, follows.
+- The manager's `logit_processor`, which is told the requests of each batch, and `_sample` of its ModelRunner, which is
+  called with their logits: the tokens are chosen there.
 - `ALL_ATTENTION_FUNCTIONS`: attention whose values are narrower than its keys (multi-head latent attention) gets values
   of the keys' width, since the paged cache has one width for both.
 
@@ -82,6 +82,7 @@ _NAMES = {
     "transformers.generation.configuration_utils": ("ContinuousBatchingConfig",),
     "transformers.generation.continuous_batching.continuous_api": (
         "ContinuousMixin.init_continuous_batching",
+        "ContinuousBatchingManager._create_batch_processor",
         "ContinuousBatchingManager.add_request",
         "ContinuousBatchingManager.cancel_request",
         "ContinuousBatchingManager.get_result",
@@ -95,6 +96,7 @@ _NAMES = {
         "ContinuousBatchingLogitsProcessorList.fill_defaults",
         "ContinuousBatchingLogitsProcessorList.prepare_tensor_args",
     ),
+    "transformers.generation.continuous_batching.model_runner": ("ModelRunner._sample",),
     "transformers.generation.continuous_batching.requests": ("FutureRequestState", "RequestState.generated_len"),
     "transformers.generation.continuous_batching.cache": ("PagedAttentionCache.update", "group_layers_by_attn_type"),
     "transformers.generation.continuous_batching.utils": ("logger",),
@@ -463,21 +465,26 @@ class Finished:
 
 
 class _Sampler:
-    """Stands in the place of a manager's logits processors: runs those, then chooses each request's token.
+    """Chooses the token of each request, in the place of a manager's own choice.
+
+    A manager tells its logits processors which requests are in a batch. The sampler stands before them for that alone,
+    and as `ModelRunner._sample` it gets what they make of the logits.
 
     Args:
         processors: of the manager.
-        on_token: called with a request's name and the token it is given.
+        on_tokens: called once per batch, with each request's name and the token it is given.
         on_failed: called with a request's name and why no token can be chosen.
     """
 
-    do_processing = True
-
     def __init__(
-        self, processors: Any, on_token: Callable[[str, ChosenToken], None], on_failed: Callable[[str, str], None]
+        self,
+        processors: Any,
+        on_tokens: Callable[[list[tuple[str, ChosenToken]]], None],
+        on_failed: Callable[[str, str], None],
     ) -> None:
-        self._processors, self._on_token, self._on_failed = processors, on_token, on_failed
+        self._processors, self._on_tokens, self._on_failed = processors, on_tokens, on_failed
         self.tensors_required: int = processors.tensors_required
+        self.do_processing: bool = processors.do_processing
         self._states: list[Any] = []
 
     def fill_defaults(self, storage: Tensor) -> None:
@@ -491,35 +498,45 @@ class _Sampler:
         return self._processors.prepare_tensor_args(requests_in_batch, arg_storage)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, arguments: Tensor) -> Tensor:
-        """Return scores [rows, vocabulary] whose greatest are the chosen tokens.
+        """Process logits; called if `do_processing`."""
+        return self._processors(input_ids, scores, arguments)
 
-        The first rows are those of the requests with a new token, in order; what follows is padding.
+    def choose(self, scores: Tensor, output_ids: Tensor) -> None:
+        """Write the chosen tokens into `output_ids`.
+
+        Args:
+            scores: float32 [1, rows, vocabulary]; the first rows are those of the requests with a new token, in order,
+                and what follows is padding.
+            output_ids: integers [1 or more, at least rows]; tokens belong into the first row.
         """
-        if self._processors.do_processing:
-            scores = self._processors(input_ids, scores, arguments)
-        rows = scores[: len(self._states)].cpu()
-        if self._states and all(_takes_greatest(state.logit_processor_kwargs["sampling"]) for state in self._states):
-            greatest, places = rows.max(-1)
-            if bool(greatest.isfinite().all()):  # a maximum over NaN is NaN
-                for state, token in zip(self._states, places.tolist(), strict=True):
-                    self._on_token(state.request_id, ChosenToken(token))
-                return scores  # the manager takes the greatest, too
-        chosen = torch.zeros_like(scores)
-        tokens = [self._choose(state, row) for state, row in zip(self._states, rows, strict=True)]
-        chosen[torch.arange(len(tokens)), tokens] = 1.0
-        return chosen
+        if not self._states:
+            return
+        rows = scores[0, : len(self._states)].cpu()
+        # NumPy's argmax is 10 times as fast as torch's here. Both take the first of equals, and NaN for the greatest.
+        places = torch.from_numpy(rows.numpy().argmax(-1))
+        finite = rows.gather(-1, places[:, None])[:, 0].isfinite().tolist()
+        chosen: list[tuple[str, ChosenToken]] = []
+        tokens = places.tolist()
+        for number, state in enumerate(self._states):
+            if finite[number] and _takes_greatest(state.logit_processor_kwargs["sampling"]):
+                token: ChosenToken | None = ChosenToken(tokens[number])
+            else:
+                token = self._sample(state, rows[number])
+            if token is not None:
+                tokens[number] = token.token
+                chosen.append((state.request_id, token))
+        output_ids[0, : len(tokens)] = torch.tensor(tokens)
+        self._on_tokens(chosen)
 
-    def _choose(self, state: Any, logits: Tensor) -> int:
+    def _sample(self, state: Any, logits: Tensor) -> ChosenToken | None:
         # A request that lost its place in the cache comes again with its tokens in the prompt.
         options = state.logit_processor_kwargs
         position = len(state.initial_tokens) - options["prompt_tokens"] + state.generated_len()
         try:
-            token = sample(logits, options["sampling"], position)
+            return sample(logits, options["sampling"], position)
         except LaconicError as error:
             self._on_failed(state.request_id, str(error))
-            return 0
-        self._on_token(state.request_id, token)
-        return token.token
+            return None
 
 
 def _takes_greatest(sampling: Sampling) -> bool:
@@ -534,7 +551,7 @@ class Requests:
         limits: of the cache.
         on_finished: called, on another thread, for every request that ends; not for those that were cancelled. A
             request for which no token can be chosen may end a second time.
-        on_token: called, on another thread, with a request's name and each token it is given.
+        on_tokens: called, on another thread, once per forward, with each request's name and the token it is given.
 
     Attributes:
         eos_token_ids: tokens that end every request.
@@ -545,7 +562,7 @@ class Requests:
         model: Any,
         limits: CacheLimits,
         on_finished: Callable[[Finished], None],
-        on_token: Callable[[str, ChosenToken], None] = lambda name, token: None,
+        on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
     ) -> None:
         import threading
         from copy import deepcopy
@@ -573,7 +590,16 @@ class Requests:
         eos = generation.eos_token_id
         self.eos_token_ids = tuple(token for token in ([eos] if isinstance(eos, int) else eos) if token >= 0)
         self._on_finished = on_finished
-        self._manager.logit_processor = _Sampler(self._manager.logit_processor, on_token, self._fail)
+        sampler = _Sampler(self._manager.logit_processor, on_tokens, self._fail)
+        create = self._manager._create_batch_processor
+
+        def create_with_sampler() -> Any:
+            processor = create()
+            processor.model_runner._sample = sampler.choose
+            return processor
+
+        self._manager.logit_processor = sampler
+        self._manager._create_batch_processor = create_with_sampler
         self._manager.start()
         threading.Thread(target=self._watch, name="laconic-results", daemon=True).start()
 

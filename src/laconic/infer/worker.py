@@ -7,7 +7,8 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
     commands: {"do": "request", "name", "prompt", "sampling", "stream"}, {"do": "cancel", "name"}, {"do": "stop"},
               {"do": "record", "on"} for workers of both roles, answered by {"is": "recorded"} with a WorkerLog
     events: {"is": "ready", ...}, {"is": "failed", "error", "refused"},
-            {"is": "token", "name", "token", "logprob", "top"} for requests with "stream",
+            {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top] of the requests with
+            "stream",
             {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far,
             {"is": "progress"} from attention workers: blocks of the model have ended since the last
 """
@@ -182,9 +183,10 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
 
     threading.Thread(target=read_commands, name="laconic-engine", daemon=True).start()
 
-    def tell_token(name: str, token: ChosenToken) -> None:
-        if name in streams:
-            events.write("token", name=name, token=token.token, logprob=token.logprob, top=token.top)
+    def tell_tokens(chosen: list[tuple[str, ChosenToken]]) -> None:
+        told = [(name, token.token, token.logprob, token.top) for name, token in chosen if name in streams]
+        if told:
+            events.write("tokens", tokens=told)
 
     def finished(end: Finished) -> None:
         streams.discard(end.name)
@@ -217,7 +219,7 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         meet,
         lambda: _join_group(settings, open_once()),
         finished,
-        tell_token,
+        tell_tokens,
         lambda why: threading.Thread(target=lost, args=(why,)).start(),
         recorder,
     )

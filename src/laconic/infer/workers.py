@@ -234,9 +234,13 @@ class WorkerSet:
             if event["is"] == "ready":
                 self._ready[rank] = event
                 self._ready_count.release()
-            elif event["is"] == "token":
-                top = tuple((token, logprob) for token, logprob in event["top"])
-                self._requests.hear(event["name"], ChosenToken(event["token"], event["logprob"], top))
+            elif event["is"] == "tokens":
+                self._requests.hear(
+                    [
+                        (name, ChosenToken(token, logprob, tuple((each, its) for each, its in top)))
+                        for name, token, logprob, top in event["tokens"]
+                    ]
+                )
             elif event["is"] == "finished":
                 a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
                 with self._lock:
