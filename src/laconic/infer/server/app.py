@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,7 +21,9 @@ from laconic.errors import ConfigError, LaconicError
 from laconic.infer.sampling import Sampling
 from laconic.infer.server.admission import Admission
 from laconic.infer.server.bodies import ChatBody, CompletionBody, parse_body
+from laconic.infer.server.frames import PartFrames, frame
 from laconic.infer.server.generation import Generation, Part
+from laconic.infer.server.handover import Handover
 from laconic.infer.server.metrics import CONTENT_TYPE, Metrics
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.replies import ChatReply, CompletionReply, Reply
@@ -58,6 +59,7 @@ class _Server:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._admission = Admission(engine, settings.max_waiting, settings.retry_after_seconds)
         self._metrics = Metrics()
+        self._handover: Handover | None = None
         self._generations: set[Generation] = set()
         self._created = int(time.time())
         self._max_tokens = min(engine.max_request_tokens, settings.max_model_tokens or engine.max_request_tokens)
@@ -159,6 +161,7 @@ class _Server:
             body.stop or (),
             self._settings.max_unread_tokens,
             self._admission.wake,
+            self._handover_here(),
         )
         self._check_size(field, prompts, sampling.max_new_tokens, generation)
         self._generations.add(generation)
@@ -197,6 +200,13 @@ class _Server:
                 field,
             )
 
+    def _handover_here(self) -> Handover:
+        """Return the handover of all requests to the loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._handover is None or self._handover.loop is not loop:
+            self._handover = Handover(loop)
+        return self._handover
+
     def _close(self, generation: Generation, arrival: float, client_gone: bool) -> None:
         """End a request: cancel what still runs and count it."""
         generation.cancel()
@@ -233,28 +243,25 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return bytes(content)
 
 
-async def _collect(parts: AsyncIterator[Part]) -> list[Part]:
-    return [part async for part in parts]
+async def _collect(parts: AsyncIterator[list[Part]]) -> list[Part]:
+    return [part async for some in parts for part in some]
 
 
 async def _events(reply: Reply, generation: Generation, num_choices: int, with_usage: bool) -> AsyncIterator[bytes]:
     """Yield server-sent events: the chunks of an answer and [DONE], or the error that ended it."""
+    frames = PartFrames(reply)
     try:
         for chunk in reply.opening(num_choices):
-            yield _event(chunk)
-        async for part in generation.parts():
-            for chunk in reply.chunks(part):
-                yield _event(chunk)
+            yield frame(chunk)
+        async for parts in generation.parts():
+            if events := b"".join([frames.of(part) for part in parts]):
+                yield events
         if with_usage:
-            yield _event(reply.usage_chunk(generation))
+            yield frame(reply.usage_chunk(generation))
     except Refusal as refusal:
-        yield _event(refusal.body())
+        yield frame(refusal.body())
         return
     yield b"data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
 class _EventStream(Response):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Literal
 
 from laconic.errors import LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.server.handover import Handover
 from laconic.infer.server.refusals import Refusal
 from laconic.infer.server.text import IncrementalDecoder, StopFinder
 from laconic.infer.token_engine import TokenEngine, TokenHandle
@@ -44,8 +44,8 @@ class Part:
 class Generation:
     """The choices of one HTTP request.
 
-    Tokens come on the engine's threads and wait in a queue of bounded length for whoever reads `parts`. If that is
-    full, the requests are cancelled, so a client that does not read costs the engine nothing.
+    Tokens come on the engine's threads and wait, in bounded number, for whoever reads `parts`. If there are more, the
+    requests are cancelled, so a client that does not read costs the engine nothing.
 
     Args:
         engine: that makes the tokens.
@@ -54,8 +54,9 @@ class Generation:
         num_choices: of each prompt.
         sampling: of all choices; choices of one prompt differ by `Sampling.request`.
         stops: strings that end a choice.
-        max_unread_tokens: length of the queue.
+        max_unread_tokens: that wait, those of the parts that are being read among them.
         on_freed: called, on the event loop, whenever the engine has got back a request's cache.
+        handover: from the engine's threads to the event loop.
 
     Attributes:
         prompt_tokens: of all prompts.
@@ -73,10 +74,12 @@ class Generation:
         stops: Sequence[str],
         max_unread_tokens: int,
         on_freed: Callable[[], None],
+        handover: Handover,
     ) -> None:
-        self._engine, self._on_freed = engine, on_freed
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, _Event]] = asyncio.Queue()
+        self._engine, self._on_freed, self._handover = engine, on_freed, handover
+        self._events: list[tuple[int, _Event]] = []
+        self._num_reading = 0
+        self._arrived = asyncio.Event()
         self._max_unread = max_unread_tokens
         self._is_over = False
         stop_tokens = engine.eos_token_ids | set(sampling.stop_token_ids)
@@ -121,31 +124,45 @@ class Generation:
         for choice in self._choices:
             self._cancel(choice)
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """Yield what the tokens add to the choices, until all have finished.
+    async def parts(self) -> AsyncIterator[list[Part]]:
+        """Yield what the tokens that have come meanwhile add to the choices, until all have finished.
 
         Raises:
             Refusal: the engine failed, or the parts were not taken fast enough.
         """
         running = len(self._choices)
         while running:
-            index, event = await self._events.get()
-            choice = self._choices[index]
-            if isinstance(event, LaconicError):
-                raise Refusal(500, f"the engine failed: {event}", code="engine_failed") from event
-            if choice.finish_reason is not None:
-                continue
-            part = choice.end() if event is None else choice.push(event)
-            if part.finish_reason is not None:
-                running -= 1
-                if choice.found_stop:
-                    self._cancel(choice)
-            yield part
+            if not self._events:
+                self._arrived.clear()
+                await self._arrived.wait()
+            events, self._events = self._events, []
+            self._num_reading = len(events)
+            parts: list[Part] = []
+            failure: LaconicError | None = None
+            for index, event in events:
+                choice = self._choices[index]
+                if isinstance(event, LaconicError):
+                    failure = event
+                    break
+                if choice.finish_reason is not None:
+                    continue
+                part = choice.end() if event is None else choice.push(event)
+                parts.append(part)
+                if part.finish_reason is not None:
+                    running -= 1
+                    if choice.found_stop:
+                        self._cancel(choice)
+                    if not running:
+                        break
+            if parts:
+                yield parts
+            self._num_reading = 0
+            if failure is not None:
+                raise Refusal(500, f"the engine failed: {failure}", code="engine_failed") from failure
 
     def deliver(self, index: int, event: _Event) -> None:
         """Take an event of a choice, on any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is interested any more
-            self._loop.call_soon_threadsafe(self._take, index, event)
+        self._handover.call(self._take, index, event)
 
     def _take(self, index: int, event: _Event) -> None:
         if not isinstance(event, ChosenToken):
@@ -155,11 +172,12 @@ class Generation:
             self.first_token_time = time.monotonic()
         if self._is_over:
             return
-        if isinstance(event, ChosenToken) and self._events.qsize() >= self._max_unread:
+        if isinstance(event, ChosenToken) and len(self._events) + self._num_reading >= self._max_unread:
             self.too_slow = True
             self.cancel()
             event = LaconicError(f"the client left {self._max_unread} tokens unread, so its request was cancelled")
-        self._events.put_nowait((index, event))
+        self._events.append((index, event))
+        self._arrived.set()
 
     def _cancel(self, choice: _Choice) -> None:
         if choice.handle is not None:

@@ -24,6 +24,9 @@ class Reply(ABC):
         model: name of the model.
         tokenizer: of the model, for logprobs.
         with_logprobs: report them.
+
+    Attributes:
+        with_logprobs: the same.
     """
 
     prefix = ""
@@ -31,7 +34,7 @@ class Reply(ABC):
     object_chunk = ""
 
     def __init__(self, model: str, tokenizer: TextTokenizer, with_logprobs: bool) -> None:
-        self._model, self._tokenizer, self._with_logprobs = model, tokenizer, with_logprobs
+        self._model, self._tokenizer, self.with_logprobs = model, tokenizer, with_logprobs
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, parts: Sequence[Part], generation: Generation) -> dict[str, Any]:
@@ -78,14 +81,14 @@ class CompletionReply(Reply):
 
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part: one, or none if there is nothing to tell."""
-        if part.text or part.finish_reason or (self._with_logprobs and part.token):
+        if part.text or part.finish_reason or (self.with_logprobs and part.token):
             yield self._chunk(**self._choice(part.index, [part]))
 
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
         return {
             "index": index,
             "text": "".join(part.text for part in parts),
-            "logprobs": self._logprobs(parts) if self._with_logprobs else None,
+            "logprobs": self._logprobs(parts) if self.with_logprobs else None,
             "finish_reason": parts[-1].finish_reason,
         }
 
@@ -115,8 +118,8 @@ class ChatReply(Reply):
 
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part: its text, if it has any, and the end of the choice."""
-        if part.text or (self._with_logprobs and part.token):
-            logprobs = self._logprobs([part]) if self._with_logprobs else None
+        if part.text or (self.with_logprobs and part.token):
+            logprobs = self._logprobs([part]) if self.with_logprobs else None
             yield self._chunk(index=part.index, delta={"content": part.text}, logprobs=logprobs, finish_reason=None)
         if part.finish_reason:
             yield self._chunk(index=part.index, delta={}, logprobs=None, finish_reason=part.finish_reason)
@@ -126,7 +129,7 @@ class ChatReply(Reply):
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(parts) if self._with_logprobs else None,
+            "logprobs": self._logprobs(parts) if self.with_logprobs else None,
             "finish_reason": parts[-1].finish_reason,
         }
 
