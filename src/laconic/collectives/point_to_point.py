@@ -19,7 +19,7 @@ from laconic.collectives.arguments import check_tensors, find_group_rank, find_g
 from laconic.collectives.codec import Codec, setting_of
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.call import find_route, finish, slices
-from laconic.collectives.engine.handshake import Peers, Settings
+from laconic.collectives.engine.handshake import Announcement, Peers, Settings
 from laconic.collectives.engine.transport import WIRE_VERSION, Incoming, InFlightMessages, Outgoing, Wire
 from laconic.collectives.policy.raw_calls import known_way
 from laconic.collectives.policy.selector import leaves_raw, remember_raw
@@ -113,7 +113,7 @@ class _ChunkedMessage:
             "version": WIRE_VERSION,
         }
         self._sends, self._peer = sends, peer
-        self._wire = Wire(group, Peers(ranks, (peer,), sends), settings, tensor.dtype, tensor.device)
+        self._wire = Wire(group, Peers(ranks, (peer,), sends), Announcement(settings), tensor.dtype, tensor.device)
         self._route = find_route(codec, "send", tensor.numel(), tensor.dtype, group, tensor.device)
         x = flatten(tensor)
         step = self._route.step(x.numel(), x.dtype)

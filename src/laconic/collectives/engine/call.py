@@ -6,7 +6,7 @@ Tensors are flat and arguments are taken to be right; `laconic.collectives.api` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -29,14 +29,14 @@ from laconic.collectives.engine.chunks import (
     ring_all_reduce_chunk,
     ring_reduce_scatter_chunk,
 )
-from laconic.collectives.engine.handshake import Peers, Settings
-from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire
+from laconic.collectives.engine.handshake import Announcement, Peers, Settings, Splits
+from laconic.collectives.engine.transport import WIRE_VERSION, Outgoing, Wire, has_tags
 from laconic.collectives.policy.selector import choose, learn, needs_sync, note, observe, sent_by_one
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
 from laconic.collectives.runtime.failure_diagnosis import is_own
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
-from laconic.errors import CollectiveError, ConfigError
+from laconic.errors import CollectiveError
 
 __all__ = ["REDUCIBLE", "Call", "Exchange", "Route", "find_route", "finish", "slices"]
 
@@ -139,6 +139,10 @@ class Exchange:
 
     def wire(self, **settings: int | str) -> Wire:
         """The messages of the call. All ranks must have the same settings."""
+        return self._wire(settings)
+
+    def _wire(self, settings: Mapping[str, int | str], split_sizes: Splits | None = None) -> Wire:
+        """The same, with split sizes, which must fit those of the other ranks."""
         others = tuple(rank for rank in range(self.world) if rank != self.group_rank)
         common: Settings = {
             "function": self.function,
@@ -147,8 +151,9 @@ class Exchange:
             "codec": setting_of(self.codec),
             "version": WIRE_VERSION,
         }
-        said = note(self.group, self.device) if isinstance(self.codec, str) and self.device.type == "cpu" else b""
-        return Wire(self.group, Peers(self.ranks, others), common, self.dtype, self.device, said)
+        said = note(self.group, self.device) if isinstance(self.codec, str) and has_tags(self.device) else b""
+        announcement = Announcement(common, split_sizes, said)
+        return Wire(self.group, Peers(self.ranks, others), announcement, self.dtype, self.device)
 
     # --- movements ---
 
@@ -179,7 +184,8 @@ class Exchange:
         Args:
             received, sent: by group rank.
             out, into: elements to and from each rank.
-            table: elements from each rank to each, [from][to], where all know them; None: they are exchanged first.
+            table: elements from each rank to each, [from][to], where all know them; None: they are announced, and the
+                call waits for that.
 
         Raises:
             ConfigError: a rank sends another number than its peer expects; raised on every rank.
@@ -190,10 +196,10 @@ class Exchange:
         raw = partial(
             torch_compat.all_to_all_uneven, [bytes_of(x) for x in received], [bytes_of(x) for x in sent], self.group
         )
+        splits = Splits(tuple(into), tuple(out))
         if table is None:
-            wire = self.wire(splits="uneven")
-            wire.agree()
-            table = self._splits_of_all(out, into)
+            wire = self._wire({"splits": "uneven"}, splits)
+            table = wire.table()
             most, longest = max(map(sum, table)), max(map(max, table))
             if self._needs_sync(most):
                 sync(wire)
@@ -212,24 +218,7 @@ class Exchange:
             audit.record(self.function, self.dtype, nbytes, nbytes, RAW, "asked for", 0.0)
         else:
             most, longest = max(map(sum, table)), max(map(max, table))
-            self._run(chunk, longest, raw, asked=most, nbytes=nbytes, splits=longest)
-
-    def _splits_of_all(self, out: Sequence[int], into: Sequence[int]) -> list[list[int]]:
-        """Elements that each rank sends to each, [from][to]."""
-        mine = torch.tensor([*into, *out], dtype=torch.int64, device=self.device)
-        announced = torch.empty(self.world, mine.numel(), dtype=torch.int64, device=self.device)
-        torch_compat.all_gather(announced.view(torch.uint8), mine.view(torch.uint8), self.group).wait()
-        table = announced.tolist()
-        for source, row in enumerate(table):
-            for target, other in enumerate(table):
-                sent, expected = row[target], other[self.world + source]
-                if sent != expected:
-                    raise ConfigError(
-                        f"rank {self.ranks[source]} sends {sent} elements to rank {self.ranks[target]} in"
-                        f" {self.function}, which expects {expected}; input_split_sizes of the one must be"
-                        " output_split_sizes of the other"
-                    )
-        return [row[: self.world] for row in table]
+            self._run(chunk, longest, raw, asked=most, nbytes=nbytes, split_sizes=splits, splits=longest)
 
     def broadcast(self, x: Tensor, src: int) -> None:
         """`x` [n] of group rank `src` replaces that of the others."""
@@ -271,8 +260,8 @@ class Exchange:
 
         raw = partial(uncoded.scatter, mine, rows, self.group, src)
         asked, is_end = self.world * mine.numel(), rows is not None
-        settings = {"numel": mine.numel(), "src": self.ranks[src]}
-        if self._run(chunk, mine.numel(), raw, asked=asked, is_end=is_end, **settings) and rows is not None:
+        numel, root = mine.numel(), self.ranks[src]
+        if self._run(chunk, numel, raw, asked=asked, is_end=is_end, numel=numel, src=root) and rows is not None:
             mine.copy_(rows[src])
 
     # --- reductions ---
@@ -333,6 +322,7 @@ class Exchange:
         num_parts: int = 1,
         is_end: bool = False,
         nbytes: int | None = None,
+        split_sizes: Splits | None = None,
         **settings: int | str,
     ) -> bool:
         """Carry a call out in chunks, or raw if that is predicted to be faster.
@@ -346,14 +336,14 @@ class Exchange:
             asked: elements for which the cost model is asked; None: `longest`.
             num_parts: messages per slice.
             is_end, nbytes: arguments of `sent_by_one`, or its result.
-            settings: compared by the ranks.
+            split_sizes, settings: compared by the ranks.
 
         Returns:
             Whether it was carried out in chunks.
         """
         asked, wire = longest if asked is None else asked, None
         if self._needs_sync(asked):
-            wire = self.wire(**settings)
+            wire = self._wire(settings, split_sizes)
             sync(wire)
         route = self._find_route(asked)
         if route.choice is not None and route.choice.codec == RAW:
@@ -361,7 +351,7 @@ class Exchange:
                 nbytes = sent_by_one(self.function, asked * self.dtype.itemsize, self.world, is_end)
             self._run_raw(raw, asked, nbytes, route.choice)
             return False
-        self._run_chunks(chunk, longest, wire or self.wire(**settings), route, num_parts)
+        self._run_chunks(chunk, longest, wire or self._wire(settings, split_sizes), route, num_parts)
         return True
 
     def _needs_sync(self, numel: int) -> bool:

@@ -1,45 +1,48 @@
 """Settings handshake of a collective: every two ranks compare what they are about to do; short messages ride along.
 
-Collectives of different sizes hang, abort or mix up bytes. So before values are used each rank announces its settings
-to the others, and all of them refuse together when two differ.
+Collectives of different sizes hang, abort or mix up bytes. So in every call each rank announces its settings to the
+others before values are used, and all of them refuse together when two differ. Nothing is remembered from earlier
+calls, so a rank that changes its settings in mid-run is found in that call.
 
-On the CPU an announcement has 256 bytes of settings, and behind them the first message if that is short. It is received
-into a buffer of fixed size, whatever the sender means by it, so that announcements arrive even where two ranks mean
-different calls.
+An announcement is 256 bytes of settings, then the split sizes of an uneven all-to-all, which are never equal and are
+compared pair by pair, then observations, which are not compared. Here are announcements through gloo, which carry the
+first message if that is short; device_handshake.py has those of a backend without tags.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.runtime.torch_compat import all_gather
 from laconic.errors import ConfigError
 
 __all__ = [
     "MAX_INSIDE_NBYTES",
+    "Announcement",
     "Handshake",
     "Peers",
     "Settings",
-    "compare_once",
+    "Splits",
     "difference",
     "disagreement",
     "first_difference",
-    "line_of",
 ]
 
 MAX_INSIDE_NBYTES = 1 << 14
 """Of a message that travels inside of an announcement."""
 
 _LINE_NBYTES = 256
+
+_MAX_NOTE_NBYTES = 64
 
 _TAG = 1 << 25
 """And the two after it. torch_compat.py and programs stay below."""
@@ -60,11 +63,114 @@ class Peers:
     """Whether this rank sends to or receives from its only peer; None in a collective of the whole group."""
 
 
-def line_of(settings: Settings) -> bytes:
-    """The settings as they travel."""
-    line = json.dumps(settings, separators=(",", ":")).encode().ljust(_LINE_NBYTES)
-    assert len(line) == _LINE_NBYTES, settings
-    return line
+@dataclass(frozen=True)
+class Splits:
+    """Elements that a rank of an uneven all-to-all sends to each rank, and that it expects from each, by group rank."""
+
+    sent: tuple[int, ...]
+    expected: tuple[int, ...]
+
+    @staticmethod
+    def nbytes(world: int) -> int:
+        """Bytes of `pack` on each of `world` ranks."""
+        return 16 * world
+
+    def pack(self) -> bytes:
+        """int64, little-endian: `sent`, then `expected`."""
+        return struct.pack(f"<{2 * len(self.sent)}q", *self.sent, *self.expected)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Splits:
+        """The inverse of `pack`."""
+        numbers = struct.unpack(f"<{len(packed) // 8}q", packed)
+        return cls(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :])
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a rank says of a call.
+
+    Args:
+        settings: what all ranks must have in common.
+        splits: those of an uneven all-to-all.
+        note: observations of this rank, as long on all ranks whose settings are the same.
+    """
+
+    settings: Settings
+    splits: Splits | None = None
+    note: bytes = b""
+
+    @cached_property
+    def line(self) -> bytes:
+        """The settings as they travel, uint8 [256]."""
+        line = json.dumps(self.settings, separators=(",", ":")).encode().ljust(_LINE_NBYTES)
+        assert len(line) == _LINE_NBYTES, self.settings
+        return line
+
+    def pack(self) -> bytes:
+        """All of it as it travels."""
+        return self.line + (b"" if self.splits is None else self.splits.pack()) + self.note
+
+    def notes_of(self, fronts: Mapping[int, bytes]) -> list[bytes]:
+        """The notes of all ranks, in the group's order, from what the others announced."""
+        return [front[len(front) - len(self.note) :] for _, front in sorted(fronts.items())]
+
+    def peers_that_agree(self, fronts: Mapping[int, bytes], me: int) -> tuple[set[int], set[int]]:
+        """Group ranks to which messages of the call are sent, and those from which they come, as both ends mean them.
+
+        Args:
+            fronts: what each rank announced, by group rank.
+            me: this rank.
+        """
+        same = {rank for rank, front in fronts.items() if front[:_LINE_NBYTES] == self.line}
+        if self.splits is None or len(same) < len(fronts):
+            return same, same
+        everyones = self.splits_of(fronts)
+        sent_to = {rank for rank in same if everyones[rank].expected[me] == self.splits.sent[rank]}
+        received_from = {rank for rank in same if everyones[rank].sent[me] == self.splits.expected[rank]}
+        return sent_to, received_from
+
+    def splits_of(self, fronts: Mapping[int, bytes]) -> list[Splits]:
+        """The splits of all ranks, by group rank, from the announcements of all."""
+        end = _LINE_NBYTES + Splits.nbytes(len(fronts))
+        return [Splits.unpack(front[_LINE_NBYTES:end]) for _, front in sorted(fronts.items())]
+
+    def check(self, fronts: Mapping[int, bytes], ranks: Sequence[int]) -> None:
+        """Compare the announcements of all ranks.
+
+        Args:
+            fronts: what each rank announced, by group rank.
+            ranks: global ranks of the whole group, for errors.
+
+        Raises:
+            ConfigError: two differ; the error names the ranks, the setting and both values.
+        """
+        if any(front[:_LINE_NBYTES] != self.line for front in fronts.values()):
+            raise disagreement(
+                {ranks[rank]: _settings_of(front[:_LINE_NBYTES]) for rank, front in sorted(fronts.items())}
+            )
+        if self.splits is None:
+            return
+        everyones = self.splits_of(fronts)
+        for source, wanted in enumerate(zip(*(splits.expected for splits in everyones), strict=True)):
+            sent = everyones[source].sent
+            if sent == wanted:
+                continue
+            target = next(target for target in range(len(ranks)) if sent[target] != wanted[target])
+            raise ConfigError(
+                f"rank {ranks[source]} sends {sent[target]} elements to rank {ranks[target]} in"
+                f" {self.settings['function']}, which expects {wanted[target]}; input_split_sizes of the one must be"
+                " output_split_sizes of the other; no result was written"
+            )
+
+
+def _settings_of(line: bytes) -> dict[str, Any]:
+    """The settings that a rank announced; those of a line that holds none say so."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) and "function" in found else {"function": "a message of another call"}
 
 
 class Handshake:
@@ -73,8 +179,7 @@ class Handshake:
     Args:
         group: the group of the call.
         peers: the ranks to compare with.
-        line: the settings, as `line_of` formats them.
-        note: follows the settings, as long on all ranks whose settings are the same, and need not be equal.
+        announcement: what this rank says.
         send: starts sending a tensor to a group rank with a tag.
         attribute: names a group rank in errors raised inside of it.
     """
@@ -83,19 +188,21 @@ class Handshake:
         self,
         group: dist.ProcessGroup,
         peers: Peers,
-        line: bytes,
-        note: bytes,
+        announcement: Announcement,
         send: Callable[[int, Tensor, int], dist.Work],
         attribute: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self._front, self._send, self._attribute = line + note, send, attribute
+        self._front, self._send, self._attribute = announcement.pack(), send, attribute
+        longest = _LINE_NBYTES + Splits.nbytes(group.size()) + _MAX_NOTE_NBYTES + MAX_INSIDE_NBYTES
+        assert len(announcement.note) <= _MAX_NOTE_NBYTES
         # A sender's announcements stay apart from a receiver's, because two ranks may send to each other at once.
         self._tag_out, tag_in = {None: (0, 0), True: (1, 2), False: (2, 1)}[peers.sends]
         self._unannounced = list(peers.group_ranks)
         self._sent: list[tuple[int, dist.Work]] = []
         self._received: dict[int, tuple[Tensor, dist.Work]] = {}
         for peer in peers.group_ranks:
-            buffer = torch.empty(len(self._front) + MAX_INSIDE_NBYTES, dtype=torch.uint8)
+            # As long whatever the sender means by its announcement: gloo delivers only into what is long enough.
+            buffer = torch.empty(longest, dtype=torch.uint8)
             with attribute(peer):
                 work = group.recv([buffer], peer, _TAG + tag_in)
             assert work is not None
@@ -114,40 +221,16 @@ class Handshake:
             self.announce(peer)
 
     def read(self) -> dict[int, bytes]:
-        """Wait for the settings of the others, by group rank."""
+        """Wait for what the others announce, by group rank, cut to the length of this rank's announcement."""
         self.announce_to_all_but(set())
         for peer, work in [*((peer, work) for peer, (_, work) in self._received.items()), *self._sent]:
             with self._attribute(peer):
                 work.wait()
-        return {peer: buffer[:_LINE_NBYTES].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
-
-    def notes(self) -> dict[int, bytes]:
-        """The others' notes, by group rank; call `read` before."""
-        inside = slice(_LINE_NBYTES, len(self._front))
-        return {peer: buffer[inside].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
+        return {peer: buffer[: len(self._front)].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
 
     def inside(self, peer: int, nbytes: int) -> Tensor:
         """The first `nbytes` of what came behind the settings of a peer; call `read` before."""
         return self._received[peer][0][len(self._front) : len(self._front) + nbytes]
-
-
-_compared: WeakKeyDictionary[dist.ProcessGroup, set[bytes]] = WeakKeyDictionary()
-
-
-def compare_once(line: bytes, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-    """The handshake on a GPU: the first call with these settings is compared, in one all-gather.
-
-    Reading what others announce makes the host wait for the GPU, which must not happen at every call.
-    """
-    compared = _compared.setdefault(group, set())
-    if line in compared:
-        return
-    gathered = torch.empty(len(ranks), len(line), dtype=torch.uint8, device=device)
-    all_gather(gathered, torch.frombuffer(bytearray(line), dtype=torch.uint8).to(device), group).wait()
-    lines = [row.numpy().tobytes() for row in gathered.cpu()]
-    if any(other != line for other in lines):
-        raise disagreement(dict(zip(ranks, map(json.loads, lines), strict=True)))
-    compared.add(line)
 
 
 def first_difference(settings: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:

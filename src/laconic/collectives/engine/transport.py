@@ -1,8 +1,10 @@
 """Transport of one collective: bytes out, bytes in, and errors that name the rank they are due to.
 
-Before values are used, every two ranks have shaken hands: each has announced the settings of its call. No rank waits
-for that at once: values are encoded and offered meanwhile. That is safe because gloo moves no byte before a receive
-with the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls never meet.
+Every two ranks shake hands in every call: each announces the settings of its call to the other (handshake.py). No rank
+waits for that at once: values are encoded and offered meanwhile. Through gloo that is safe because it moves no byte
+before a receive with the same tag stands, and tags carry a fingerprint of the call, so that messages of different calls
+never meet. They do meet through NCCL, which has no tags; there ranks wait for announcements that may differ
+(device_handshake.py), and a group whose ranks differ nevertheless is ended (announcement_watch.py).
 
 Lengths of messages are not exchanged on the CPU: gloo delivers a short message into a longer buffer, and its header has
 the length. NCCL has to know them: 8 bytes in front of each message whose length depends on the values.
@@ -17,10 +19,9 @@ codec's fallback: the sender knows it from the message that it made, the receive
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,22 +31,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives.codec import Codec, Raw, bytes_of
-from laconic.collectives.engine.handshake import (
-    MAX_INSIDE_NBYTES,
-    Handshake,
-    Peers,
-    Settings,
-    compare_once,
-    disagreement,
-    line_of,
-)
+from laconic.collectives.engine import announcement_watch
+from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wait, remember
+from laconic.collectives.engine.handshake import MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
-from laconic.errors import CollectiveError, FormatError
+from laconic.collectives.runtime.group_failures import fail, raise_if_failed
+from laconic.errors import CollectiveError, ConfigError, FormatError
 
-__all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "Wire"]
+__all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "Wire", "has_tags"]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Changes with anything here that ranks of different releases would understand differently."""
 
 _MESSAGE_TAG = 1 << 30
@@ -77,6 +73,11 @@ class Incoming(NamedTuple):
     """Where they may be received if they travel raw: contiguous, [numel]."""
 
 
+def has_tags(device: torch.device) -> bool:
+    """Whether messages of a device have tags (gloo), or meet in their order alone (NCCL)."""
+    return device.type == "cpu"
+
+
 _num_calls: WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = WeakKeyDictionary()
 
 
@@ -86,23 +87,25 @@ class Wire:
     Args:
         group: the group of the call.
         peers: the ranks it exchanges messages with.
-        settings: what all ranks must have in common.
+        announcement: what this rank says of the call.
         dtype: that of values.
         device: where the values are.
-        note: observations of this rank, announced with the settings.
+
+    Raises:
+        ConfigError: ranks disagreed in an earlier call while messages were under way, which has ended the group.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         peers: Peers,
-        settings: Settings,
+        announcement: Announcement,
         dtype: torch.dtype,
         device: torch.device,
-        note: bytes = b"",
     ) -> None:
         self.started = time.perf_counter()
-        self.group, self.peers, self.settings, self.dtype, self.device = group, peers, settings, dtype, device
+        self.group, self.peers, self.dtype, self.device = group, peers, dtype, device
+        self.announcement, self.settings = announcement, announcement.settings
         self.raw_nbytes = 0
         """Bytes of the values sent so far."""
         self.sent_nbytes = 0
@@ -111,47 +114,93 @@ class Wire:
         """Those of the values' messages."""
         self.coding_seconds = 0.0
         """Spent in encoding and decoding so far; on CUDA in starting it."""
-        self._note = note
         self._num_started = 0
-        self._line = line_of(settings)
         kind = None if peers.sends is None else (peers.sends, *peers.group_ranks)
         calls = _num_calls.setdefault(group, {})
         self._call = calls[kind] = calls.get(kind, 0) + 1
         self._handshake: Handshake | None = None
-        self._agreed = device.type != "cpu"
+        self._device_handshake: DeviceHandshake | None = None
+        self._fronts: dict[int, bytes] = {}
+        """What all ranks have announced, by group rank, once it was read."""
+        self._has_notes = bool(announcement.note)
         self._early: list[InFlightMessages] = []
-        if device.type == "cpu":
-            self._handshake = Handshake(group, peers, self._line, note, self.send, self.attribute)
+        if has_tags(device):
+            self._handshake = Handshake(group, peers, announcement, self.send, self.attribute)
         elif kind is None:
-            compare_once(self._line, peers.ranks, group, device)
+            announcement_watch.poll(group)
+            self._device_handshake = DeviceHandshake(group, peers, announcement, device)
+            self.count(self._device_handshake.sent_nbytes)
+        self._agreed = self._handshake is None and self._device_handshake is None
 
     # --- handshake ---
 
-    def agree(self) -> None:
+    def agree(self, must_wait: bool = False) -> None:
         """Wait until all ranks are known to do the same.
+
+        Through a backend without tags not if this rank has seen them agree on such calls before. Where one of them has,
+        values may be under way when they disagree, and the group ends.
+
+        Args:
+            must_wait: wait in any case.
 
         Raises:
             ConfigError: they do not; raised on each of them.
         """
-        if self._agreed or self._handshake is None:
-            return
-        self._agreed = True
+        if not self._agreed:
+            self._agreed = True
+            if self._device_handshake is None:
+                self._agree_by_tags()
+            else:
+                self._agree_in_order(self._device_handshake, must_wait)
+        elif must_wait and not self._fronts and self._device_handshake is not None:
+            self._read(self._device_handshake)
+
+    def _agree_by_tags(self) -> None:
+        assert self._handshake is not None
         early, self._early = self._early, []
-        lines = self._handshake.read()
-        if any(line != self._line for line in lines.values()):
+        me, mine = self.group.rank(), self.announcement
+        self._fronts = self._handshake.read() | {me: mine.pack()}
+        try:
+            mine.check(self._fronts, self.peers.ranks)
+        except ConfigError:
             # Ranks that mean the same do exchange their first messages: gloo has to be done with those buffers.
+            sent_to, received_from = mine.peers_that_agree(self._fronts, me)
             for messages in early:
-                messages.drain([peer for peer, line in lines.items() if line == self._line])
-            lines[self.group.rank()] = self._line
-            raise disagreement({self.peers.ranks[rank]: json.loads(lines[rank]) for rank in sorted(lines)})
+                messages.drain(sent_to, received_from)
+            raise
+
+    def _agree_in_order(self, handshake: DeviceHandshake, must_wait: bool) -> None:
+        with self._unless_failed():
+            handshake.collect()
+        if must_wait or not handshake.is_known or handshake.are_here:
+            self._read(handshake)
+        else:
+            announcement_watch.watch(self.group, handshake, self.announcement, self.peers.ranks)
+
+    def _read(self, handshake: DeviceHandshake) -> None:
+        self._fronts = handshake.read()
+        raise_if_failed(self.group)  # what an aborted group has copied means nothing
+        try:
+            self.announcement.check(self._fronts, self.peers.ranks)
+        except ConfigError as error:
+            if not all_wait(self._fronts):
+                fail(self.group, error)
+            raise
+        remember(self.announcement, self.group)
+
+    def table(self) -> list[tuple[int, ...]]:
+        """Elements that each rank sends to each, [from][to], as they are announced. Waits.
+
+        Raises:
+            ConfigError: ranks disagree; raised on each of them.
+        """
+        self.agree(must_wait=True)
+        return [splits.sent for splits in self.announcement.splits_of(self._fronts)]
 
     def take_notes(self) -> list[bytes]:
         """The notes of all ranks, in the group's order; [] if they were taken or are empty. Call `agree` before."""
-        note, self._note = self._note, b""
-        if not note or self._handshake is None:
-            return []
-        notes = self._handshake.notes() | {self.group.rank(): note}
-        return [notes[rank] for rank in sorted(notes)]
+        has_notes, self._has_notes = self._has_notes, False
+        return self.announcement.notes_of(self._fronts) if has_notes else []
 
     # --- messages ---
 
@@ -160,7 +209,7 @@ class Wire:
         number, self._num_started = self._num_started, self._num_started + 1
         sends = [out for out in outgoing if out.values.numel()]
         receives = [entry for entry in incoming if entry.numel]
-        if self.device.type != "cpu":
+        if not has_tags(self.device):
             return _BatchedMessages(self, codec, sends, receives)
         handshake = self._handshake if number == 0 and not self._agreed else None
         messages = InFlightMessages(self, codec, number, sends, receives, handshake)
@@ -206,7 +255,7 @@ class Wire:
 
     def tag(self, number: int, numel: int, again: bool = False, end: bool = False) -> int:
         """Of message `number` of this call, with `numel` elements; `again`: the fallback's; `end`: that of its end."""
-        fingerprint = zlib.crc32(self._line + numel.to_bytes(8, "little")) & 0x7FFF
+        fingerprint = zlib.crc32(self.announcement.line + numel.to_bytes(8, "little")) & 0x7FFF
         return _MESSAGE_TAG | (self._call % 64) << 24 | (number % 128) << 17 | again << 16 | end << 15 | fingerprint
 
     @contextmanager
@@ -221,7 +270,7 @@ class Wire:
             raise
         except RuntimeError as error:
             # A group with a dead rank is of no use to a collective; two ranks may still have things to say.
-            wake = self.peers.sends is None and self.device.type == "cpu"
+            wake = self.peers.sends is None and has_tags(self.device)
             raise broke_off(self._what(), self.group, self.peers.ranks, peer, error, wake=wake) from error
 
     @contextmanager
@@ -231,6 +280,20 @@ class Wire:
             yield
         except FormatError as error:
             raise FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}") from error
+
+    @contextmanager
+    def _unless_failed(self) -> Iterator[None]:
+        """An error of the backend inside of the block is that of the disagreement for which the group was ended."""
+        try:
+            yield
+        except RuntimeError:
+            raise_if_failed(self.group)
+            raise
+
+    def wait_all(self, works: Sequence[dist.Work]) -> None:
+        """Wait for works of a backend without tags."""
+        with self._unless_failed():
+            _wait_all(works)
 
     def _what(self) -> str:
         names = ("function", "numel", "dtype")
@@ -310,13 +373,13 @@ class InFlightMessages:
         self._sent.clear()
         self._sent_again.clear()
 
-    def drain(self, peers: Sequence[int]) -> None:
-        """Wait until nothing moves between this rank and these any more; nobody has asked for a fallback yet."""
-        received = [(peer, work) for peer, (_, _, works) in self._receipts.items() for work in works]
-        for peer, work in [*self._sent, *received]:
-            if peer in peers:
-                with self._wire.attribute(peer):
-                    work.wait()
+    def drain(self, sent_to: Collection[int], received_from: Collection[int]) -> None:
+        """Wait until nothing moves to and from these ranks any more; nobody has asked for a fallback yet."""
+        moving = [(peer, work) for peer, work in self._sent if peer in sent_to]
+        moving += [(p, work) for p, (_, _, works) in self._receipts.items() if p in received_from for work in works]
+        for peer, work in moving:
+            with self._wire.attribute(peer):
+                work.wait()
 
     def _is_short(self, numel: int) -> bool:
         return _buffer_nbytes(self._codec, numel, self._wire.dtype) <= MAX_INSIDE_NBYTES
@@ -361,6 +424,9 @@ class _BatchedMessages(InFlightMessages):
         self._wire, self._codec = wire, codec
         wire.raw_nbytes += sum(out.values.nbytes * len(out.peers) for out in outgoing)
         messages = [wire.encode(codec, out.values) if out.message is None else out.message for out in outgoing]
+        # No message leaves before this rank knows its settings. Where it waits for lengths anyway, it waits for all.
+        numels = [*(out.values.numel() for out in outgoing), *(entry.numel for entry in incoming)]
+        wire.agree(must_wait=any(codec.capacity_nbytes(numel, wire.dtype) is None for numel in numels))
         self._works, self._taken = self._exchange(codec, outgoing, messages, incoming)
         if codec.fallback == codec:
             return
@@ -386,7 +452,7 @@ class _BatchedMessages(InFlightMessages):
             if codec.capacity_nbytes(out.values.numel(), wire.dtype) is None
             for peer in out.peers
         ]
-        _wait_all(self._start(announced, sizes))
+        wire.wait_all(self._start(announced, sizes))
         for peer, size in sizes.items():
             nbytes = int(size)
             if not 0 <= nbytes <= buffers[peer].numel():
@@ -411,7 +477,7 @@ class _BatchedMessages(InFlightMessages):
 
     def wait_sent(self) -> None:
         works, self._works = self._works, []
-        _wait_all(works)  # the stream waits
+        self._wire.wait_all(works)  # the stream waits
 
 
 def _buffer(codec: Codec, numel: int, out: Tensor | None, wire: Wire) -> Tensor:

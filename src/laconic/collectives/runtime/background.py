@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue, depth, queue_of
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
+from laconic.collectives.runtime.group_failures import raise_if_failed
 from laconic.collectives.runtime.torch_compat import in_background
 
 __all__ = [
@@ -408,12 +409,17 @@ class _StreamWork(Work[T]):
         ready: the job's end on the stream. The future has an event only for tensors that it holds, and many jobs write
             into the caller's and return nothing.
         held: what lives until the stream is done with it.
+        groups: those of the job.
     """
 
-    def __init__(self, executor: _StreamExecutor, result: torch.futures.Future[T], ready: Ready, held: _Held) -> None:
-        self._executor, self._result, self._ready, self._held = executor, result, ready, held
+    def __init__(
+        self, executor: _StreamExecutor, result: torch.futures.Future[T], ready: Ready, held: _Held, groups: Groups
+    ) -> None:
+        self._executor, self._result, self._ready, self._held, self._groups = executor, result, ready, held, groups
 
     def wait(self) -> T:
+        for group in self._groups:
+            raise_if_failed(group)
         self._ready.wait()
         self._held.release()
         return self._result.wait()  # which records the tensors of the result on the current stream
@@ -427,7 +433,7 @@ class _StreamWork(Work[T]):
         return self._result
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
-        return self._executor.map(self._result, self._held, change)
+        return self._executor.map(self._result, self._held, self._groups, change)
 
 
 class _Held:
@@ -462,12 +468,12 @@ class _StreamExecutor:
         self._in_flight: deque[tuple[Ready, _Held]] = deque()
 
     def submit(self, job: Job[T], groups: Groups) -> Work[T]:
-        return self._run(lambda: job(groups), _Held(job, self._device))
+        return self._run(lambda: job(groups), _Held(job, self._device), groups)
 
-    def map(self, result: torch.futures.Future[T], before: _Held, change: Callable[[T], S]) -> Work[S]:
-        return self._run(lambda: change(result.value()), _Held(change, self._device, before))
+    def map(self, result: torch.futures.Future[T], before: _Held, groups: Groups, change: Callable[[T], S]) -> Work[S]:
+        return self._run(lambda: change(result.value()), _Held(change, self._device, before), groups)
 
-    def _run(self, action: Callable[[], T], held: _Held) -> Work[T]:
+    def _run(self, action: Callable[[], T], held: _Held, groups: Groups) -> Work[T]:
         """Issue `action` behind all that the current stream has been given so far."""
         while self._in_flight and self._in_flight[0][0].is_over:
             self._in_flight.popleft()[1].release(done=True)
@@ -479,7 +485,7 @@ class _StreamExecutor:
             finally:  # what was issued before an error runs, too
                 ready = Ready(self._device)
                 self._in_flight.append((ready, held))
-        return _StreamWork(self, result, ready, held)
+        return _StreamWork(self, result, ready, held, groups)
 
 
 _stream_executors: dict[torch.device, _StreamExecutor] = {}

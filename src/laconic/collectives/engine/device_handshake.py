@@ -1,0 +1,113 @@
+"""Settings handshake through a backend without tags (NCCL), where a message meets whatever the peer does next.
+
+Every call begins with an announcement between every two ranks, as long in all calls of a group whatever they are: that
+of a rank always meets that of its peer, also if the two mean different calls. An all-gather by those ranks to which the
+settings are new would meet the messages of those that know them already.
+
+Reading an announcement makes the host wait for the device. A rank does so where it has not yet seen its settings agreed
+on in this group (everything but what may vary from call to call), and where it waits for lengths anyway. Else the
+announcements are copied to the host behind the values, and announcement_watch.py reads them when they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.collectives.engine.handshake import Announcement, Peers, Splits
+from laconic.collectives.runtime.device_streams import Ready
+
+__all__ = ["DeviceHandshake", "all_wait", "remember"]
+
+_VARYING = ("numel", "num_gradients", "splits", "src", "dst")
+"""Settings that may be others in every call; the rest are a program's few kinds of calls."""
+
+_MAX_KINDS = 256
+"""Kinds of calls that are remembered per group."""
+
+_known: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()
+
+
+def remember(announcement: Announcement, group: dist.ProcessGroup) -> None:
+    """All ranks of `group` agree on these settings. What is forgotten is read once more."""
+    kinds = _known.setdefault(group, set())
+    if len(kinds) >= _MAX_KINDS:
+        kinds.clear()
+    kinds.add(_kind_of(announcement))
+
+
+def all_wait(fronts: Mapping[int, bytes]) -> bool:
+    """Whether no rank sends values before it has read the announcements of all, by group rank."""
+    return not any(front[-1] for front in fronts.values())
+
+
+def _kind_of(announcement: Announcement) -> tuple[object, ...]:
+    return tuple(item for item in announcement.settings.items() if item[0] not in _VARYING)
+
+
+class DeviceHandshake:
+    """Announcements of one call, to and from each peer, on their way.
+
+    Args:
+        group: the group of the call.
+        peers: all other ranks of the group.
+        announcement: what this rank says.
+        device: that of the group's messages.
+
+    Attributes:
+        is_known: whether this rank has seen all ranks agree on such calls before, so that it need not wait.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peers: Peers, announcement: Announcement, device: torch.device
+    ) -> None:
+        self._device, self._me = device, group.rank()
+        self.is_known = _kind_of(announcement) in _known.get(group, ())
+        # As long in every call of the group.
+        self._front = announcement.pack().ljust(len(announcement.line) + Splits.nbytes(group.size()), b"\0")
+        self._front += bytes([self.is_known])
+        mine = _host_tensor(len(self._front), device)
+        mine.copy_(torch.frombuffer(bytearray(self._front), dtype=torch.uint8))
+        self._sent = mine = mine.to(device, non_blocking=True)
+        self._peers = peers.group_ranks
+        self._received = torch.empty(len(self._peers), len(self._front), dtype=torch.uint8, device=device)
+        operations = [
+            dist.P2POp(dist.irecv, row, group=group, group_peer=peer)
+            for peer, row in zip(self._peers, self._received, strict=True)
+        ]
+        operations += [dist.P2POp(dist.isend, mine, group=group, group_peer=peer) for peer in self._peers]
+        self.sent_nbytes = len(self._front) * len(self._peers)
+        """Bytes that leave this rank."""
+        self._works: Sequence[dist.Work] = dist.batch_isend_irecv(operations)
+        self._copy: Tensor | None = None
+
+    def collect(self) -> None:
+        """Let the announcements be copied to the host behind what the current stream has been given so far."""
+        if self._copy is not None:
+            return
+        for work in self._works:
+            work.wait()
+        self._copy = _host_tensor(self._received.numel(), self._device).view(self._received.shape)
+        self._copy.copy_(self._received, non_blocking=True)
+        self._ready = Ready(self._device)
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `read` would return at once. Call `collect` before."""
+        return self._ready.is_over
+
+    def read(self) -> dict[int, bytes]:
+        """Wait for what all ranks announce, this one included, by group rank. Call `collect` before."""
+        assert self._copy is not None
+        self._ready.synchronize()
+        rows = [row.numpy().tobytes() for row in self._copy]
+        return dict(zip(self._peers, rows, strict=True)) | {self._me: self._front}
+
+
+def _host_tensor(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of the host, uint8 [nbytes], from and to which copies do not make the host wait."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -1,0 +1,238 @@
+"""The settings handshake in real processes: what it costs, and that no disagreement hangs or goes unseen.
+
+Over gloo, and over a backend with NCCL's rules (in_order.py).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laconic import collectives
+from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.collectives.engine import announcement_watch, device_handshake
+from laconic.collectives.engine.device_handshake import DeviceHandshake
+from laconic.collectives.runtime import torch_compat
+from laconic.errors import ConfigError, LaconicError
+from laconic.formats import BlockFormat
+from laconic.gradients import all_reduce_q8
+from laconic.train.launch.worker import leave
+from tests.distributed.in_order import InOrder, is_used_on_cpu
+from tests.distributed.processes import run_ranks
+
+BACKENDS = ["gloo", "in_order"]
+INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
+TIMEOUT_SECONDS = 20.0
+
+
+def groups(backend: str, rank: int, world: int, folder: str, number: int) -> list[dist.ProcessGroup]:
+    """Groups of all ranks, one for each program, because one whose ranks disagree may end."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
+    return [dist.new_group(backend=backend, timeout=timeout) for _ in range(number)]
+
+
+def path_of(backend: str) -> AbstractContextManager[None]:
+    return is_used_on_cpu() if backend == "in_order" else nullcontext()
+
+
+# --- what it costs ---
+
+
+def uneven(rank: int, world: int, folder: str, backend: str) -> None:
+    (group,) = groups(backend, rank, world, folder, 1)
+    gathered, reads = [0], [0]
+    all_gather, read = torch_compat.all_gather, DeviceHandshake.read
+
+    def count_gathered(*arguments: object) -> object:
+        gathered[0] += 1
+        return all_gather(*arguments)  # type: ignore[arg-type]
+
+    def count_reads(self: DeviceHandshake) -> dict[int, bytes]:
+        reads[0] += 1
+        return read(self)
+
+    generator = torch.Generator().manual_seed(0)
+    with (
+        path_of(backend),
+        mock.patch.object(torch_compat, "all_gather", count_gathered),
+        mock.patch.object(DeviceHandshake, "read", count_reads),
+        mock.patch.object(DeviceHandshake, "are_here", False),
+        mock.patch.object(announcement_watch, "_compare_those_here"),
+    ):
+        for step in range(50):
+            table = torch.randint(0, 200, (world, world), generator=generator)
+            sent, expected = table[rank].tolist(), table[:, rank].tolist()
+            x = torch.arange(2 * sum(sent)).view(-1, 2) + 1000.0 * rank
+            out = torch.empty(sum(expected), 2)
+            known = table.tolist() if step % 2 or backend == "in_order" else None
+            codec = Lossless(capacity_bits=40.0)
+            collectives.all_to_all(out, x, expected, sent, group, codec=codec, table=known)
+            starts = [2 * int(table[peer, :rank].sum()) + 1000 * peer for peer in range(world)]
+            right = [torch.arange(n * 2).view(-1, 2) + s for n, s in zip(expected, starts, strict=True)]
+            assert torch.equal(out, torch.cat(right).float())
+    assert gathered[0] == 0
+    if backend == "in_order":
+        carrier = group if isinstance(group, InOrder) else group._get_backend(torch.device("cpu"))
+        assert carrier.num_calls["all_gather"] == 0
+        assert reads[0] == 1  # by the first call; with 49 others the host does not wait
+        assert len(device_handshake._known[group]) == 1
+        assert len(announcement_watch._pending) <= 50
+        announcement_watch.poll(group)
+        assert not announcement_watch._pending
+    dist.barrier()
+    leave(0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_uneven_exchanges_of_new_sizes_gather_nothing_and_remember_one_kind_of_call(
+    tmp_path: Path, backend: str
+) -> None:
+    run_ranks(uneven, (2, str(tmp_path), backend), 2)
+
+
+# --- programs in which a rank does something else ---
+
+
+class Step(NamedTuple):
+    """A call that all ranks make; `change` is what one of them does instead."""
+
+    kind: str
+    numel: int
+    codec: Codec
+    op: str = "sum"
+    seed: int = 0
+
+
+def run(step: Step, group: dist.ProcessGroup) -> Callable[[], bool]:
+    """Make the call; return whether the result is right."""
+    rank, world, n = group.rank(), group.size(), step.numel
+    everyones = [
+        torch.randint(-8, 8, (n,), generator=torch.Generator().manual_seed(r + step.seed)) for r in range(world)
+    ]
+    x = everyones[rank].float()
+    total = torch.stack(everyones).float().sum(0) * (1 / world if step.op == "avg" else 1)
+    atol = 0.0 if step.codec.lossless else 1.0
+    if step.kind == "all_reduce":
+        collectives.all_reduce(x, group, op=step.op, codec=step.codec)  # type: ignore[arg-type]
+        return lambda: torch.allclose(x, total, atol=atol)
+    if step.kind == "all_reduce_q8":
+        all_reduce_q8(x, group, op=step.op, min_nbytes=0)  # type: ignore[call-overload]
+        return lambda: torch.allclose(x, total, atol=1.0)
+    if step.kind == "all_gather":
+        out = torch.empty(world, n)
+        collectives.all_gather(out, x, group, codec=step.codec)
+        return lambda: torch.allclose(out, torch.stack(everyones).float(), atol=atol)
+    if step.kind == "broadcast":
+        collectives.broadcast(x, step.seed % world, group, codec=step.codec)
+        return lambda: torch.allclose(x, everyones[step.seed % world].float(), atol=atol)
+    table = [[(step.seed + 3 * source + 5 * target) % (n + 1) for target in range(world)] for source in range(world)]
+    return exchange(table, group, step.codec, told=step.kind == "all_to_all with a table")
+
+
+def exchange(table: Sequence[Sequence[int]], group: dist.ProcessGroup, codec: Codec, told: bool) -> Callable[[], bool]:
+    rank = group.rank()
+    expected = [row[rank] for row in table]
+    x, out = torch.full((sum(table[rank]),), float(rank)), torch.empty(sum(expected))
+    known = table if told else None
+    collectives.all_to_all(out, x, expected, list(table[rank]), group, codec=codec, table=known)
+    right = torch.repeat_interleave(torch.arange(len(expected)).float(), torch.tensor(expected))
+    return lambda: torch.allclose(out, right, atol=0.0 if codec.lossless else 1.0)
+
+
+A = Step("all_reduce", 300, Lossless())
+B = Step("all_reduce", 300, Lossless("window"))
+OTHER_NUMEL = A._replace(numel=301)
+FIXED = Step("all_reduce", 4000, INT8)
+LONGER = FIXED._replace(numel=4400)
+AVERAGE = FIXED._replace(op="avg")
+SCATTERED = Step("all_to_all", 70, Raw(), seed=1)
+TOLD = Step("all_to_all with a table", 70, INT8, seed=1)
+Q8 = Step("all_reduce_q8", 1000, Raw())
+
+PROGRAMS: dict[str, tuple[list[Step], list[Step], str]] = {
+    # What every rank but the last does, what the last does, and the field by which they differ.
+    "new on one": ([A, A, A], [A, A, B], "codec is"),
+    "back to what all know": ([A, B, A], [A, B, B], "codec is"),
+    "one goes back, one goes on": ([A, B, A], [A, B, OTHER_NUMEL], "numel is"),
+    "another operation": ([A, A, Q8], [A, A, A], "function is"),
+    "known lengths, others": ([FIXED, FIXED, FIXED], [FIXED, FIXED, LONGER], "numel is"),
+    "known lengths, the same": ([FIXED, AVERAGE, FIXED], [FIXED, AVERAGE, AVERAGE], "factor is"),
+    "from the first call on": ([FIXED], [AVERAGE], "factor is"),
+    "sizes": ([SCATTERED, SCATTERED], [SCATTERED, SCATTERED._replace(seed=2)], "sends .* elements to rank"),
+    "sizes of a table": ([TOLD, TOLD], [TOLD, TOLD._replace(seed=2)], "sends .* elements to rank|splits is"),
+    "8 bits": ([Q8, Q8], [Q8, Q8._replace(numel=1100)], "numel is"),
+}
+
+
+def carry_out(program: Sequence[Step], group: dist.ProcessGroup) -> tuple[int, str]:
+    """The number of calls that were right before one raised, and what it raised."""
+    number = 0
+    try:
+        for step in program:
+            is_right = run(step, group)
+            number += 1
+            assert is_right(), (number, step)
+        run(program[0], group)  # what is noticed late is noticed here
+    except LaconicError as error:
+        return number, f"{type(error).__name__}: {error}"
+    except AssertionError:
+        # Values that a disagreeing rank has sent; the group says so as soon as it can.
+        time.sleep(0.3)
+        try:
+            run(program[0], group)
+        except ConfigError as error:
+            return number - 1, f"{type(error).__name__}: {error}"
+        raise
+    return number, "nothing"
+
+
+def disagreeing(rank: int, world: int, folder: str, backend: str, arrives_late: bool) -> None:
+    everyones = groups(backend, rank, world, folder, len(PROGRAMS))
+    started = time.monotonic()
+    late = mock.patch.object(DeviceHandshake, "are_here", _Late()) if arrives_late else nullcontext()
+    with path_of(backend), late:
+        for group, (name, (most, last, field)) in zip(everyones, PROGRAMS.items(), strict=True):
+            number, error = carry_out(last if rank == world - 1 else most, group)
+            dist.barrier()
+            assert error.startswith("ConfigError: "), (name, rank, error)
+            assert re.search(field, error), (name, rank, error)
+            assert f"rank {world - 1}" in error, (name, rank, error)
+            assert number in (len(most) - 1, len(most)), (name, rank, number, error)
+            if backend == "gloo":
+                assert number == len(most) - 1
+                assert run(A, group)()  # the group goes on
+    assert time.monotonic() - started < TIMEOUT_SECONDS
+    dist.barrier()
+    leave(0)
+
+
+class _Late:
+    """Announcements are there 0.1 s after they are asked for: values have met by then."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[float, object]] = {}
+
+    def __get__(self, handshake: DeviceHandshake, owner: type) -> bool:
+        since, _ = self._asked.setdefault(id(handshake), (time.monotonic(), handshake))
+        return time.monotonic() - since > 0.1
+
+
+@pytest.mark.parametrize(
+    ("backend", "arrives_late"), [("gloo", False), ("in_order", False), ("in_order", True)], ids=str
+)
+def test_a_rank_that_does_something_else_is_an_error_on_every_rank_that_names_it(
+    tmp_path: Path, backend: str, arrives_late: bool
+) -> None:
+    run_ranks(disagreeing, (2, str(tmp_path), backend, arrives_late), 2)
