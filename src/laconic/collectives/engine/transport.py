@@ -279,6 +279,7 @@ class Wire:
         try:
             yield
         except FormatError as error:
+            self.agree(must_wait=True)  # another call's message, if the ranks disagree
             raise FormatError(f"in {self._what()}, the message from rank {self.peers.ranks[peer]}: {error}") from error
 
     @contextmanager
