@@ -73,6 +73,7 @@ def test_compiled_layers_equal_eager_ones_in_values_gradients_and_bytes(backend:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_compiled_attention_keeps_packed_queries_keys_and_values_too() -> None:
     model, ids = compressed("llama", attention="int8"), make_ids()
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
@@ -95,6 +96,7 @@ def test_layers_that_differ_do_not_share_a_graph(kind: str) -> None:
     assert all(torch.equal(grad, expected[2][name]) for name, grad in got[2].items())
 
 
+@pytest.mark.slow
 def test_a_compiled_mixture_of_experts_equals_the_eager_one() -> None:
     model, ids = compressed("mixtral"), make_ids()
     expected, got = step(model, ids), step(with_compiled_layers(model, "aot_eager"), ids)
@@ -146,6 +148,7 @@ def test_nothing_in_a_compiled_layer_breaks_the_graph() -> None:
     assert explanation.graph_count == 1
 
 
+@pytest.mark.slow
 def test_a_whole_model_compiles_into_one_graph() -> None:
     model, ids = compressed("llama"), make_ids()
     twin = copy.deepcopy(model)

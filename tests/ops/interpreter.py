@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ on_device = pytest.mark.skipif(
 def slow_in_interpreter(*values: object) -> ParameterSet:
     """Parameters of a test whose path another case of the test takes as well: in the interpreter it is slow."""
     return pytest.param(*values, marks=[pytest.mark.slow] if INTERPRETED else [])
+
+
+def slow_where_interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test whose kernels other tests run as well: in the interpreter it is slow."""
+    return pytest.mark.slow(test) if INTERPRETED else test
 
 
 numpy_may_warn = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -6,8 +6,7 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from laconic.train.checkpoint import save_load
 from laconic.train.checkpoint.manifest import manifest_sha256
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from laconic.train.report.run_dir import latest_name
+from tests.distributed.processes import run_ranks
 from tests.train.runs import ALONE
 
 ROOT = Path(__file__).parents[2]
@@ -395,28 +395,16 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 # Saves, and at the n-th call that changes something on the disk either dies or is told that the disk has failed, for
 # every n there is. What can be found afterwards must be whole, be the old or the new state, and be gone on from.
-INTERRUPTED = """
-import errno, os, shutil, signal, sys
-from pathlib import Path
-from laconic.errors import CheckpointError
-from laconic.train.checkpoint.save_load import find_checkpoint
-from tests.train.runs import ALONE
-from tests.train.test_checkpoint import names_in, save
-
 CALLS = ("mkdir", "open", "fsync", "rename", "replace", "link", "unlink", "remove", "rmdir", "truncate", "symlink")
-how, scenario, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-base = folder / "base"
-save(base, 1, seed=1)
-if scenario == "again":
-    save(base, 2, seed=2)
 
 
-def interrupted(run_dir, number):
+def _interrupted(how: str, run_dir: Path, number: int) -> bool:
+    """Save, with the `number`-th of CALLS dying or failing; whether there are fewer calls."""
     calls = 0
     originals = {name: getattr(os, name) for name in CALLS}
 
-    def counted(name):
-        def call(*args, **kwargs):
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == number and how == "die":
@@ -424,50 +412,57 @@ def interrupted(run_dir, number):
             if calls == number:
                 raise OSError(errno.EIO, "the disk has failed")
             return originals[name](*args, **kwargs)
+
         return call
 
     for name in CALLS:
         setattr(os, name, counted(name))
     try:
         save(run_dir, 2, seed=3, keep=1)
-    except CheckpointError as error:
-        assert how == "fail", error
+    except CheckpointError:
+        if how != "fail":
+            raise
     finally:
         for name in CALLS:
             setattr(os, name, originals[name])
     return calls < number
 
 
-number, done, seen = 0, False, []
-while not done:
-    number += 1
-    run_dir = folder / str(number)
-    shutil.copytree(base, run_dir)
-    if how == "die":
-        child = os.fork()
-        if child == 0:
-            os._exit(7 if interrupted(run_dir, number) else 8)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code in (-9, 7), code
-        done = code == 7
-    else:
-        done = interrupted(run_dir, number)
-    found = find_checkpoint(run_dir, ALONE)
-    before = (2, 2) if scenario == "again" else (1, 1)
-    assert (found.step, found.identity["seed"]) in (before, (2, 3)), (number, found)
-    seen.append(found.identity["seed"])
-    # The pointer is not all there is.
-    (run_dir / "checkpoints" / "latest").unlink()
-    assert find_checkpoint(run_dir, ALONE).identity["seed"] in (before[1], 3), number
-    save(run_dir, 3)
-    assert find_checkpoint(run_dir, ALONE).step == 3
-    assert not [name for name in names_in(run_dir) if name.startswith(".")], (number, names_in(run_dir))
-    shutil.rmtree(run_dir)
-if how == "die":  # first the old state, from some call on the new one; some failures stand in nobody's way
-    assert seen == sorted(seen), seen
-assert {before[1], 3} == set(seen)
-print(number)
-"""
+def _interrupt_every_call(rank: int, how: str, scenario: str, folder: Path) -> None:
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads
+    base = folder / "base"
+    save(base, 1, seed=1)
+    if scenario == "again":
+        save(base, 2, seed=2)
+    number, done, seen = 0, False, []
+    while not done:
+        number += 1
+        run_dir = folder / str(number)
+        shutil.copytree(base, run_dir)
+        if how == "die":
+            child = os.fork()
+            if child == 0:
+                os._exit(7 if _interrupted(how, run_dir, number) else 8)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert code in (-9, 7), code
+            done = code == 7
+        else:
+            done = _interrupted(how, run_dir, number)
+        found = find_checkpoint(run_dir, ALONE)
+        before = (2, 2) if scenario == "again" else (1, 1)
+        assert (found.step, found.identity["seed"]) in (before, (2, 3)), (number, found)
+        seen.append(found.identity["seed"])
+        # The pointer is not all there is.
+        (run_dir / "checkpoints" / "latest").unlink()
+        assert find_checkpoint(run_dir, ALONE).identity["seed"] in (before[1], 3), number
+        save(run_dir, 3)
+        assert find_checkpoint(run_dir, ALONE).step == 3
+        assert not [name for name in names_in(run_dir) if name.startswith(".")], (number, names_in(run_dir))
+        shutil.rmtree(run_dir)
+    if how == "die":  # first the old state, from some call on the new one; some failures stand in nobody's way
+        assert seen == sorted(seen), seen
+    assert {before[1], 3} == set(seen)
+    assert number > 15  # calls there are
 
 
 @pytest.mark.parametrize(
@@ -479,12 +474,4 @@ print(number)
     ],
 )
 def test_a_save_that_is_interrupted_anywhere_leaves_a_good_latest(how: str, scenario: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, how, scenario, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # a forked child has none of its parent's OpenMP threads
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 15  # calls there are
+    run_ranks(_interrupt_every_call, (how, scenario, tmp_path), 1)

@@ -4,19 +4,20 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from laconic.errors import ConfigError, DataError, TrainingError
+from laconic.train.distributed import world
 from laconic.train.distributed.world import RankInfo, read_environment
 from laconic.train.launch import launcher as launch_module
 from laconic.train.launch.launcher import _explain, launch
 from laconic.train.signals import EXIT_PEER_LOST, STOP_SIGNAL
+from tests.distributed.processes import run_ranks
 from tests.train.runs import tiny_config
 
 GOOD = {
@@ -184,23 +185,17 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path, capsys: pytest.
     assert _explain(crashed_meanwhile, [130], tmp_path) == 1
 
 
-def test_threads_are_shared_by_the_processes_of_a_machine() -> None:
-    program = (
-        "import torch; from laconic.train.distributed import world;"
-        "from laconic.train.distributed.world import RankInfo, join_world;"
-        "world.num_cores = lambda: 6; world._init_process_group = lambda *a: None;"
-        "import sys; torch.set_num_threads(5);"
-        "join_world(RankInfo(rank=0, world_size=4, local_rank=0, local_world_size=int(sys.argv[1])), 1.0);"
-        "print(torch.get_num_threads())"
-    )
+def _join_with_threads(rank: int, local_world_size: int, variable: str | None, wanted: int) -> None:
+    world.num_cores = lambda: 6
+    world._init_process_group = lambda *args: None
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if variable is not None:
+        os.environ["OMP_NUM_THREADS"] = variable
+    torch.set_num_threads(5)
+    world.join_world(RankInfo(rank=0, world_size=4, local_rank=0, local_world_size=local_world_size), 1.0)
+    assert torch.get_num_threads() == wanted
 
-    def threads(processes: int, **changes: str) -> int:
-        environment: dict[str, Any] = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | changes
-        command = [sys.executable, "-c", program, str(processes)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
 
-    assert threads(2) == 3
-    assert threads(2, OMP_NUM_THREADS="1") == 5
-    assert threads(1) == 5
+@pytest.mark.parametrize(("local", "variable", "wanted"), [(2, None, 3), (2, "1", 5), (1, None, 5)])
+def test_threads_are_shared_by_the_processes_of_a_machine(local: int, variable: str | None, wanted: int) -> None:
+    run_ranks(_join_with_threads, (local, variable, wanted), 1)

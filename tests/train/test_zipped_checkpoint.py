@@ -3,8 +3,8 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM
 import laconic
 from laconic.errors import CheckpointError
 from laconic.formats.archive import unzip, verify, zip_path
-from laconic.train.checkpoint import save_load
+from laconic.train.checkpoint import save_load, zipped_storage
 from laconic.train.checkpoint.export import export
 from laconic.train.checkpoint.save_load import find_checkpoint, load_checkpoint, load_weights
 from laconic.train.checkpoint.zipped_storage import CheckpointReader, ZippedWriter
 from laconic.train.report.run_dir import latest_name
+from tests.distributed.processes import run_ranks
 from tests.train.runs import ALONE, exact_metrics, resumed, tiny_config, train_alone
-from tests.train.test_checkpoint import DAMAGES, ROOT, names_in, resealed, save, trained
+from tests.train.test_checkpoint import DAMAGES, names_in, resealed, save, trained
 
 SHARD = "__0_0.safetensors.laconic"
 
@@ -187,36 +188,22 @@ def test_a_full_disk_leaves_no_half_of_a_file(small_disk: Path, tmp_path: Path) 
 
 
 # Dies at each call while saving step 2 over step 1; the previous checkpoint stays.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from laconic.train.checkpoint import zipped_storage
-from laconic.train.checkpoint.save_load import find_checkpoint
-from tests.train.runs import ALONE
-from tests.train.test_checkpoint import save
-
-for number, name in enumerate(["write_header", "write_container", "fsync_file", "ContainerFile"]):
-    run_dir = Path(sys.argv[1]) / str(number)
-    save(run_dir, 1, zipped=True)
-    child = os.fork()
-    if child == 0:
-        setattr(zipped_storage, name, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
-        save(run_dir, 2, zipped=True)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9, name
-    assert find_checkpoint(run_dir, ALONE).step == 1
-    save(run_dir, 3, zipped=True)
-    assert find_checkpoint(run_dir, ALONE).step == 3
-"""
+def _kill_while_saving(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads
+    for number, name in enumerate(["write_header", "write_container", "fsync_file", "ContainerFile"]):
+        run_dir = folder / str(number)
+        save(run_dir, 1, zipped=True)
+        child = os.fork()
+        if child == 0:
+            setattr(zipped_storage, name, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
+            save(run_dir, 2, zipped=True)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9, name
+        assert find_checkpoint(run_dir, ALONE).step == 1
+        save(run_dir, 3, zipped=True)
+        assert find_checkpoint(run_dir, ALONE).step == 3
 
 
 def test_a_process_killed_while_saving_leaves_a_good_latest(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(_kill_while_saving, (tmp_path,), 1)
     assert latest_name(tmp_path / "0") == "step-00000003"
