@@ -106,6 +106,24 @@ def test_uneven_exchanges_of_new_sizes_gather_nothing_and_remember_one_kind_of_c
     run_ranks(uneven, (2, str(tmp_path), backend), 2)
 
 
+def many_kinds(rank: int, world: int, folder: str) -> None:
+    (group,) = groups("in_order", rank, world, folder, 1)
+    x = torch.ones(4)
+    with path_of("in_order"), mock.patch.object(DeviceHandshake, "are_here", False):
+        for number in range(300):
+            collectives.all_gather(torch.empty(8), x, group, codec=Lossless(capacity_bits=40 + number / 8))
+        assert 0 < len(device_handshake._known[group]) <= 256
+        for _ in range(400):
+            collectives.all_gather(torch.empty(8), x, group, codec=Raw())
+        assert len(announcement_watch._pending) <= 257
+    dist.barrier()
+    leave(0)
+
+
+def test_what_is_remembered_and_what_is_not_read_yet_is_bounded(tmp_path: Path) -> None:
+    run_ranks(many_kinds, (2, str(tmp_path)), 2)
+
+
 # --- programs in which a rank does something else ---
 
 

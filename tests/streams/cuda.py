@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from laconic.activations.offload import offloader_of
+from laconic.collectives.engine import announcement_watch
 from laconic.collectives.runtime import background
 from laconic.moe.pipeline import schedule
 from tests.streams.device import Device, Node, Queue
@@ -134,6 +135,9 @@ def cuda(is_prompt: bool = False) -> Iterator[Device]:
         # What the process keeps for a device, as that cache does.
         mock.patch.dict(background._stream_executors, clear=True),
         mock.patch.dict(schedule._wires, clear=True),
+        # The device records one thread; announcements are compared by the next call.
+        mock.patch.object(announcement_watch, "_start"),
+        mock.patch.object(announcement_watch, "_pending", []),
         _patched(device),
         device,
     ):

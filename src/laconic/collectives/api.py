@@ -182,8 +182,8 @@ def all_to_all(
         output_split_sizes, input_split_sizes: rows from and to each rank; equal parts if both are None.
         group: a process group of W ranks, or TwoLevel (equal parts only).
         codec, async_op: as in the module's docstring.
-        table: rows from each rank to each, [from][to], if all ranks know them: no sizes are exchanged then, and over
-            Raw() only rows are sent. It must agree with the split sizes.
+        table: rows from each rank to each, [from][to], if all ranks know them: the call does not wait for the others'
+            sizes then, and over Raw() only rows are sent. It must agree with the split sizes.
 
     Raises:
         FormatError: the tensors do not fit.

@@ -53,13 +53,10 @@ def watch(
     group: dist.ProcessGroup, handshake: DeviceHandshake, announcement: Announcement, ranks: Sequence[int]
 ) -> None:
     """Compare the announcements of a call later; `collect` was called."""
-    global _thread
     entry = _Pending(ref(group), handshake, announcement, ranks)
     with _changed:
-        _pending.append(entry)
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_serve, name="laconic-announcements", daemon=True)
-            _thread.start()
+        _pending[:] = [*(other for other in _pending if other.group() is not None), entry]
+        _start()
         _changed.notify()
 
 
@@ -77,12 +74,19 @@ def poll(group: dist.ProcessGroup) -> None:
     raise_if_failed(group)
 
 
+def _start() -> None:
+    """Start the thread if it does not run."""
+    global _thread
+    if _thread is None or not _thread.is_alive():
+        _thread = threading.Thread(target=_serve, name="laconic-announcements", daemon=True)
+        _thread.start()
+
+
 def _serve() -> None:
     while True:
         with _changed:
             while not _pending:
                 _changed.wait()
-            _pending[:] = [entry for entry in _pending if entry.group() is not None]
             entries = list(_pending)
         _compare_those_here(entries)
         time.sleep(_POLL_SECONDS)

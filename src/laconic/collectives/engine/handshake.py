@@ -122,7 +122,7 @@ class Announcement:
             fronts: what each rank announced, by group rank.
             me: this rank.
         """
-        same = {rank for rank, front in fronts.items() if front[:_LINE_NBYTES] == self.line}
+        same = {rank for rank, front in fronts.items() if front.startswith(self.line)}
         if self.splits is None or len(same) < len(fronts):
             return same, same
         everyones = self.splits_of(fronts)
@@ -145,7 +145,7 @@ class Announcement:
         Raises:
             ConfigError: two differ; the error names the ranks, the setting and both values.
         """
-        if any(front[:_LINE_NBYTES] != self.line for front in fronts.values()):
+        if not all(front.startswith(self.line) for front in fronts.values()):
             raise disagreement(
                 {ranks[rank]: _settings_of(front[:_LINE_NBYTES]) for rank, front in sorted(fronts.items())}
             )
@@ -192,7 +192,8 @@ class Handshake:
         send: Callable[[int, Tensor, int], dist.Work],
         attribute: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self._front, self._send, self._attribute = announcement.pack(), send, attribute
+        self._me, self._front = group.rank(), announcement.pack()
+        self._send, self._attribute = send, attribute
         longest = _LINE_NBYTES + Splits.nbytes(group.size()) + _MAX_NOTE_NBYTES + MAX_INSIDE_NBYTES
         assert len(announcement.note) <= _MAX_NOTE_NBYTES
         # A sender's announcements stay apart from a receiver's, because two ranks may send to each other at once.
@@ -221,12 +222,14 @@ class Handshake:
             self.announce(peer)
 
     def read(self) -> dict[int, bytes]:
-        """Wait for what the others announce, by group rank, cut to the length of this rank's announcement."""
+        """Wait for what all ranks announce, this one included, by group rank, as long as this rank's announcement."""
         self.announce_to_all_but(set())
         for peer, work in [*((peer, work) for peer, (_, work) in self._received.items()), *self._sent]:
             with self._attribute(peer):
                 work.wait()
-        return {peer: buffer[: len(self._front)].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
+        size = len(self._front)
+        fronts = {peer: buffer[:size].numpy().tobytes() for peer, (buffer, _) in self._received.items()}
+        return fronts | {self._me: self._front}
 
     def inside(self, peer: int, nbytes: int) -> Tensor:
         """The first `nbytes` of what came behind the settings of a peer; call `read` before."""

@@ -159,7 +159,7 @@ class Wire:
         assert self._handshake is not None
         early, self._early = self._early, []
         me, mine = self.group.rank(), self.announcement
-        self._fronts = self._handshake.read() | {me: mine.pack()}
+        self._fronts = self._handshake.read()
         try:
             mine.check(self._fronts, self.peers.ranks)
         except ConfigError:

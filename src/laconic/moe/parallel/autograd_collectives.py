@@ -69,7 +69,7 @@ def all_to_all_rows(
         output_splits, input_splits: rows from and to each rank.
         group: the ranks.
         codec: of rows and their gradients.
-        table: rows from each rank to each, [from][to], if all ranks know them; saves two rounds of short messages.
+        table: rows from each rank to each, [from][to], if all ranks know them; saves a round of short messages.
     """
     if group.size() == 1:
         return rows
