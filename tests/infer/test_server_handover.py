@@ -123,11 +123,13 @@ class _Engine:
         return self.handles[-1]
 
 
-def _generation(engine: _Engine, max_unread: int = 100, stops: Sequence[str] = (), num_choices: int = 1) -> Generation:
+def _generation(
+    engine: _Engine, max_unread: int = 100, stops: Sequence[str] = (), num_choices: int = 1, burst: int = 1
+) -> Generation:
     handover = Handover(asyncio.get_running_loop())
     sampling = Sampling(max_new_tokens=50)
     generation = Generation(
-        engine, ByteTokenizer(), [[1]], num_choices, sampling, stops, max_unread, lambda: None, handover
+        engine, ByteTokenizer(), [[1]], num_choices, sampling, stops, max_unread, lambda: None, handover, burst
     )
     generation.start()
     return generation
@@ -153,6 +155,31 @@ def test_a_reader_gets_what_came_meanwhile_at_once() -> None:
         return found
 
     assert asyncio.run(read()) == [["a", "b", "c"], ["d"], ["e", "f"], ["stop"]]
+
+
+@pytest.mark.parametrize("max_unread", [100, 3])
+def test_a_burst_is_read_when_it_is_full_or_the_answer_ends(max_unread: int) -> None:
+    """A burst is never longer than what may be unread, or it would cancel its own request."""
+
+    async def read() -> list[str]:
+        engine = _Engine()
+        generation = _generation(engine, max_unread, burst=4)
+        found: list[str] = []
+
+        async def collect() -> None:
+            async for some in generation.parts():
+                found.append("".join(part.text for part in some))
+
+        reading = asyncio.create_task(collect())
+        for letter in "abcdefghij":
+            _say(engine.listeners[0], letter)
+            await asyncio.sleep(0.001)
+        engine.listeners[0].on_end(None)
+        await reading
+        assert not generation.too_slow
+        return found
+
+    assert asyncio.run(read()) == (["abcd", "efgh", "ij"] if max_unread == 100 else ["abc", "def", "ghi", "j"])
 
 
 def test_nothing_is_said_after_the_end_that_a_burst_holds() -> None:

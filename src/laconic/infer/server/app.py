@@ -35,6 +35,7 @@ __all__ = ["create_app"]
 
 _T = TypeVar("_T")
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+_BURST = 32  # tokens of a whole answer that are read together: nobody sees them one by one
 
 
 def create_app(
@@ -162,6 +163,7 @@ class _Server:
             self._settings.max_unread_tokens,
             self._admission.wake,
             self._handover_here(),
+            burst=1 if body.stream or body.stop else _BURST,
         )
         self._check_size(field, prompts, sampling.max_new_tokens, generation)
         self._generations.add(generation)

@@ -57,6 +57,7 @@ class Generation:
         max_unread_tokens: that wait, those of the parts that are being read among them.
         on_freed: called, on the event loop, whenever the engine has got back a request's cache.
         handover: from the engine's threads to the event loop.
+        burst: tokens that `parts` waits for, unless a request ends; 1 gives each at once.
 
     Attributes:
         prompt_tokens: of all prompts.
@@ -75,12 +76,13 @@ class Generation:
         max_unread_tokens: int,
         on_freed: Callable[[], None],
         handover: Handover,
+        burst: int = 1,
     ) -> None:
         self._engine, self._on_freed, self._handover = engine, on_freed, handover
         self._events: list[tuple[int, _Event]] = []
         self._num_reading = 0
         self._arrived = asyncio.Event()
-        self._max_unread = max_unread_tokens
+        self._max_unread, self._burst = max_unread_tokens, min(burst, max_unread_tokens)
         self._is_over = False
         stop_tokens = engine.eos_token_ids | set(sampling.stop_token_ids)
         self._choices = [
@@ -132,9 +134,8 @@ class Generation:
         """
         running = len(self._choices)
         while running:
-            if not self._events:
-                self._arrived.clear()
-                await self._arrived.wait()
+            await self._arrived.wait()
+            self._arrived.clear()
             events, self._events = self._events, []
             self._num_reading = len(events)
             parts: list[Part] = []
@@ -177,7 +178,8 @@ class Generation:
             self.cancel()
             event = LaconicError(f"the client left {self._max_unread} tokens unread, so its request was cancelled")
         self._events.append((index, event))
-        self._arrived.set()
+        if len(self._events) >= self._burst or not isinstance(event, ChosenToken):
+            self._arrived.set()
 
     def _cancel(self, choice: _Choice) -> None:
         if choice.handle is not None:
