@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import laconic
 from benchmarks.kit.peers import coders
 from benchmarks.kit.timing import Case, seconds_of
-from benchmarks.registry import Options, Table, benchmark, kernels_note
+from benchmarks.registry import Options, Table, benchmark, dtype_name, kernels_note
 from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode, native
 
 _PIECE = 1 << 20
@@ -105,7 +106,12 @@ def lossless(options: Options) -> list[Table]:
     """Speed and ratio of both codes on several kinds of data, beside peers and memcpy; instruction sets."""
     data = {name: list(x.split(_PIECE)) for name, x in _data(options.elements).items()}
     tables = [_data_table(name, pieces, options) for name, pieces in data.items()]
-    return [*tables, _instruction_sets_table(data["Gaussian bf16"], options), _sizes_table(options)]
+    return [
+        *tables,
+        _public_table(options),
+        _instruction_sets_table(data["Gaussian bf16"], options),
+        _sizes_table(options),
+    ]
 
 
 def _memcpy(pieces: Sequence[Tensor]) -> Case:
@@ -137,6 +143,33 @@ def _data_table(name: str, pieces: Sequence[Tensor], options: Options) -> Table:
         ["", "ratio", "encode GB/s", "decode GB/s", "decode_add GB/s", "encode of memcpy", "decode of memcpy"],
         rows,
         kernels_note(),
+    )
+
+
+def _public_table(options: Options) -> Table:
+    """What a user calls, on one large tensor: results are memory that was not touched before, as those of clone."""
+    rows = []
+    values = torch.randn(options.elements, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    for x in (values, torch.cat([values, values.flip(0)]).bfloat16()):
+        message = laconic.encode(x)
+        cases: dict[str, Case] = {
+            "clone": x.clone,
+            "encode": lambda x=x: laconic.encode(x),
+            "decode": lambda message=message: laconic.decode(message),
+        }
+        seconds = seconds_of(cases, options.rounds)
+        rows.append(
+            [
+                dtype_name(x.dtype),
+                *(f"{x.nbytes / seconds[case] / 1e9:.2f}" for case in cases),
+                *(f"{1 / seconds[case].over(seconds['clone']):.2f}" for case in ("encode", "decode")),
+            ]
+        )
+    return Table(
+        f"laconic.encode and decode of one tensor of {values.nbytes >> 20} MiB, GB/s, {options.thread_text}",
+        ["", "x.clone()", "encode", "decode", "encode of clone", "decode of clone"],
+        rows,
+        "Every call makes a new tensor. Ours ask the system for huge pages, clone does not.",
     )
 
 

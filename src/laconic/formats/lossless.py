@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.errors import FormatError
-from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
+from laconic.ops import huge_pages, lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.lossless import (
     MAX_FRONT_NBYTES,
     DamagedMessage,
@@ -76,8 +76,7 @@ def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None,
         return message
     nbytes = int(message[16:24].view(torch.int64))
     if out is None:
-        # A slice would keep the longest message's memory alive.
-        return message[:nbytes].clone()
+        return huge_pages.cut(message, nbytes)  # a slice would keep the longest message's memory alive
     if out.numel() < nbytes:
         raise FormatError(f"out has {out.numel()} bytes, but the message has {nbytes}; max_nbytes is always enough")
     return out[:nbytes].copy_(message[:nbytes])
@@ -111,7 +110,7 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor
             " sender and receiver must mean the same tensor",
         )
     if out is None:
-        out = torch.empty(header.shape, dtype=header.dtype, device=buffer.device)
+        out = huge_pages.empty(header.shape, header.dtype, buffer.device)
     elif (out.dtype, tuple(out.shape)) != (header.dtype, header.shape):
         raise FormatError(
             f"out is {out.dtype} {tuple(out.shape)}, but the message holds {header.dtype} {header.shape};"

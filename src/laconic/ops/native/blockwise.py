@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from laconic.ops import huge_pages
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
@@ -35,7 +36,7 @@ def quantize_blockwise(
     leading = x.shape[:-1]
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
-    codes = torch.empty((*leading, num_codes), dtype=torch.uint8)
+    codes = huge_pages.empty((*leading, num_codes), torch.uint8)
     scales = torch.empty((*leading, num_scales), dtype=scale_dtype)
     kernels().quantize_blockwise(
         isa_number(isa),
@@ -72,7 +73,7 @@ def dequantize_blockwise(
     """`reference.dequantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
     check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
-    values = torch.empty((*codes.shape[:-1], length), dtype=dtype)
+    values = huge_pages.empty((*codes.shape[:-1], length), dtype)
     kernels().dequantize_blockwise(
         isa_number(isa),
         torch.get_num_threads(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.ops import huge_pages
 from laconic.ops.lossless import CODES, DTYPE_NUMBERS, words_of
 from laconic.ops.native.library import isa_number, kernels
 from laconic.ops.schemas import check_lossless_decode_, check_lossless_decode_add_, check_lossless_encode
@@ -14,7 +15,7 @@ __all__ = ["lossless_decode_", "lossless_decode_add_", "lossless_encode"]
 
 def lossless_encode(x: Tensor, code: str, capacity_nbytes: int | None, *, isa: str | None = None) -> Tensor:
     """`reference.lossless_encode` in C++, the same message; `isa` overrides the instruction set."""
-    message = torch.empty(check_lossless_encode(x, code, capacity_nbytes), dtype=torch.uint8)
+    message = huge_pages.empty([check_lossless_encode(x, code, capacity_nbytes)], torch.uint8)
     words = words_of(x).contiguous()
     kernels().lossless_encode(
         isa_number(isa),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.ops import huge_pages
 from laconic.ops.codebooks import codebook_tensor
 from laconic.ops.native.library import isa_number, kernels
 from laconic.ops.schemas import check_sum_blockwise
@@ -23,7 +24,7 @@ def sum_blockwise(
 ) -> Tensor:
     """`reference.sum_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
     _, length, _ = check_sum_blockwise(codes, scales, residual_codes, residual_scales)
-    values = torch.empty(length)
+    values = huge_pages.empty([length], torch.float32)
     _run(isa, codes, scales, residual_codes, residual_scales, factor, values, (None, None, None, None))
     return values
 
@@ -41,7 +42,7 @@ def sum_requantize_blockwise(
     _, length, num_blocks = check_sum_blockwise(codes, scales, residual_codes, residual_scales)
     has_residual = residual_codes is not None
     results = (
-        torch.empty(length, dtype=torch.uint8),
+        huge_pages.empty([length], torch.uint8),
         torch.empty(num_blocks),
         torch.empty((length + 1) // 2 if has_residual else 0, dtype=torch.uint8),
         torch.empty(num_blocks if has_residual else 0),
