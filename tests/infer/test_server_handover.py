@@ -223,13 +223,35 @@ def test_tokens_that_are_being_read_count_as_unread(reads: int) -> None:
             _say(engine.listeners[0], "x" * reads)
             await anext(parts)
         _say(engine.listeners[0], "y" * (8 - reads))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         before = generation.too_slow
         _say(engine.listeners[0], "z")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         await parts.aclose()  # type: ignore[attr-defined]
         return before, generation.too_slow and engine.handles[0].cancelled
 
     assert asyncio.run(overflow()) == (False, True)
+
+
+@pytest.mark.parametrize("burst", [1, 4])
+def test_a_reader_who_takes_all_is_not_too_slow_for_tokens_that_come_at_once(burst: int) -> None:
+    """Three tokens of each of 16 choices in one hand-over, with a limit of 8."""
+
+    async def read() -> tuple[str, bool]:
+        engine = _Engine()
+        generation = _generation(engine, max_unread=8, num_choices=16, burst=burst)
+        found: list[str] = []
+
+        async def collect() -> None:
+            async for some in generation.parts():
+                found.extend(part.text for part in some)
+
+        reading = asyncio.create_task(collect())
+        await asyncio.sleep(0)
+        for listener in engine.listeners:
+            _say(listener, "abc")
+        await asyncio.sleep(0.01)
+        reading.cancel()
+        return "".join(found), generation.too_slow
+
+    assert asyncio.run(read()) == ("abc" * 16, False)

@@ -81,6 +81,7 @@ class Generation:
         self._engine, self._on_freed, self._handover = engine, on_freed, handover
         self._events: list[tuple[int, _Event]] = []
         self._num_reading = 0
+        self._is_being_checked = False
         self._arrived = asyncio.Event()
         self._max_unread, self._burst = max_unread_tokens, min(burst, max_unread_tokens)
         self._is_over = False
@@ -173,12 +174,25 @@ class Generation:
             self.first_token_time = time.monotonic()
         if self._is_over:
             return
-        if isinstance(event, ChosenToken) and len(self._events) + self._num_reading >= self._max_unread:
-            self.too_slow = True
-            self.cancel()
-            event = LaconicError(f"the client left {self._max_unread} tokens unread, so its request was cancelled")
         self._events.append((index, event))
         if len(self._events) >= self._burst or not isinstance(event, ChosenToken):
+            self._arrived.set()
+        if self._leaves_too_many and not self._is_being_checked:
+            # All of them may have come at once: the reader, who has been woken, has its turn first.
+            self._is_being_checked = True
+            self._handover.loop.call_soon(self._check_unread)
+
+    @property
+    def _leaves_too_many(self) -> bool:
+        return len(self._events) + self._num_reading > self._max_unread
+
+    def _check_unread(self) -> None:
+        self._is_being_checked = False
+        if self._leaves_too_many and not self._is_over:
+            self.too_slow = True
+            self.cancel()
+            why = f"the client left {self._max_unread} tokens unread, so its request was cancelled"
+            self._events.append((0, LaconicError(why)))
             self._arrived.set()
 
     def _cancel(self, choice: _Choice) -> None:
