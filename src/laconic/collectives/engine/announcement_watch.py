@@ -15,7 +15,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from laconic.collectives.engine.device_handshake import DeviceHandshake
-from laconic.collectives.engine.handshake import Announcement
+from laconic.collectives.engine.handshake import GROUP_ENDED, Announcement
 from laconic.collectives.runtime.group_failures import fail, raise_if_failed
 from laconic.errors import ConfigError
 
@@ -38,7 +38,7 @@ class _Pending:
         """Compare; if ranks differ, end the group."""
         group = self.group()
         try:
-            self.announcement.check(self.handshake.read(), self.ranks)
+            self.announcement.check(self.handshake.read(), self.ranks, GROUP_ENDED)
         except ConfigError as error:
             if group is not None:
                 fail(group, error)

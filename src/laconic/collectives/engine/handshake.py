@@ -26,6 +26,7 @@ from torch import Tensor
 from laconic.errors import ConfigError
 
 __all__ = [
+    "GROUP_ENDED",
     "MAX_INSIDE_NBYTES",
     "Announcement",
     "Handshake",
@@ -33,7 +34,6 @@ __all__ = [
     "Settings",
     "Splits",
     "difference",
-    "disagreement",
     "first_difference",
 ]
 
@@ -46,6 +46,10 @@ _MAX_NOTE_NBYTES = 64
 
 _TAG = 1 << 25
 """And the two after it. torch_compat.py and programs stay below."""
+
+NOTHING_WRITTEN = "no result was written"
+GROUP_ENDED = "the group was ended, and results of this call must not be used"
+"""What becomes of a call in which ranks differ: before values are under way, and after."""
 
 Settings = dict[str, str | int]
 """What must be the same on all ranks, by name; the function's name first."""
@@ -135,19 +139,20 @@ class Announcement:
         end = _LINE_NBYTES + Splits.nbytes(len(fronts))
         return [Splits.unpack(front[_LINE_NBYTES:end]) for _, front in sorted(fronts.items())]
 
-    def check(self, fronts: Mapping[int, bytes], ranks: Sequence[int]) -> None:
+    def check(self, fronts: Mapping[int, bytes], ranks: Sequence[int], outcome: str = NOTHING_WRITTEN) -> None:
         """Compare the announcements of all ranks.
 
         Args:
             fronts: what each rank announced, by group rank.
             ranks: global ranks of the whole group, for errors.
+            outcome: of a call in which ranks differ, for errors.
 
         Raises:
             ConfigError: two differ; the error names the ranks, the setting and both values.
         """
         if not all(front.startswith(self.line) for front in fronts.values()):
             raise disagreement(
-                {ranks[rank]: _settings_of(front[:_LINE_NBYTES]) for rank, front in sorted(fronts.items())}
+                {ranks[rank]: _settings_of(front[:_LINE_NBYTES]) for rank, front in sorted(fronts.items())}, outcome
             )
         if self.splits is None:
             return
@@ -160,7 +165,7 @@ class Announcement:
             raise ConfigError(
                 f"rank {ranks[source]} sends {sent[target]} elements to rank {ranks[target]} in"
                 f" {self.settings['function']}, which expects {wanted[target]}; input_split_sizes of the one must be"
-                " output_split_sizes of the other; no result was written"
+                f" output_split_sizes of the other; {outcome}"
             )
 
 
@@ -256,10 +261,10 @@ def difference(settings: Mapping[int, Mapping[str, Any]]) -> str | None:
     return f"{name} is {first!r} on rank {ranks[0]} and {other!r} on rank {ranks[index]}"
 
 
-def disagreement(settings: Mapping[int, Mapping[str, Any]]) -> ConfigError:
-    """The error of a call for which the ranks have settings that are not all the same."""
+def disagreement(settings: Mapping[int, Mapping[str, Any]], outcome: str) -> ConfigError:
+    """The error of a call for which the ranks have settings that are not all the same; `outcome`: what became of it."""
     function = next(iter(settings.values()))["function"]
     return ConfigError(
         f"{difference(settings)} in {function}, but all ranks of a group must make the same calls in the same order"
-        " with the same settings; no result was written"
+        f" with the same settings; {outcome}"
     )

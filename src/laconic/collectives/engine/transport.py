@@ -33,7 +33,7 @@ from torch import Tensor
 from laconic.collectives.codec import Codec, Raw, bytes_of
 from laconic.collectives.engine import announcement_watch
 from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wait, remember
-from laconic.collectives.engine.handshake import MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
+from laconic.collectives.engine.handshake import GROUP_ENDED, MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_failures import fail, raise_if_failed
@@ -180,12 +180,14 @@ class Wire:
     def _read(self, handshake: DeviceHandshake) -> None:
         self._fronts = handshake.read()
         raise_if_failed(self.group)  # what an aborted group has copied means nothing
-        try:
+        if all_wait(self._fronts):
             self.announcement.check(self._fronts, self.peers.ranks)
-        except ConfigError as error:
-            if not all_wait(self._fronts):
+        else:
+            try:
+                self.announcement.check(self._fronts, self.peers.ranks, GROUP_ENDED)
+            except ConfigError as error:
                 fail(self.group, error)
-            raise
+                raise
         remember(self.announcement, self.group)
 
     def table(self) -> list[tuple[int, ...]]:
