@@ -20,7 +20,7 @@ class NotedWorker:
         self.killed = True
 
 
-def no_cancel(generation: Generation) -> bool:
+def no_cancel(generation: Generation, reason: BaseException) -> bool:
     raise AssertionError
 
 

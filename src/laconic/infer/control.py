@@ -22,9 +22,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from laconic.errors import CollectiveError, ConfigError
 from laconic.infer.connections import keep_alive
@@ -91,8 +92,12 @@ class LocalWorker:
     Args:
         settings: of the worker.
         interface: for gloo, unless GLOO_SOCKET_IFNAME names one; None leaves it to gloo.
+
+    Attributes:
+        program: arguments of the interpreter, before the settings.
     """
 
+    program: ClassVar[tuple[str, ...]] = ("-m", "laconic.infer.worker")
     host: str | None = None
 
     def __init__(self, settings: WorkerSettings, interface: str | None) -> None:
@@ -100,7 +105,7 @@ class LocalWorker:
         if interface is not None:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "laconic.infer.worker", settings.to_json()],
+            [sys.executable, *self.program, settings.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -112,6 +117,7 @@ class LocalWorker:
         self.commands: IO[str] = self._process.stdin
         self.events: Iterator[str] = self._process.stdout
         self.pid = self._process.pid
+        _held.add(self)
 
     def ending(self) -> str:
         """See Worker."""
@@ -143,6 +149,11 @@ class LocalWorker:
                 with contextlib.suppress(OSError):  # what was buffered for a process that has ended
                     stream.close()
 
+    def descriptors(self) -> list[int]:
+        """Return the numbers of the pipes that are open."""
+        streams = (self._process.stdin, self._process.stdout)
+        return [stream.fileno() for stream in streams if stream is not None and not stream.closed]
+
 
 class RemoteWorker:
     """A rank that torchrun has started, behind its connection."""
@@ -154,6 +165,7 @@ class RemoteWorker:
         self._lines: IO[str] = connection.makefile("r", encoding="utf-8")
         self._ended = threading.Event()
         self.events: Iterator[str] = self._read()
+        _held.add(self)
 
     def _read(self) -> Iterator[str]:
         try:
@@ -181,6 +193,32 @@ class RemoteWorker:
         for stream in (self.commands, self._lines, self._connection):
             with contextlib.suppress(OSError):
                 stream.close()
+
+    def descriptors(self) -> list[int]:
+        """Return the number of the connection, if it is open."""
+        number = self._connection.fileno()
+        return [] if number < 0 else [number]
+
+
+_held: weakref.WeakSet[LocalWorker | RemoteWorker] = weakref.WeakSet()
+"""Workers of all engines of this process."""
+
+
+def _let_go() -> None:
+    """In a process that was forked from an engine's: hold no worker.
+
+    Workers end when the engine's ends of their pipes and connections have closed, and a copy would keep them open. The
+    numbers stay taken, so that the objects that know them do no harm.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for worker in list(_held):
+        for number in worker.descriptors():
+            os.dup2(null, number, inheritable=False)
+    os.close(null)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def check_world(info: RankInfo, split: Split) -> None:

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -158,6 +161,8 @@ class Engine:
         self.recording = None if trace is None else Recording(self._recorder)
         if self.recording is not None:
             self._recorder.start(self.recording)
+        self._forgotten = weakref.finalize(self, _end_forgotten, self._workers, self._pid)
+        self._forgotten.atexit = False  # the pipes close then, at which workers end
 
     @property
     def workers(self) -> tuple[WorkerReport, ...]:
@@ -225,6 +230,8 @@ class Engine:
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 20) -> list[list[int]]:
         """Return the new tokens of each prompt, in order; the engine runs all of them together.
 
+        If one fails, or Ctrl-C ends the wait, the others are cancelled.
+
         Raises:
             ConfigError: a request is empty or does not fit into the cache.
             CollectiveError: a worker was lost.
@@ -234,13 +241,18 @@ class Engine:
         try:
             for prompt in prompts:
                 taken.append(self._take(prompt, sampling, None))
-        except LaconicError:
+        except BaseException:
             self._requests.forget(taken)
             raise
         # At once, so that the first forward finds all of them: told one by one, it begins with the first alone.
-        for rank in {request.rank for request in taken}:
-            self._workers.send(rank, *(request.command for request in taken if request.rank == rank))
-        return [request.generation.result() for request in taken]
+        try:
+            for rank in {request.rank for request in taken}:
+                self._workers.send(rank, *(request.command for request in taken if request.rank == rank))
+            return [request.generation.result() for request in taken]
+        except BaseException:  # Ctrl-C, or one that failed: nobody holds the others
+            for request in taken:
+                request.generation.cancel()
+            raise
 
     def trace(self) -> Recording:
         """Record every task of the passes that begin and end inside of a `with` block.
@@ -265,6 +277,7 @@ class Engine:
         """
         if os.getpid() != self._pid:
             return
+        self._forgotten.detach()
         recording, path = self.recording, self._trace_path
         if recording is not None and self._recorder.is_on(recording):
             try:
@@ -299,12 +312,22 @@ class Engine:
             )
         return self._requests.take(prompt, sampling, listener, self._cancel)
 
-    def _cancel(self, generation: Generation) -> bool:
-        rank = self._requests.cancel(generation)
+    def _cancel(self, generation: Generation, reason: BaseException) -> bool:
+        rank = self._requests.cancel(generation, reason)
         if rank is None:
             return False
         self._workers.send(rank, {"do": "cancel", "name": generation._name})
         return True
+
+
+def _end_forgotten(workers: WorkerSet, pid: int) -> None:
+    """End the workers of an engine that nobody can close any more."""
+    if os.getpid() == pid:
+        # On a thread of its own: garbage is collected anywhere, with any lock held.
+        threading.Thread(target=workers.close, name="laconic-close", daemon=True).start()
+        warnings.warn(
+            "an Engine was not closed; use it in a `with` block, or call close", ResourceWarning, stacklevel=2
+        )
 
 
 def _check_arguments(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import operator
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -15,12 +18,14 @@ from laconic.infer.token_engine import TokenListener
 __all__ = ["Generation", "InFlight", "TakenRequest", "fail_all"]
 
 
+Cancel = Callable[["Generation", BaseException], bool]
+"""Ends a request with what `result` is to raise; False if it has ended already."""
+
+
 class Generation:
     """A request that an engine has taken."""
 
-    def __init__(
-        self, name: str, cache_tokens: int, listener: TokenListener | None, cancel: Callable[[Generation], bool]
-    ) -> None:
+    def __init__(self, name: str, cache_tokens: int, listener: TokenListener | None, cancel: Cancel) -> None:
         self._name, self._cache_tokens, self._listener, self._cancel = name, cache_tokens, listener, cancel
         self._future: Future[list[int]] = Future()
 
@@ -36,22 +41,40 @@ class Generation:
             CollectiveError: a worker was lost, or the request failed in one.
             CancelledError: it was cancelled.
             TimeoutError: it takes longer than `timeout_seconds`.
+            Exception: what its listener raised at a token.
         """
         return self._future.result(timeout_seconds)
 
     def cancel(self) -> bool:
         """End the request where it is; returns False if it has ended already."""
-        return self._cancel(self)
+        return self._cancel(self, CancelledError())
+
+    def _hear(self, token: ChosenToken) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener.on_token(token)
+        except BaseException as error:  # on a thread that reads what all requests of a worker get
+            if self._cancel(self, error):
+                logging.getLogger("laconic").exception(
+                    "the listener of %s raised; the request is cancelled", self._name
+                )
 
     def _end(self, tokens: list[int]) -> None:
         self._future.set_result(tokens)
-        if self._listener is not None:
-            self._listener.on_end(None)
+        self._tell_end(None)
 
     def _fail(self, error: LaconicError) -> None:
         self._future.set_exception(error)
-        if self._listener is not None:
+        self._tell_end(error)
+
+    def _tell_end(self, error: LaconicError | None) -> None:
+        if self._listener is None:
+            return
+        try:
             self._listener.on_end(error)
+        except Exception:  # the request has ended, and others wait for their end
+            logging.getLogger("laconic").exception("the listener of %s raised at its end", self._name)
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,7 @@ class InFlight:
         prompt: Sequence[int],
         sampling: Sampling,
         listener: TokenListener | None,
-        cancel: Callable[[Generation], bool],
+        cancel: Cancel,
     ) -> TakenRequest:
         """Take a request for the worker that has the fewest.
 
@@ -117,7 +140,8 @@ class InFlight:
             ConfigError: it is empty, has tokens that the model has not, or does not fit into the cache.
             LaconicError: `refusal`.
         """
-        needed = self._check(prompt, sampling)
+        tokens = _token_ids(prompt)
+        needed = self._check(tokens, sampling)
         with self._lock:
             if self.refusal is not None:
                 raise self.refusal
@@ -129,7 +153,7 @@ class InFlight:
             self._counter += 1
             generation = Generation(name, needed, listener, cancel)
             self._taken[name] = (generation, rank)
-        command = {"do": "request", "name": name, "prompt": list(prompt), "sampling": sampling.to_options()}
+        command = {"do": "request", "name": name, "prompt": tokens, "sampling": sampling.to_options()}
         return TakenRequest(generation, rank, command | {"stream": listener is not None})
 
     def forget(self, requests: Iterable[TakenRequest]) -> None:
@@ -138,13 +162,13 @@ class InFlight:
             for request in requests:
                 self._taken.pop(request.generation._name, None)
 
-    def cancel(self, generation: Generation) -> int | None:
-        """End a request; returns the rank of its worker, or None if it has ended already."""
+    def cancel(self, generation: Generation, reason: BaseException) -> int | None:
+        """End a request with what `result` raises; returns its worker's rank, or None if it has ended already."""
         with self._lock:
             known = self._taken.pop(generation._name, None)
         if known is None:
             return None
-        generation._future.set_exception(CancelledError())
+        generation._future.set_exception(reason)
         return known[1]
 
     def hear(self, tokens: Iterable[tuple[str, ChosenToken]]) -> None:
@@ -152,8 +176,8 @@ class InFlight:
         with self._lock:
             found = [(self._taken.get(name), token) for name, token in tokens]
         for known, token in found:
-            if known is not None and known[0]._listener is not None:
-                known[0]._listener.on_token(token)
+            if known is not None:
+                known[0]._hear(token)
 
     def end(self, name: str, tokens: list[int]) -> None:
         """End a request, if it is in flight, with its tokens."""
@@ -182,7 +206,7 @@ class InFlight:
             self.refusal = self.refusal or error
             return self.withdraw()
 
-    def _check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+    def _check(self, prompt: list[int], sampling: Sampling) -> int:
         """Return the tokens in the cache that a request needs, or refuse it."""
         if not prompt:
             raise ConfigError("the prompt has 0 tokens, but it must have at least 1")
@@ -197,6 +221,17 @@ class InFlight:
                 f" in the cache, but cache_tokens is {self._max_request_tokens}; start the engine with more"
             )
         return needed
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Return token ids, of whatever kind of integer, as Python's."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ConfigError(
+            f"the prompt is {reprlib.repr(prompt)}, but it must be a sequence of integers, the ids of tokens; use the"
+            " tokenizer of the model, and give one prompt, not a batch"
+        ) from None
 
 
 def fail_all(generations: Iterable[Generation], error: LaconicError) -> None:

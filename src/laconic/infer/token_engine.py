@@ -12,7 +12,10 @@ __all__ = ["TokenEngine", "TokenHandle", "TokenListener"]
 
 
 class TokenListener(Protocol):
-    """Hears of one request, on any of the engine's threads, one call after the other; calls must not block."""
+    """Hears of one request, on any of the engine's threads, one call after the other; calls must not block.
+
+    What `on_token` raises ends the request, without `on_end`; what `on_end` raises is logged.
+    """
 
     def on_token(self, token: ChosenToken) -> None:
         """Take the next token."""

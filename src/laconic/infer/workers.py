@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,13 +164,23 @@ class WorkerSet:
                 for process in self._processes:
                     process.kill()
                 self._restarting.join(0.1)
-        for rank in range(min(self._split.attention, len(self._processes))):
+        deadline = time.monotonic() + _STOP_SECONDS
+        try:
+            for rank in range(min(self._split.attention, len(self._processes))):
+                self._ask_to_stop(rank)
+            for process in self._processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._end_all()
+            self._launcher.close()
+
+    def _ask_to_stop(self, rank: int) -> None:
+        """Tell a worker to stop without waiting: the pipe of one that stands still may be full."""
+        asking = threading.Thread(target=self._tell, args=(rank, {"do": "stop"}), name="laconic-stop", daemon=True)
+        try:
+            asking.start()
+        except RuntimeError:  # the interpreter ends, and starts no more threads
             self._tell(rank, {"do": "stop"})
-        for process in self._processes:
-            if not process.wait(_STOP_SECONDS):
-                process.kill()
-        self._end_all()
-        self._launcher.close()
 
     def _start_all(self) -> None:
         self._ready = [None] * self._split.num_workers
@@ -192,8 +203,9 @@ class WorkerSet:
 
     def _wait_until_ready(self) -> None:
         try:
+            deadline = time.monotonic() + self._start_timeout_seconds
             for _ in self._processes:
-                if not self._ready_count.acquire(timeout=self._start_timeout_seconds):
+                if not self._ready_count.acquire(timeout=max(0.0, deadline - time.monotonic())):
                     waiting = [self.name(rank) for rank, said in enumerate(self._ready) if said is None]
                     raise CollectiveError(
                         f"{', '.join(waiting)} did not start within {self._start_timeout_seconds:.0f} s; see its"
@@ -228,32 +240,44 @@ class WorkerSet:
         process, watch = self._processes[rank], self._watch
         assert watch is not None
         error: LaconicError | None = None
-        for line in process.events:
-            event: dict[str, Any] = json.loads(line)
-            watch.mark(rank)
-            if event["is"] == "ready":
-                self._ready[rank] = event
-                self._ready_count.release()
-            elif event["is"] == "tokens":
-                self._requests.hear(
-                    [
-                        (name, ChosenToken(token, logprob, tuple((each, its) for each, its in top)))
-                        for name, token, logprob, top in event["tokens"]
-                    ]
-                )
-            elif event["is"] == "finished":
-                a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
-                with self._lock:
-                    self._traffic[rank] = (a2e, e2a)
-                self._finish(event)
-            elif event["is"] == "recorded":
-                self._answers.put((rank, event))
-            elif event["is"] == "failed":
-                kind = ModelError if event["refused"] else CollectiveError
-                error = kind(f"{self.name(rank)}: {event['error']}")
+        try:
+            for line in process.events:
+                if not line.endswith("\n"):
+                    break  # it ended while it wrote
+                watch.mark(rank)
+                error = self._take_event(rank, json.loads(line)) or error
+        except Exception as broken:  # whatever it is: requests must not wait for a reader that has gone
+            error = CollectiveError(
+                f"{self.name(rank)} (pid {process.pid}) sent what is no event ({type(broken).__name__}: {broken}); its"
+                " requests are lost; run the same version of laconic on all workers"
+            )
         if (hung := watch.verdict(rank)) is not None:
             error = CollectiveError(f"{self.name(rank)} (pid {process.pid}) {hung}; its requests are lost")
         self._lose(error or CollectiveError(f"{self.name(rank)} {process.ending()}; its requests are lost"))
+
+    def _take_event(self, rank: int, event: dict[str, Any]) -> LaconicError | None:
+        """Take what a worker says; returns why it ends, if it says that."""
+        if event["is"] == "ready":
+            self._ready[rank] = event
+            self._ready_count.release()
+        elif event["is"] == "tokens":
+            self._requests.hear(
+                [
+                    (name, ChosenToken(token, logprob, tuple((each, its) for each, its in top)))
+                    for name, token, logprob, top in event["tokens"]
+                ]
+            )
+        elif event["is"] == "finished":
+            a2e, e2a = (LinkTraffic(**direction) for direction in event["traffic"])
+            with self._lock:
+                self._traffic[rank] = (a2e, e2a)
+            self._finish(event)
+        elif event["is"] == "recorded":
+            self._answers.put((rank, event))
+        elif event["is"] == "failed":
+            kind = ModelError if event["refused"] else CollectiveError
+            return kind(f"{self.name(rank)}: {event['error']}")
+        return None
 
     def _finish(self, event: dict[str, Any]) -> None:
         name = event["name"]
