@@ -191,6 +191,14 @@ def start_training(config: TrainConfig, file: Path) -> subprocess.Popen[str]:
     return start(["-m", "laconic", "train", "--config", str(file)], environment())
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended, be it waited for or not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60) -> None:
     """Return once `condition` holds; fails when it does not in time."""
     deadline = time.monotonic() + timeout_seconds

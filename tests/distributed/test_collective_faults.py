@@ -19,7 +19,7 @@ from laconic.collectives.codec import Lossless, Raw
 from laconic.collectives.engine import transport
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
-from tests.distributed.processes import run_ranks, start_ranks, wait_until
+from tests.distributed.processes import is_running, run_ranks, start_ranks, wait_until
 
 
 def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
@@ -138,3 +138,38 @@ def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: 
     message = (tmp_path / "error.0.txt").read_text()
     assert message.startswith("all_reduce of 100000 float32 broke off on rank 0, which waited for rank 1: ")
     assert "ended, stopped" in message
+
+
+def gone_before(rank: int, world: int, folder: str) -> None:
+    """Rank 1 has ended before rank 0 calls: messages to it cannot even be started."""
+    join(rank, world, folder)
+    pid = Path(folder) / "pid"
+    if rank == 1:
+        pid.write_text(str(os.getpid()))
+        os._exit(0)
+    wait_until(lambda: pid.exists() and not is_running(int(pid.read_text() or os.getpid())))
+    time.sleep(0.2)  # gloo's thread reads that the connection is closed
+    x, rows = torch.ones(4096), torch.ones(2, 4096)
+    table = [[1, 1], [1, 1]]
+    for codec in (Raw(), Lossless(), "auto"):
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(collectives.all_reduce, x.clone(), codec=codec),
+            "all_gather": partial(collectives.all_gather, torch.empty_like(rows), x, codec=codec),
+            "reduce_scatter": partial(collectives.reduce_scatter, torch.empty_like(x), rows, codec=codec),
+            "all_to_all": partial(collectives.all_to_all, torch.empty_like(rows), rows, codec=codec),
+            "all_to_all, uneven": partial(
+                collectives.all_to_all, torch.empty_like(rows), rows, [1, 1], [1, 1], codec=codec, table=table
+            ),
+            "broadcast": partial(collectives.broadcast, x, 0, codec=codec),
+            "send": partial(collectives.send, x, 1, codec=codec),
+            "recv": partial(collectives.recv, x, 1, codec=codec),
+        }
+        for name, call in calls.items():
+            with pytest.raises(CollectiveError) as caught:
+                call()
+            assert "rank" in str(caught.value), (name, codec)
+    leave(0)
+
+
+def test_a_rank_that_ended_before_a_call_is_named_by_every_collective(tmp_path: Path) -> None:
+    run_ranks(gone_before, (2, str(tmp_path)), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from laconic.moe.permute import SortedOrder
 from laconic.moe.placement.consensus import agree_on_depth, gather_counts
 from laconic.moe.routing import Routing
 from laconic.train.launch.worker import leave
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import is_running, run_ranks, wait_until
 
 M, E_LOCAL = 8, 2
 SLOW_BETWEEN = {
@@ -270,20 +271,26 @@ def work(rank: int, world: int, levels: tuple[int, ...], directory: str) -> None
     leave(0)
 
 
-def _lose_a_rank(rank: int, directory: str) -> None:
+def _lose_a_rank(rank: int, directory: str, is_gone_before: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
     dispatcher = HierarchicalDispatcher(Grid(device_type="cpu").levels, codec=Raw())
     x, routing = tokens_of(rank, 4, 4, 0.5, torch.float32)
     dispatched = dispatcher.dispatch(x, routing, SortedOrder())
+    pid = Path(directory) / "pid"
     if rank == 1:
+        pid.write_text(str(os.getpid()))
         os._exit(0)
+    if is_gone_before:  # then messages to it cannot even be started
+        wait_until(lambda: pid.exists() and not is_running(int(pid.read_text() or os.getpid())))
+        time.sleep(0.2)  # gloo's thread reads that the connection is closed
     with pytest.raises(CollectiveError, match=r"one of ranks \[0, 1\] ended or stopped"):
         dispatcher.combine(dispatched.rows, dispatched)
     leave(0)
 
 
-def test_a_rank_that_is_lost_between_dispatch_and_combine_is_noticed(tmp_path: Path) -> None:
-    run_ranks(_lose_a_rank, (str(tmp_path),), 2)
+@pytest.mark.parametrize("is_gone_before", [False, True])
+def test_a_rank_that_is_lost_between_dispatch_and_combine_is_noticed(tmp_path: Path, is_gone_before: bool) -> None:
+    run_ranks(_lose_a_rank, (str(tmp_path), is_gone_before), 2)
 
 
 def test_levels_of_four_processes_agree_with_a_dense_reference(tmp_path: Path) -> None:

@@ -370,9 +370,8 @@ class Exchange:
         self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: AlgorithmChoice
     ) -> None:
         began = time.perf_counter()
-        started = raw()
         try:
-            started.wait()
+            raw().wait()
         except CollectiveError:  # of uncoded.py, which knows the call's name
             raise
         except RuntimeError as error:

@@ -10,8 +10,9 @@ all-to-all handles one peer after the other and uses a full-duplex link for 55 %
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -151,12 +152,22 @@ _num_exchanges: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Exchange:
-    """Sends and receives with every other rank, as one operation."""
+    """Sends and receives with other ranks, as one operation.
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    With a rank that has ended already they cannot even be started; `wait` raises that, too, as callers expect it there.
+    """
+
+    def __init__(self, started: Iterable[dist.Work]) -> None:
+        self._works: list[dist.Work] = []
+        self._error: RuntimeError | None = None
+        try:
+            self._works.extend(started)
+        except RuntimeError as error:
+            self._error = error
 
     def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
         for work in self._works:
             work.wait()
 
@@ -166,10 +177,10 @@ def _exchange(received: Tensor | list[Tensor], sent: list[Tensor], group: dist.P
     tag = _next_tag(group)
     # Each rank begins with another peer, so that no rank is sent to by all others at once.
     froms = [(rank - distance) % world for distance in range(1, world)]
-    works = [group.recv([received[peer]], peer, tag) for peer in froms]
-    works += [group.send([sent[peer]], peer, tag) for peer in froms[::-1]]
+    receives = (group.recv([received[peer]], peer, tag) for peer in froms)
+    sends = (group.send([sent[peer]], peer, tag) for peer in froms[::-1])
     received[rank].copy_(sent[rank])
-    return _Exchange(works)
+    return _Exchange(chain(receives, sends))
 
 
 def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Started:
@@ -178,7 +189,9 @@ def pass_around(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Sta
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     if sent.device.type == "cpu":
         tag = _next_tag(group)
-        return _Exchange([group.recv([received], before, tag), group.send([sent], after, tag)])
+        receives = (group.recv([received], peer, tag) for peer in [before])
+        sends = (group.send([sent], peer, tag) for peer in [after])
+        return _Exchange(chain(receives, sends))
     calls = [dist.P2POp(dist.irecv, received, group=group, group_peer=before)]
     calls.append(dist.P2POp(dist.isend, sent, group=group, group_peer=after))
     return _Exchange(dist.batch_isend_irecv(calls))
