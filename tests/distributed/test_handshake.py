@@ -23,13 +23,14 @@ from laconic import collectives
 from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine import announcement_watch, device_handshake
 from laconic.collectives.engine.device_handshake import DeviceHandshake
+from laconic.collectives.engine.handshake import Announcement
 from laconic.collectives.runtime import torch_compat
 from laconic.errors import ConfigError, LaconicError
 from laconic.formats import BlockFormat
 from laconic.gradients import all_reduce_q8
 from laconic.train.launch.worker import leave
 from tests.distributed.in_order import InOrder, is_used_on_cpu
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import run_ranks, wait_until
 
 BACKENDS = ["gloo", "in_order"]
 INT8 = Blockwise(BlockFormat("int8", 128, torch.float32))
@@ -127,6 +128,33 @@ def many_kinds(rank: int, world: int, folder: str) -> None:
 
 def test_what_is_remembered_and_what_is_not_read_yet_is_bounded(tmp_path: Path) -> None:
     run_ranks(many_kinds, (2, str(tmp_path)), 2)
+
+
+def test_a_broken_device_leaves_nothing_to_compare_and_the_thread_alive() -> None:
+    class Broken:
+        @property
+        def are_here(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Group:
+        pass
+
+    group, announcement = Group(), Announcement({"function": "all_reduce"})
+    for _ in range(2):
+        announcement_watch.watch(group, Broken(), announcement, [0, 1])  # type: ignore[arg-type]
+        wait_until(lambda: not announcement_watch._pending, 10)
+    assert announcement_watch._thread is not None
+    assert announcement_watch._thread.is_alive()
+
+
+@pytest.mark.parametrize("line", [b"", b"\xff" * 300, b"[1, 2]", b'"function"', b"1e5"])
+def test_what_is_no_announcement_is_a_disagreement(line: bytes) -> None:
+    mine = Announcement({"function": "all_reduce", "numel": 3})
+    fronts = {0: mine.pack(), 1: line.ljust(len(mine.pack()))}
+    with pytest.raises(
+        ConfigError, match="function is 'all_reduce' on rank 4 and 'a message of another call' on rank 5"
+    ):
+        mine.check(fronts, [4, 5])
 
 
 # --- programs in which a rank does something else ---

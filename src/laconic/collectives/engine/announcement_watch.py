@@ -94,12 +94,19 @@ def _serve() -> None:
 
 def _compare_those_here(entries: Sequence[_Pending]) -> None:
     for entry in entries:
-        if entry.handshake.are_here:
-            _compare(entry)
+        try:
+            if entry.handshake.are_here:
+                _compare(entry)
+        except RuntimeError:  # of the device: there is nothing to compare any more, and other calls report it
+            _remove(entry)
 
 
 def _compare(entry: _Pending) -> None:
     entry.compare()
+    _remove(entry)
+
+
+def _remove(entry: _Pending) -> None:
     with _changed:
         if entry in _pending:
             _pending.remove(entry)
