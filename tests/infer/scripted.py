@@ -9,11 +9,12 @@ import pytest
 from laconic.infer import Engine
 from laconic.infer.control import LocalWorker
 
-SILENT, HALF_A_LINE, NO_EVENT = 90, 91, 92
-"""First tokens of prompts at which a worker answers nothing, dies amid a line, or writes something else."""
+SILENT, HALF_A_LINE, NO_EVENT, STALLED, SLOW = 90, 91, 92, 93, 94
+"""First tokens of prompts at which a worker answers nothing, dies amid a line, writes something else, or answers after
+1.5 s, of which one of its micro-batches makes progress in none or in each."""
 
 WORKER = f"""
-import json, os, sys
+import json, os, sys, time
 def say(what, **values):
     sys.stdout.write(json.dumps({{"is": what}} | values) + "\\n")
     sys.stdout.flush()
@@ -33,6 +34,9 @@ for line in sys.stdin:
     if first == {NO_EVENT}:
         os.write(1, b"Segmentation fault\\n")
         continue
+    for step in range(30 if first in ({STALLED}, {SLOW}) else 0):
+        say("progress", stalled_seconds=0.05 * step if first == {STALLED} else 0.0)
+        time.sleep(0.05)
     tokens = [first] * command["sampling"]["max_new_tokens"]
     for token in tokens if command["stream"] else []:
         say("tokens", tokens=[[name, token, None, []]])
@@ -46,6 +50,7 @@ def script_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "program", ("-S", "-c", WORKER))
 
 
-def scripted_engine(model: Path, attention: int = 1, max_restarts: int = 0) -> Engine:
+def scripted_engine(model: Path, attention: int = 1, answer_timeout_seconds: float = 120.0) -> Engine:
     """Start an engine of attention workers; `script_workers` comes first."""
-    return Engine(model, attention=attention, experts=0, threads=1, max_restarts=max_restarts)
+    timeout = {"answer_timeout_seconds": answer_timeout_seconds}
+    return Engine(model, attention=attention, experts=0, threads=1, **timeout)

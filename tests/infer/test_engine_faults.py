@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +22,8 @@ import torch
 
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer import ChosenToken, Engine, Sampling
-from tests.distributed.processes import environment, start
 from tests.infer.models import make
-from tests.infer.scripted import HALF_A_LINE, NO_EVENT, SILENT, WORKER, script_workers, scripted_engine
+from tests.infer.scripted import HALF_A_LINE, NO_EVENT, SILENT, SLOW, STALLED, script_workers, scripted_engine
 from tests.infer.serving import until
 
 
@@ -104,6 +104,16 @@ def test_a_worker_whose_words_cannot_be_read_is_lost(engine: Engine, first: int,
         waiting.result(10)
     with pytest.raises(CollectiveError, match=words):
         engine.submit([1])
+
+
+def test_a_micro_batch_that_hangs_beside_one_that_works_is_given_up(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laconic.infer.watch._ATTRIBUTION_SECONDS", 0.7)
+    with scripted_engine(model, answer_timeout_seconds=0.1) as engine:
+        assert engine.generate([[SLOW]], 1) == [[SLOW]]
+        with pytest.raises(CollectiveError, match=r"attention worker 0 .* is lost: .* no progress within 0\.8 s"):
+            engine.generate([[STALLED]], 1)
 
 
 def test_workers_that_stand_still_are_ended_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,31 +236,19 @@ def test_a_block_that_raises_ends_the_workers_and_raises_the_same(model: Path) -
     assert not psutil.pid_exists(engine.workers[0].pid)
 
 
-FORKS = """
-import os, sys, time
-from laconic.infer import Engine
-from laconic.infer.control import LocalWorker
-LocalWorker.program = ("-S", "-c", sys.argv[2])
-engine = Engine(sys.argv[1], experts=0, threads=1)
-if (child := os.fork()) == 0:
-    time.sleep(60)
-    os._exit(0)
-assert engine.generate([[5]], 2) == [[5, 5]]
-print(child, engine.workers[0].pid, flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_forked_process_does_not_keep_the_workers(model: Path) -> None:
-    """The engine's process is killed while a child that it forked lives: its workers end."""
-    engine = start(["-W", "ignore::DeprecationWarning", "-c", FORKS, str(model), WORKER], environment())
-    assert engine.stdout is not None
-    child, worker = (int(word) for word in engine.stdout.readline().split())
+def test_a_forked_process_does_not_keep_the_workers(engine: Engine) -> None:
+    """The pipe to a worker closes, as at the end of the engine's process, while a child that it forked lives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: there are threads
+        child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
     try:
-        engine.kill()
-        engine.wait(10)
-        until(lambda: not psutil.pid_exists(worker), 5)
-        assert psutil.pid_exists(child)
+        assert engine.generate([[5]], 2) == [[5, 5]]  # the child has taken nothing from here
+        engine._workers._processes[0].commands.close()
+        with pytest.raises(CollectiveError, match="ended with exit code 0"):
+            engine.submit([SILENT]).result(10)
     finally:
         os.kill(child, signal.SIGKILL)
-        engine.communicate()
+        os.waitpid(child, 0)

@@ -1,14 +1,25 @@
-"""The watch over attention workers, with workers that only note that they were ended."""
+"""The watch over attention workers, which here only note that they were ended, and the progress that they report."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 
+import torch
+
+from laconic.infer.attention_worker import AttentionWorker
 from laconic.infer.control import Worker
 from laconic.infer.in_flight import Generation, InFlight
-from laconic.infer.sampling import Sampling
+from laconic.infer.sampling import ChosenToken, Sampling
+from laconic.infer.settings import WorkerSettings
+from laconic.infer.split import Split
+from laconic.infer.transformers_seam import Finished
 from laconic.infer.watch import Watch
+from laconic.schedule.inference import InferencePlan
+from tests.infer.models import make
 from tests.infer.serving import until
 
 
@@ -38,3 +49,33 @@ def test_only_a_worker_with_requests_and_without_progress_is_ended() -> None:
     assert [worker.killed for worker in workers] == [rank == stuck for rank in range(3)]
     assert watch.verdict(stuck) == "is lost: it made no progress within 0.5 s"
     assert watch.verdict(busy) is None
+
+
+def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Path) -> None:
+    hold, counts, ended = threading.Event(), Counter[str](), set[str]()
+
+    def on_token(name: str, token: ChosenToken) -> None:
+        counts[name] += 1
+        if name == "hangs":
+            hold.wait(60)  # on the thread that runs the model for it
+
+    def on_finished(finished: Finished) -> None:
+        assert finished.error is None
+        ended.add(finished.name)
+
+    plan = InferencePlan(num_micro_batches=2)
+    settings = WorkerSettings(0, str(make("llama", tmp_path)), "", Split(1, 0), plan, cache_tokens=512)
+    worker = AttentionWorker(settings, torch.float32, list, cast(Any, None), on_finished, on_token, print)
+    assert worker.stalled_seconds == 0
+    worker.add("hangs", [1, 2], Sampling(max_new_tokens=3))
+    until(lambda: counts["hangs"] == 1)
+    worker.add("works", [3], Sampling(max_new_tokens=500))
+    until(lambda: worker.stalled_seconds > 0.3)
+    begun = counts["works"]
+    until(lambda: counts["works"] > begun + 2)
+    assert worker.stalled_seconds > 0.3  # although blocks have ended
+    assert time.monotonic() - worker.progress_time < worker.stalled_seconds
+    hold.set()
+    until(lambda: ended == {"hangs", "works"})
+    assert worker.stalled_seconds == 0
+    worker.close()

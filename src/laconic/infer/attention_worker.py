@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,6 @@ class AttentionWorker:
         eos_token_ids: tokens that end every request.
         nbytes: bytes of all parameters here.
         notes: sentences for the user.
-        num_blocks_done: blocks of the model, in all forwards, that have ended: what tells progress from a hang.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class AttentionWorker:
         split, plan, model_dir = settings.split, settings.plan, Path(settings.model_dir)
         self._links: list[TcpExpertLink] = []
         self.notes: list[str] = []
-        self.num_blocks_done = 0
         if split.experts == 0:
             model: Any = load_attention_model(model_dir, dtype, None)
         else:
@@ -99,6 +98,7 @@ class AttentionWorker:
             Requests(model, limits, self._end(on_finished), on_tokens) for _ in range(plan.num_micro_batches)
         ]
         self.eos_token_ids = self._requests[0].eos_token_ids
+        self._progress_times = [time.monotonic()] * len(self._requests)
         self._micro_batch_of: dict[str, int] = {}
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
@@ -107,6 +107,8 @@ class AttentionWorker:
         for number in list(self._micro_batch_of.values()):
             counts[number] += 1
         number = counts.index(min(counts))
+        if counts[number] == 0:
+            self._progress_times[number] = time.monotonic()
         self._micro_batch_of[name] = number
         self._requests[number].add(name, prompt, sampling)
 
@@ -114,6 +116,18 @@ class AttentionWorker:
         """Forget a request, if it has not ended."""
         if (number := self._micro_batch_of.pop(name, None)) is not None:
             self._requests[number].cancel(name)
+
+    @property
+    def progress_time(self) -> float:
+        """When a block of the model last ended, by time.monotonic: what tells progress from a hang."""
+        return max(self._progress_times)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long no block has ended of the micro-batch that has waited longest, of those that have requests."""
+        busy = set(list(self._micro_batch_of.values()))
+        now = time.monotonic()
+        return max((now - self._progress_times[number] for number in busy), default=0.0)
 
     def traffic(self) -> tuple[LinkTraffic, LinkTraffic]:
         """Return what has passed to all expert workers (a2e) and from them (e2a)."""
@@ -130,12 +144,14 @@ class AttentionWorker:
             link.close()
 
     def _watch_blocks(self, model: nn.Module) -> None:
-        def count(module: nn.Module, args: Any, output: Any) -> None:
-            self.num_blocks_done += 1
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            for number, requests in enumerate(self._requests):
+                if requests.runs_here:
+                    self._progress_times[number] = time.monotonic()
 
         for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
             for block in blocks:
-                block.register_forward_hook(count)
+                block.register_forward_hook(note)
 
     def _end(self, on_finished: Callable[[Finished], None]) -> Callable[[Finished], None]:
         def end(finished: Finished) -> None:

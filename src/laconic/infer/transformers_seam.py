@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -564,7 +565,6 @@ class Requests:
         on_finished: Callable[[Finished], None],
         on_tokens: Callable[[list[tuple[str, ChosenToken]]], None] = lambda tokens: None,
     ) -> None:
-        import threading
         from copy import deepcopy
 
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -602,6 +602,11 @@ class Requests:
         self._manager._create_batch_processor = create_with_sampler
         self._manager.start()
         threading.Thread(target=self._watch, name="laconic-results", daemon=True).start()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this thread is the one that runs the model for these requests."""
+        return threading.current_thread() is self._manager._generation_thread
 
     def add(self, name: str, prompt: list[int], sampling: Sampling) -> None:
         """Add a request for tokens after `prompt`."""

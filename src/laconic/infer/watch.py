@@ -2,7 +2,8 @@
 
 A thread that only says "I live" would say so of a worker whose forward is stuck. So a worker reports progress, that is
 blocks of the model that have ended, and the watch compares the time since the last report with a limit while the worker
-has requests. Expert workers are watched by the attention workers that wait for their answers.
+has requests. One that works on one micro-batch may hang in another: with its progress it reports for how long the
+slowest micro-batch has made none. Expert workers are watched by the attention workers that wait for their answers.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Watch:
         """Watch no more."""
         self._stopped.set()
 
-    def mark(self, rank: int) -> None:
-        """Note that a worker has made progress."""
+    def mark(self, rank: int, stalled_seconds: float = 0.0) -> None:
+        """Note that a worker has made progress, and how long one of its micro-batches has made none."""
         if rank in self._idle_seconds:
-            self._idle_seconds[rank] = 0.0
+            self._idle_seconds[rank] = stalled_seconds
 
     def verdict(self, rank: int) -> str | None:
         """Return why a worker was ended; None if it was not the watch that did."""

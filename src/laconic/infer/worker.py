@@ -10,7 +10,8 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
             {"is": "tokens", "tokens"}: one of each forward, a list of [name, token, logprob, top] of the requests with
             "stream",
             {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far,
-            {"is": "progress"} from attention workers: blocks of the model have ended since the last
+            {"is": "progress", "stalled_seconds"} from attention workers: blocks of the model have ended since the last;
+            how long ago the last was of the micro-batch, of those with requests, that has waited longest
 """
 
 from __future__ import annotations
@@ -205,12 +206,12 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
         return [connect_expert(open_once(), number, settings.rank) for number in range(settings.split.experts)]
 
     def report_progress() -> None:
-        reported = 0
+        reported = worker.progress_time
         while True:
             time.sleep(_PROGRESS_SECONDS)
-            if (done := worker.num_blocks_done) != reported:
-                reported = done
-                events.write("progress")
+            if (last := worker.progress_time) != reported:
+                reported = last
+                events.write("progress", stalled_seconds=worker.stalled_seconds)
 
     recorder = Recorder()
     worker = AttentionWorker(

@@ -244,8 +244,7 @@ class WorkerSet:
             for line in process.events:
                 if not line.endswith("\n"):
                     break  # it ended while it wrote
-                watch.mark(rank)
-                error = self._take_event(rank, json.loads(line)) or error
+                error = self._take_event(rank, json.loads(line), watch) or error
         except Exception as broken:  # whatever it is: requests must not wait for a reader that has gone
             error = CollectiveError(
                 f"{self.name(rank)} (pid {process.pid}) sent what is no event ({type(broken).__name__}: {broken}); its"
@@ -255,9 +254,11 @@ class WorkerSet:
             error = CollectiveError(f"{self.name(rank)} (pid {process.pid}) {hung}; its requests are lost")
         self._lose(error or CollectiveError(f"{self.name(rank)} {process.ending()}; its requests are lost"))
 
-    def _take_event(self, rank: int, event: dict[str, Any]) -> LaconicError | None:
+    def _take_event(self, rank: int, event: dict[str, Any], watch: Watch) -> LaconicError | None:
         """Take what a worker says; returns why it ends, if it says that."""
-        if event["is"] == "ready":
+        if event["is"] == "progress":
+            watch.mark(rank, event["stalled_seconds"])
+        elif event["is"] == "ready":
             self._ready[rank] = event
             self._ready_count.release()
         elif event["is"] == "tokens":
