@@ -408,9 +408,10 @@ def test_overload_is_refused_at_once_and_the_rest_is_served(engine: FakeEngine) 
 
 def test_a_client_that_does_not_read_is_cancelled_and_blocks_nobody(engine: FakeEngine) -> None:
     engine.answer = lambda prompt, sampling: [97] * sampling.max_new_tokens
-    settings = ServerSettings(MODEL, max_unread_tokens=8)
+    model = "m" * 4000  # every event names it: 18 MB, more than all buffers between the server and the client hold
+    settings = ServerSettings(model, max_unread_tokens=8)
     with running(create_app(engine, ChatBytes(), settings)) as url:
-        body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 500, "n": 8, "stream": True, "logprobs": 20})
+        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 500, "n": 8, "stream": True, "logprobs": 20})
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -418,7 +419,7 @@ def test_a_client_that_does_not_read_is_cancelled_and_blocks_nobody(engine: Fake
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
             slow.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
             until(lambda: engine.peak > 0)
-            quick = {"model": MODEL, "prompt": "y", "max_tokens": 5}
+            quick = {"model": model, "prompt": "y", "max_tokens": 5}
             assert httpx.post(f"{url}/v1/completions", json=quick).status_code == 200
             until(lambda: engine.free_cache_tokens == engine.cache_tokens)
             read = b""
