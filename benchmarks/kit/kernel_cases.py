@@ -131,6 +131,37 @@ def _optimizer(n: int) -> Iterator[KernelCase]:
             lambda w=weight, s=store, f=factor: adamw.adamw8bit_(w, *moments, *s, f, *scalars),
             read_and_written + 4 * n + n * bits / 8 + n / 32 * (bits / 4 - 1),
         )
+    yield from _optimizer_of_many(n, scalars)
+
+
+def _optimizer_of_many(n: int, scalars: tuple[object, ...]) -> Iterator[KernelCase]:
+    """n elements in 16 matrices of different heights, with rows of whole blocks."""
+    rows = n // STATE_BLOCK_SIZE
+    heights = [rows // 32] * 8 + [rows // 16] * 4 + [rows // 8] * 4
+    heights[-1] += rows - sum(heights)
+    shapes = [(height, STATE_BLOCK_SIZE) for height in heights]
+    sizes = [height * STATE_BLOCK_SIZE for height in heights]
+    codes = [[_bytes(size).view(shape) for size, shape in zip(sizes, shapes, strict=True)] for _ in range(2)]
+    scales = [[torch.zeros(height, 1) for height in heights] for _ in range(2)]
+    moments = (codes[0], scales[0], codes[1], scales[1])
+    read_and_written = 4 * n + 4 * n / 64
+    weights, dense = ([torch.zeros(shape, dtype=_BF16) for shape in shapes] for _ in range(2))
+    yield KernelCase(
+        "adamw8bit_multi_",
+        f"{len(shapes)} bf16 weights, bf16 gradients",
+        lambda: adamw.adamw8bit_multi_(weights, *moments, dense, [], [], [], None, *scalars),
+        read_and_written + 6 * n,
+    )
+    factor = torch.ones(())
+    for bits in (8, 12):
+        parts = zip(*(_store(size, bits) for size in sizes), strict=True)
+        gradients = [[tensor for tensor in tensors if tensor is not None] for tensors in parts]
+        yield KernelCase(
+            "adamw8bit_multi_",
+            f"{len(shapes)} bf16 weights, gradients in {bits} bits, clipped",
+            lambda g=gradients: adamw.adamw8bit_multi_(weights, *moments, *g, factor, *scalars),
+            read_and_written + 4 * n + n * bits / 8 + n / 32 * (bits / 4 - 1),
+        )
 
 
 def _lossless(n: int) -> Iterator[KernelCase]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laconic.ops import quantize_blockwise
 from laconic.ops.dynamic_map import ZERO_CODE
+from tests.ops.cases import same_bits
 
 OPTIONS: dict[str, Any] = {
     "lr": 1e-2,
@@ -109,3 +110,42 @@ def follow(op: Any, case: Case, num_steps: int, **options: Any) -> list[dict[str
         op(*case.arguments(), *chosen.values())
         found.append({name: value.clone() for name, value in case.results().items()})
     return found
+
+
+def batch(dtype: torch.dtype, gradient_dtype: torch.dtype, bits: int | None = None) -> list[Case]:
+    """A case for each of many sizes; gradients of a dtype, or in 8 or 12 bits."""
+    cases = []
+    for _, gradient in awkward_gradients():
+        case = new_case((gradient.shape[0], gradient.shape[1]), dtype, gradient.to(gradient_dtype))
+        cases.append(case if bits is None else quantized(case, bits))
+    return cases
+
+
+def as_lists(cases: list[Case]) -> list[Any]:
+    """The tensor arguments of adamw8bit_multi_, in order."""
+    *columns, factors = zip(*(case.arguments() for case in cases), strict=True)
+    return [*([] if column[0] is None else list(column) for column in columns), factors[0]]
+
+
+def follow_many(op: Any, cases: list[Case], num_steps: int, **options: Any) -> list[list[dict[str, Tensor]]]:
+    """What adamw8bit_multi_ leaves of each case after each step, as `follow` does; each case's own list of steps."""
+    lists = as_lists(cases)
+    found: list[list[dict[str, Tensor]]] = [[] for _ in cases]
+    for step in range(1, num_steps + 1):
+        chosen = OPTIONS | {"step": step, "maximize": step % 2 == 0} | options
+        op(*lists, *chosen.values())
+        for case, steps in zip(cases, found, strict=True):
+            steps.append({name: value.clone() for name, value in case.results().items()})
+    return found
+
+
+def assert_as_one_by_one(
+    one: Any, many: Any, cases: list[Case], device: str = "cpu", num_steps: int = 3, **options: Any
+) -> None:
+    """Check that `many` on a device leaves the bits that `one` leaves of each case on the CPU."""
+    expected = [follow(one, case.to("cpu"), num_steps, **options) for case in cases]
+    found = follow_many(many, [case.to(device) for case in cases], num_steps, **options)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for step, (left, right) in enumerate(zip(ours, theirs, strict=True), start=1):
+            for name in right:
+                assert same_bits(left[name], right[name]), (number, step, name)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from laconic.formats import QuantizedGradient, set_quantized_gradient
 from laconic.ops import reference
-from tests.ops.adamw_cases import Case, awkward_gradients, follow, new_case, quantized
+from laconic.optim import AdamW8bit
+from tests.ops.adamw_cases import (
+    OPTIONS,
+    Case,
+    as_lists,
+    assert_as_one_by_one,
+    awkward_gradients,
+    batch,
+    follow,
+    new_case,
+    quantized,
+)
 from tests.ops.cases import DTYPES, same_bits
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device
+from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, slow_in_interpreter
 
 triton = pytest.importorskip("triton")
 
@@ -56,14 +72,160 @@ def test_every_code_is_found_as_the_reference_finds_it(signed: bool) -> None:
     assert_same(new_case(tuple(gradient.shape), torch.float32, gradient), signed, 1, beta1=0.0, beta2=0.0)
 
 
+# --- many parameters in one launch ---
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype", "bits"),
+    [
+        (torch.float32, torch.float16, None),
+        slow_in_interpreter(torch.bfloat16, torch.float32, None),
+        slow_in_interpreter(torch.float16, torch.bfloat16, None),
+        slow_in_interpreter(torch.float32, torch.float32, 8),
+        (torch.bfloat16, torch.float32, 12),
+    ],
+)
+def test_many_parameters_get_the_bits_of_one_call_each(
+    dtype: torch.dtype, gradient_dtype: torch.dtype, bits: int | None
+) -> None:
+    from laconic.ops.triton import adamw
+
+    cases = batch(dtype, gradient_dtype, bits)
+    if bits is not None:
+        cases = [replace(case, gradient_factor=torch.tensor(0.3)) for case in cases]
+    assert_as_one_by_one(reference.adamw8bit_, adamw.adamw8bit_multi_, cases, DEVICE, num_steps=2)
+
+
+@on_device
+def test_each_program_finds_its_parameter_among_many() -> None:
+    from laconic.ops.triton import adamw
+
+    sizes = [(1 + i % 3, 1 + 5 * i % 70) for i in range(40)]
+    cases = [new_case(size, torch.float32, torch.randn(size)) for size in sizes]
+    assert_as_one_by_one(reference.adamw8bit_, adamw.adamw8bit_multi_, cases, DEVICE, num_steps=1)
+
+
+@on_device
+def test_parts_that_begin_anywhere_give_the_same_bits() -> None:
+    from laconic.ops.triton import adamw
+
+    cases = [new_case((2, 512), torch.bfloat16, torch.randn(2, 512).bfloat16()) for _ in range(3)]
+    here = [case.to(DEVICE) for case in cases]
+    for number, name in ((0, "parameter"), (1, "gradient")):
+        tensor = getattr(here[number], name)
+        moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:].view(tensor.shape)
+        setattr(here[number], name, moved.copy_(tensor))
+    assert [tensor.data_ptr() % 16 for tensor in (here[0].parameter, here[1].gradient)] == [2, 2]
+    reference.adamw8bit_multi_(*as_lists(cases), *OPTIONS.values())
+    adamw.adamw8bit_multi_(*as_lists(here), *OPTIONS.values())
+    for one, two in zip(here, cases, strict=True):
+        assert all(same_bits(one.results()[name], value) for name, value in two.results().items())
+
+
+@on_device
+def test_a_table_is_made_once_for_the_same_addresses_and_never_used_for_others() -> None:
+    from laconic.ops.triton import adamw
+
+    cases = [new_case((2, 300), torch.float32, torch.randn(2, 300)) for _ in range(3)]
+    here = [case.to(DEVICE) for case in cases]
+    kept = [here[1].parameter]  # the memory of what was replaced is still there, and must not be written to
+    adamw._on_stream.cache_clear()
+    for step in range(1, 7):
+        if step == 3:
+            here[1].parameter = here[1].parameter.clone()
+        if step == 4:
+            here[0].gradient = here[0].gradient.clone()
+        if step == 5:  # the same memory as other rows
+            for case in (here[2], cases[2]):
+                case.exp_avg_scales, case.exp_avg_sq_scales = (
+                    torch.full((1, 3), 1e-3, device=case.gradient.device) for _ in range(2)
+                )
+        if step == 6:
+            here, cases = here[:2], cases[:2]
+        before = kept[0].clone()
+        reference.adamw8bit_multi_(*as_lists(cases), *(OPTIONS | {"step": step}).values())
+        adamw.adamw8bit_multi_(*as_lists(here), *(OPTIONS | {"step": step}).values())
+        assert step < 3 or torch.equal(kept[0], before)
+        for one, two in zip(here, cases, strict=True):
+            assert all(same_bits(one.results()[name], value) for name, value in two.results().items())
+        assert adamw._on_stream.cache_info().misses == max(step - 1, 1)
+
+
+@on_device
+def test_an_optimizer_that_changes_between_steps_leaves_what_it_leaves_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every way to give parameters, gradients and states other memory, with the multi-tensor kernel and without."""
+    ends = []
+    for op in ("reference", "triton"):
+        monkeypatch.setattr("laconic.optim.adamw.adamw8bit_multi_", partial(multi, op))
+        ends.append(changing_run("cpu" if op == "reference" else DEVICE))
+    for number, (one, two) in enumerate(zip(*ends, strict=True)):
+        assert same_bits(one, two), number
+
+
+def multi(op: str, *lists: Any, gradient_factor: Any, **numbers: Any) -> None:
+    """laconic.ops.adamw8bit_multi_ by one implementation."""
+    from laconic.ops.triton import adamw
+
+    module: Any = reference if op == "reference" else adamw
+    module.adamw8bit_multi_(*lists, gradient_factor, *(numbers[name] for name in OPTIONS))
+
+
+def changing_run(device: str) -> list[torch.Tensor]:
+    """Weights and moments, on the CPU, after steps between which all that a host may change is changed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    ps = [nn.Parameter(values(*shape)) for shape in ((4, 64), (3, 100), (2, 256), (5, 16))]
+    ps[2].data = ps[2].data.bfloat16()
+    optimizer = AdamW8bit(ps[:3], min_8bit_numel=0, weight_decay=0.1)
+    old: list[torch.Tensor] = []
+
+    def step() -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = values(*p.shape).to(p.dtype)
+        optimizer.step()
+
+    step()
+    step()
+    old.append(ps[0].data)
+    ps[0].data = values(4, 64)
+    step()
+    for p in ps[:3]:
+        p.grad = None
+    ps[1].grad = values(3, 100)
+    optimizer.step()  # one parameter is a step ahead of the others from here on
+    optimizer.add_param_group({"params": [ps[3]], "betas": (0.8, 0.99), "lr": 1e-2})
+    step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step()
+    twin = copy.deepcopy(optimizer)
+    step()
+    optimizer, old = twin, [*old, *(p.detach() for p in ps)]
+    step()
+    ps = [p for group in optimizer.param_groups for p in group["params"]]
+    with torch.no_grad():
+        ps[3].set_(values(5, 16))
+    set_quantized_gradient(ps[0], QuantizedGradient.zeros(ps[0].shape, 12, device))
+    optimizer.step(gradient_factor=torch.tensor(0.5, device=device))
+    states = [value for p in ps for value in optimizer.state[p].values()]
+    return [tensor.detach().cpu().contiguous() for tensor in (*old, *ps, *states)]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_kernel_compiles_without_fused_approximate_or_flushing_arithmetic(architecture: int) -> None:
+@pytest.mark.parametrize("kernel", ["_adamw_kernel", "_adamw_multi_kernel"])
+def test_kernels_compile_without_fused_approximate_or_flushing_arithmetic(kernel: str, architecture: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from laconic.ops.triton import adamw
 
+    function = getattr(adamw, kernel)
     constants = {
         "TYPE": "bfloat16",
         "QUANTIZED": True,
@@ -71,15 +233,20 @@ def test_kernel_compiles_without_fused_approximate_or_flushing_arithmetic(archit
         "FACTOR": True,
         "MAXIMIZE": False,
         "BLOCKS": 4,
-        "ONE_ROW": False,
     }
-    types = {"parameter_ptr": "*i16", "length": "i32", "num_blocks": "i32"}
-    names = adamw._adamw_kernel.arg_names
+    if kernel == "_adamw_kernel":
+        constants |= {"ONE_ROW": False}
+    else:
+        tl = triton.language
+        constants |= {"BITS_TYPE": tl.int16, "GRADIENT_TYPE": tl.uint8, "ALIGNED": True}
+    types = {"parameter_ptr": "*i16", "table_ptr": "*i64"}
+    types |= dict.fromkeys(("length", "num_blocks", "num_tensors"), "i32")
+    names = function.arg_names
     types |= {name: "*u8" for name in names if name.endswith("codes_ptr")} | {"gradient_ptr": "*u8"}
     types |= {name: "*fp32" for name in names if name.endswith(("scales_ptr", "map_ptr", "factor_ptr"))}
     signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
     ptx = triton.compile(
-        ASTSource(fn=adamw._adamw_kernel, signature=signature, constexprs=constants),
+        ASTSource(fn=function, signature=signature, constexprs=constants),
         target=GPUTarget("cuda", architecture, 32),
         options={"enable_fp_fusion": False},
     ).asm["ptx"]

@@ -30,6 +30,7 @@ WIDEST = {
     "_accumulate_kernel": (128, 128),
     "_square_kernel": (128, None),
     "_adamw_kernel": (128, 128),
+    "_adamw_multi_kernel": (128, 128),
     "_sum_rows_kernel": (128, 128),
 }
 """Bits per thread of the widest load and store of kernels that read or write aligned streams; None: not declared."""
@@ -70,7 +71,9 @@ def test_lossless_messages_take_few_launches() -> None:
 
 
 @needs_tools
-@pytest.mark.parametrize("name", ["_dequantize_blockwise_kernel", "_adamw_kernel", "_fold_kernel", "_sum_rows_kernel"])
+@pytest.mark.parametrize(
+    "name", ["_dequantize_blockwise_kernel", "_adamw_multi_kernel", "_fold_kernel", "_sum_rows_kernel"]
+)
 def test_a_kernel_neither_spills_nor_moves_streams_byte_by_byte(name: str) -> None:
     check(next(launch for launch in launches().values() if launch.name == name), 80)
 

@@ -307,6 +307,116 @@ def test_an_element_without_gradient_does_not_move_and_a_late_one_moves_as_in_ad
     torch.testing.assert_close(ours[:, 128:], exact[:, 128:])
 
 
+# --- many parameters ---
+
+
+class Calls(TorchDispatchMode):
+    """Remembers how many parameters each call of the op was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.laconic.adamw8bit_multi_.default:
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def call_sizes(optimizer: AdamW8bit) -> list[int]:
+    with Calls() as calls:
+        optimizer.step()
+    return sorted(calls.sizes)
+
+
+def test_a_step_is_one_call_per_group_dtype_and_kind_of_gradient() -> None:
+    wide = [parameter(4, 64, seed=seed) for seed in range(5)]
+    narrow = [parameter(4, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    other = [parameter(4, 64, seed=seed) for seed in range(2)]
+    optimizer = AdamW8bit([{"params": wide + narrow}, {"params": other, "betas": (0.8, 0.9)}], min_8bit_numel=0)
+    for p in (*wide, *narrow, *other):
+        p.grad = torch.randn(4, 64).to(p.dtype)
+    assert call_sizes(optimizer) == [2, 3, 5]
+    set_quantized_gradient(wide[0], quantized(torch.randn(4, 64), 8))
+    set_quantized_gradient(wide[1], quantized(torch.randn(4, 64), 12))
+    wide[2].grad = None
+    assert call_sizes(optimizer) == [1, 1, 2, 2, 3]
+    wide[2].grad = torch.randn(4, 64)  # a step behind the others
+    assert call_sizes(optimizer) == [1, 1, 1, 2, 2, 3]
+
+
+def test_parameters_step_together_as_each_does_alone() -> None:
+    """Also with other memory from step to step, and when some have no gradient."""
+
+    def parameters() -> list[nn.Parameter]:
+        shapes = ((20, 300), (7, 64), (33, 131), (0, 64), (8, 512))
+        return [parameter(*shape, seed=seed) for seed, shape in enumerate(shapes)] + [
+            parameter(5, 70, dtype=torch.bfloat16),
+            nn.Parameter(torch.randn(4, 16, 3, 3).contiguous(memory_format=torch.channels_last)),
+        ]
+
+    torch.manual_seed(0)
+    together = parameters()
+    alone = [nn.Parameter(p.detach().clone()) for p in together]
+    options: dict[str, Any] = {"min_8bit_numel": 0, "weight_decay": 0.1, "lr": 1e-2}
+    one, many = AdamW8bit(together, **options), [AdamW8bit([p], **options) for p in alone]
+    for step in range(5):
+        for number, (p, q) in enumerate(zip(together, alone, strict=True)):
+            p.grad = None if (step + number) % 5 == 0 else torch.randn_like(p)
+            q.grad = None if p.grad is None else p.grad.clone()
+            if step == 2 and number % 2:
+                p.data, q.data = torch.zeros_like(p), torch.zeros_like(q)
+        one.step()
+        for optimizer in many:
+            optimizer.step()
+        if step == 3:
+            one.load_state_dict(copy.deepcopy(one.state_dict()))
+    for number, (p, q) in enumerate(zip(together, alone, strict=True)):
+        assert torch.equal(p, q), number
+        assert same_state(one.state[p], many[number].state[q]), number
+
+
+def test_parameters_that_share_memory_step_one_after_the_other() -> None:
+    found = []
+    for groups in ("one", "two"):
+        whole = parameter(6, 64).detach()
+        ps = [nn.Parameter(whole[:4]), nn.Parameter(whole[2:])]
+        optimizer = AdamW8bit(ps if groups == "one" else [{"params": [p]} for p in ps], min_8bit_numel=0)
+        for seed in range(3):
+            for p in ps:
+                p.grad = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+            assert call_sizes(optimizer) == [1, 1]
+        found.append((whole, [optimizer.state[p] for p in ps]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(same_state(one, two) for one, two in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_listed_twice_takes_two_steps() -> None:
+    p, q = parameter(4, 64), parameter(4, 64)
+    twice, single = AdamW8bit([p, p], min_8bit_numel=0), AdamW8bit([q], min_8bit_numel=0)
+    p.grad = q.grad = torch.randn(4, 64)
+    twice.step()
+    single.step()
+    single.step()
+    assert torch.equal(p, q)
+    assert same_state(twice.state[p], single.state[q])
+
+
+def test_compiled_steps_leave_what_eager_ones_leave() -> None:
+    ends = []
+    for compiled in (False, True):
+        ps = [parameter(8, 64, seed=seed) for seed in range(3)]
+        optimizer = AdamW8bit(ps, min_8bit_numel=0)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for seed in range(3):
+            for p in ps:
+                p.grad = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+            step()
+        ends.append([*ps, *(value for p in ps for value in optimizer.state[p].values())])
+    assert all(torch.equal(one, two) for one, two in zip(*ends, strict=True))
+
+
 # --- gradients ---
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "accumulate_blockwise_",
     "square_sum_blockwise",
     "adamw8bit_",
+    "adamw8bit_multi_",
     "lossless_encode",
     "lossless_decode_",
     "lossless_decode_add_",
@@ -62,7 +63,7 @@ _FAMILIES = {
     "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
     "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
     "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
-    "adamw": ("adamw8bit_",),
+    "adamw": ("adamw8bit_", "adamw8bit_multi_"),
     "lossless": ("lossless_encode", "lossless_decode_", "lossless_decode_add_"),
     "rows": ("sum_rows",),
 }
@@ -82,6 +83,7 @@ _sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
 _accumulate_blockwise_ = torch.ops.laconic.accumulate_blockwise_.default
 _square_sum_blockwise = torch.ops.laconic.square_sum_blockwise.default
 _adamw8bit_ = torch.ops.laconic.adamw8bit_.default
+_adamw8bit_multi_ = torch.ops.laconic.adamw8bit_multi_.default
 _lossless_encode = torch.ops.laconic.lossless_encode.default
 _lossless_decode_ = torch.ops.laconic.lossless_decode_.default
 _lossless_decode_add_ = torch.ops.laconic.lossless_decode_add_.default
@@ -319,6 +321,64 @@ def adamw8bit_(
         step,
         maximize,
     )
+
+
+def adamw8bit_multi_(
+    parameters: list[Tensor],
+    exp_avg_codes: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_codes: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
+    gradients: list[Tensor],
+    gradient_scales: list[Tensor] | None = None,
+    residual_codes: list[Tensor] | None = None,
+    residual_scales: list[Tensor] | None = None,
+    *,
+    gradient_factor: Tensor | None = None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool = False,
+) -> None:
+    """`adamw8bit_` of many parameters with the same bits, on CUDA in one launch however many they are.
+
+    Two launches where some parameters do not begin at multiples of 16 bytes or have rows that are no multiple of 16
+    elements; one for each parameter while a CUDA graph is captured. The device reads addresses from a table; a table is
+    used again only by a call with the same addresses and sizes, so that it cannot be out of date.
+
+    Args:
+        parameters: of one dtype on one device, no two of which share memory; of no parameter nothing happens.
+        exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales: one for each parameter.
+        gradients: one for each parameter, of one dtype, all dense or all codes.
+        gradient_scales, residual_codes, residual_scales: one for each parameter; None if the gradients have none.
+        gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize: as in `adamw8bit_`, the same for all.
+
+    Raises:
+        FormatError: an argument is outside of these values; nothing has changed then.
+    """
+    if parameters:
+        _adamw8bit_multi_(
+            parameters,
+            exp_avg_codes,
+            exp_avg_scales,
+            exp_avg_sq_codes,
+            exp_avg_sq_scales,
+            gradients,
+            gradient_scales or [],
+            residual_codes or [],
+            residual_scales or [],
+            gradient_factor,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
+            maximize,
+        )
 
 
 def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:

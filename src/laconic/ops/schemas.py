@@ -11,6 +11,8 @@ a trailing underscore.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,17 +25,22 @@ from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, MAX_DIMS, dtype_
 __all__ = [
     "DTYPES",
     "LIBRARY",
+    "AdamWTensors",
     "check_accumulate_blockwise_",
     "check_adamw8bit",
+    "check_adamw8bit_multi",
     "check_dequantize_blockwise",
     "check_format",
     "check_lossless_decode_",
     "check_lossless_decode_add_",
     "check_lossless_encode",
     "check_quantize_blockwise",
+    "check_separate",
     "check_square_sum_blockwise",
     "check_sum_blockwise",
     "check_sum_rows",
+    "share_memory",
+    "tensors_of_each",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,6 +90,13 @@ LIBRARY.define(
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
+    "adamw8bit_multi_(Tensor(a!)[] parameters, Tensor(b!)[] exp_avg_codes, Tensor(c!)[] exp_avg_scales,"
+    " Tensor(d!)[] exp_avg_sq_codes, Tensor(e!)[] exp_avg_sq_scales, Tensor[] gradients, Tensor[] gradient_scales,"
+    " Tensor[] residual_codes, Tensor[] residual_scales, Tensor? gradient_factor, float lr, float beta1, float beta2,"
+    " float eps, float weight_decay, int step, bool maximize) -> ()",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
     "lossless_encode(Tensor x, str code, SymInt? capacity_nbytes) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
 )
 LIBRARY.define("lossless_decode_(Tensor(a!) out, Tensor message) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
@@ -100,6 +114,7 @@ for _name in (
     "accumulate_blockwise_",
     "square_sum_blockwise",
     "adamw8bit_",
+    "adamw8bit_multi_",
     "lossless_encode",
     "lossless_decode_",
     "lossless_decode_add_",
@@ -433,6 +448,129 @@ def _adamw8bit_fake(
         exp_avg_sq_codes,
         exp_avg_sq_scales,
         gradient,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+        gradient_factor,
+        step,
+    )
+
+
+AdamWTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""The tensors of adamw8bit_ in its order, without gradient_factor."""
+
+
+def tensors_of_each(*lists: list[Tensor]) -> list[AdamWTensors]:
+    """The tensors of each parameter, of the nine lists of adamw8bit_multi_; an empty list is None for each."""
+    columns: list[list[Tensor] | list[None]] = [tensors or [None] * len(lists[0]) for tensors in lists]
+    return cast("list[AdamWTensors]", list(zip(*columns, strict=True)))
+
+
+def check_adamw8bit_multi(
+    parameters: list[Tensor],
+    exp_avg_codes: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_codes: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
+    gradients: list[Tensor],
+    gradient_scales: list[Tensor],
+    residual_codes: list[Tensor],
+    residual_scales: list[Tensor],
+    gradient_factor: Tensor | None,
+    step: int,
+) -> list[tuple[int, int]]:
+    """Check the arguments of adamw8bit_multi_; return (rows, length of a row) of each parameter.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
+    count = len(parameters)
+    lists = [
+        ("exp_avg_codes", exp_avg_codes),
+        ("exp_avg_scales", exp_avg_scales),
+        ("exp_avg_sq_codes", exp_avg_sq_codes),
+        ("exp_avg_sq_scales", exp_avg_sq_scales),
+        ("gradients", gradients),
+        ("gradient_scales", gradient_scales),
+        ("residual_codes", residual_codes),
+        ("residual_scales", residual_scales),
+    ]
+    for number, (name, tensors) in enumerate(lists):
+        if len(tensors) != count and (tensors or number < 5):
+            rule = f"{count}, one for each parameter" + ("" if number < 5 else ", or 0")
+            raise FormatError(f"{name} has {len(tensors)} tensors, but it must have {rule}")
+    shapes = []
+    for index, each in enumerate(tensors_of_each(parameters, *(tensors for _, tensors in lists))):
+        try:
+            shapes.append(check_adamw8bit(*each, gradient_factor, step))
+        except FormatError as error:
+            raise FormatError(f"tensor {index}: {error}") from None
+        for name, found, first in (
+            ("parameter.dtype", each[0].dtype, parameters[0].dtype),
+            ("parameter.device", each[0].device, parameters[0].device),
+            ("gradient.dtype", each[5].dtype, gradients[0].dtype),
+        ):
+            if found != first:
+                raise FormatError(
+                    f"tensor {index}: {name} is {found}, but it must be {first}, as that of tensor 0; make one call"
+                    " for each dtype and device"
+                )
+    return shapes
+
+
+def share_memory(tensors: list[Tensor]) -> bool:
+    """Whether two of the tensors, of any strides, span a common byte; they must have storage (no fake tensors)."""
+    spans = []
+    for tensor in tensors:
+        if numel := tensor.numel():
+            last = numel - 1
+            if not tensor.is_contiguous():
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size()))
+    spans.sort()
+    return any(end > start for (_, end), (start, _) in pairwise(spans))
+
+
+def check_separate(parameters: list[Tensor]) -> None:
+    """Check that no two parameters of adamw8bit_multi_ share memory: a device updates them at the same time.
+
+    Raises:
+        FormatError: two do.
+    """
+    if share_memory(parameters):
+        raise FormatError(
+            "two of the parameters share memory, but a device updates all at once; make one call for each"
+        )
+
+
+@torch.library.register_fake("laconic::adamw8bit_multi_", lib=LIBRARY)
+def _adamw8bit_multi_fake(
+    parameters: list[Tensor],
+    exp_avg_codes: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_codes: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
+    gradients: list[Tensor],
+    gradient_scales: list[Tensor],
+    residual_codes: list[Tensor],
+    residual_scales: list[Tensor],
+    gradient_factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool,
+) -> None:
+    check_adamw8bit_multi(
+        parameters,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradients,
         gradient_scales,
         residual_codes,
         residual_scales,

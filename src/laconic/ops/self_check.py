@@ -79,13 +79,14 @@ def _adamw(
     has_residual: bool,
     has_factor: bool,
     maximizes: bool,
+    *,
+    shape: tuple[int, int] = (4, 2 * STATE_BLOCK_SIZE),
 ) -> Choices:
-    rows, n = 4, 4 * 2 * STATE_BLOCK_SIZE
-    shape = (rows, n // rows)
+    rows, n = shape[0], shape[0] * shape[1]
     moments = (
         part
         for seed in (1, 2)
-        for part in (_bytes(n, seed).view(shape), _random(rows, shape[1] // STATE_BLOCK_SIZE, seed=seed).abs())
+        for part in (_bytes(n, seed).view(shape), _random(rows, -(-shape[1] // STATE_BLOCK_SIZE), seed=seed).abs())
     )
     gradient: Choices = (_random(*shape, seed=5).to(gradient_dtype), None, None, None)
     if is_quantized:
@@ -93,6 +94,14 @@ def _adamw(
     factor = torch.tensor(0.75, dtype=torch.float32, device="cpu") if has_factor else None
     scalars = (1e-3, 0.9, 0.999, 1e-8, 0.1, 3, maximizes)
     return _random(*shape, seed=6).to(dtype), *moments, *gradient, factor, *scalars
+
+
+def _adamw_multi(*choices: Any) -> Choices:
+    # Whole blocks; ragged rows, whose accesses are narrow; a tensor of several programs.
+    shapes = ((4, 2 * STATE_BLOCK_SIZE), (3, 300), (9, 3 * STATE_BLOCK_SIZE))
+    each = [_adamw(*choices, shape=shape) for shape in shapes]
+    lists = [[] if tensors[0] is None else list(tensors) for tensors in list(zip(*each, strict=True))[:9]]
+    return *lists, *each[0][9:]
 
 
 def _lossless_values(dtype: torch.dtype) -> Tensor:
@@ -126,6 +135,12 @@ def _sum_rows(dtype: torch.dtype, is_weighted: bool) -> Choices:
 
 # --- which choices a call makes ---
 
+
+def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
+    """The dtype of the first; of an empty list, which the implementation refuses, any."""
+    return tensors[0].dtype if tensors else torch.float32
+
+
 _Op = tuple[Callable[..., Choices], Callable[[Choices], Choices]]
 _OPS: dict[str, _Op] = {
     "quantize_blockwise": (_quantize, lambda a: (a[0].dtype, a[1], a[2], a[3], a[4] is not None)),
@@ -137,6 +152,10 @@ _OPS: dict[str, _Op] = {
     "adamw8bit_": (
         _adamw,
         lambda a: (a[0].dtype, a[5].dtype, a[6] is not None, a[7] is not None, a[9] is not None, bool(a[16])),
+    ),
+    "adamw8bit_multi_": (
+        _adamw_multi,
+        lambda a: (_dtype_of(a[0]), _dtype_of(a[5]), bool(a[6]), bool(a[7]), a[9] is not None, bool(a[16])),
     ),
     "lossless_encode": (_encode, lambda a: (a[0].dtype, a[1], a[2] is not None)),
     "lossless_decode_": (_decode, lambda a: (a[0].dtype,)),
@@ -155,6 +174,12 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
         op: one of `OPS`.
     """
     bf16, fp32, fp16 = torch.bfloat16, torch.float32, torch.float16
+    adamw: list[Choices] = [
+        (fp32, fp32, False, False, False, False),
+        (bf16, bf16, False, False, True, True),
+        (bf16, torch.uint8, True, False, False, False),
+        (fp16, torch.uint8, True, True, True, False),
+    ]
     choices: dict[str, list[Choices]] = {
         "quantize_blockwise": [
             *((bf16, code, 64, bf16, False) for code in BITS),
@@ -163,12 +188,8 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
         ],
         "dequantize_blockwise": [*((bf16, code, 64, bf16) for code in BITS), (fp32, "int8", 128, fp32)],
         "accumulate_blockwise_": [(False, bf16), (True, fp32)],
-        "adamw8bit_": [
-            (fp32, fp32, False, False, False, False),
-            (bf16, bf16, False, False, True, True),
-            (bf16, torch.uint8, True, False, False, False),
-            (fp16, torch.uint8, True, True, True, False),
-        ],
+        "adamw8bit_": adamw,
+        "adamw8bit_multi_": adamw,
         "lossless_encode": [
             *((dtype, "tiered", False) for dtype in EXPONENT_DTYPES),
             (bf16, "window", True),
@@ -197,9 +218,7 @@ def difference(op: str, implementation: Implementation, arguments: Choices, devi
     Returns:
         "" if all results and all tensors written to have the same bits; else which of them differ.
     """
-    there, here = (
-        [a.to(where, copy=True) if isinstance(a, Tensor) else a for a in arguments] for where in (device, "cpu")
-    )
+    there, here = ([_copied(argument, where) for argument in arguments] for where in (device, "cpu"))
     with torch.no_grad(), torch.device("cpu"):  # whatever the caller's default device is
         found = _tensors(op, implementation(*there), there)
         expected = _tensors(op, getattr(reference, op)(*here), here)
@@ -214,7 +233,19 @@ def _tensors(op: str, results: Any, arguments: list[Any]) -> dict[str, Tensor]:
     if op == "lossless_encode":  # what lies behind the message is undefined
         message = named["result 0"]
         named["result 0"] = message[: int(message[16:24].cpu().view(torch.int64))]
-    return named | {f"argument {number}": x for number, x in enumerate(arguments) if isinstance(x, Tensor)}
+    for number, argument in enumerate(arguments):
+        if isinstance(argument, list):
+            named |= {f"argument {number}[{index}]": x for index, x in enumerate(argument)}
+        elif isinstance(argument, Tensor):
+            named[f"argument {number}"] = argument
+    return named
+
+
+def _copied(argument: Any, device: torch.device | str) -> Any:
+    """An argument with copies of its tensors on a device; lists are lists of tensors."""
+    if isinstance(argument, list):
+        return [x.to(device, copy=True) for x in argument]
+    return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
 
 
 def _same_bits(found: Tensor, truth: Tensor) -> bool:

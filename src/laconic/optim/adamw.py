@@ -19,7 +19,8 @@ from laconic.errors import ConfigError, FormatError
 from laconic.formats import QuantizedGradient
 from laconic.formats.coded_gradient import coded_gradient
 from laconic.formats.shards import local_part
-from laconic.ops import DTYPES, adamw8bit_
+from laconic.ops import DTYPES, adamw8bit_multi_
+from laconic.ops.schemas import share_memory
 from laconic.optim.moments import check_state, is_8bit, new_state, parameter_name
 
 __all__ = ["AdamW8bit"]
@@ -46,8 +47,8 @@ class AdamW8bit(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in torch.optim.AdamW: weight decay is decoupled from the gradient; lr and betas
             may be tensors of one element, which are read in each step.
         maximize: ascend instead of descend.
-        foreach, fused: accepted as by torch.optim.AdamW, without effect. A step is one fused pass per parameter in any
-            case.
+        foreach, fused: accepted as by torch.optim.AdamW, without effect. On CUDA a step of a group is one launch for
+            the parameters of each dtype in any case, or one for each of those that share memory.
         amsgrad, capturable, differentiable: refused when True: there is no maximum of second moments in 8 bits, the
             host reads the number of the step, and autograd does not follow the step's writes.
         min_8bit_numel: parameters with fewer elements keep fp32 moments. So do vectors of less than 2**20 elements
@@ -142,9 +143,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 if not self.state[update.parameter]:
                     self.state[update.parameter] = new_state(update.parameter, group["min_8bit_numel"])
         for group, updates in work:
-            for update in updates:
-                if is_8bit(self.state[update.parameter]):
-                    self._step_8bit(group, update, gradient_factor)
+            self._step_8bit(group, [u for u in updates if is_8bit(self.state[u.parameter])], gradient_factor)
             self._step_fp32(group, [u for u in updates if not is_8bit(self.state[u.parameter])], gradient_factor)
         return loss
 
@@ -211,35 +210,58 @@ class AdamW8bit(torch.optim.Optimizer):
                 coded.check("read")
             yield _Update(name, parameter, dense if coded is None else coded.codes)
 
-    def _step_8bit(self, group: Mapping[str, Any], update: _Update, factor: Tensor | None) -> None:
-        parameter, gradient = local_part(update.parameter), update.gradient
-        state = self.state[update.parameter]
+    def _step_8bit(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
+        """One call of the op for the parameters of each device, dtype, kind of gradient and number of the step."""
+        batches: dict[Any, list[_Update]] = {}
+        # What is updated in one launch is updated at the same time.
+        is_shared = share_memory([local_part(update.parameter) for update in updates])
+        for number, update in enumerate(updates):
+            parameter, gradient = update.parameter, update.gradient
+            kind = gradient.bits if isinstance(gradient, QuantizedGradient) else gradient.dtype
+            step = self.state[parameter]["step"].item()
+            place = number if is_shared else 0
+            batches.setdefault((place, parameter.device, parameter.dtype, kind, step), []).append(update)
+        for batch in batches.values():
+            self._step_batch(group, batch, factor)
+
+    def _step_batch(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
+        states = [self.state[update.parameter] for update in updates]
+        parameters = [local_part(update.parameter) for update in updates]
         # A parameter in another order of memory, such as channels_last, is updated in a copy.
-        values = parameter.contiguous()
-        parts: tuple[Tensor | None, ...]
-        if isinstance(gradient, QuantizedGradient):
-            parts = (gradient.codes, gradient.scales, gradient.residual_codes, gradient.residual_scales)
+        values = [parameter.contiguous() for parameter in parameters]
+        quantized = [update.gradient for update in updates if isinstance(update.gradient, QuantizedGradient)]
+        if quantized:
+            gradients = [gradient.codes for gradient in quantized]
         else:
-            parts = (local_part(gradient).contiguous(), None, None, None)
+            gradients = [local_part(u.gradient).contiguous() for u in updates if isinstance(u.gradient, Tensor)]
         beta1, beta2 = group["betas"]
-        adamw8bit_(
+        adamw8bit_multi_(
             values,
-            *(local_part(state[f"exp_avg{moment}_{part}"]) for moment in ("", "_sq") for part in ("codes", "scales")),
-            *parts,
-            gradient_factor=None if factor is None else _on(values.device, factor),
+            _local_parts(states, "exp_avg_codes"),
+            _local_parts(states, "exp_avg_scales"),
+            _local_parts(states, "exp_avg_sq_codes"),
+            _local_parts(states, "exp_avg_sq_scales"),
+            gradients,
+            [gradient.scales for gradient in quantized],
+            [gradient.residual_codes for gradient in quantized if gradient.residual_codes is not None],
+            [gradient.residual_scales for gradient in quantized if gradient.residual_scales is not None],
+            gradient_factor=None if factor is None else _on(values[0].device, factor),
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=int(state["step"].item()) + 1,
+            step=int(states[0]["step"].item()) + 1,
             maximize=group["maximize"],
         )
-        state["step"] += 1
-        if values is not parameter:
-            parameter.copy_(values)
+        for state in states:
+            state["step"] += 1
+        for parameter, value in zip(parameters, values, strict=True):
+            if value is not parameter:
+                parameter.copy_(value)
         # Autograd does not see what the op writes; a backward that needs the old weights has to fail, not use the new.
-        torch.autograd.graph.increment_version((update.parameter, parameter))
+        written = dict.fromkeys([*(update.parameter for update in updates), *parameters])
+        torch.autograd.graph.increment_version(tuple(written))
 
     def _step_fp32(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
         """torch's own AdamW over the parameters with fp32 moments; they are small, so copies in fp32 do no harm."""
@@ -273,6 +295,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for parameter, value in zip(parameters, values, strict=True):
             if value is not parameter:
                 parameter.copy_(value)
+
+
+def _local_parts(states: list[dict[str, Tensor]], key: str) -> list[Tensor]:
+    return [local_part(state[key]) for state in states]
 
 
 def _on(device: torch.device, factor: Tensor) -> Tensor:

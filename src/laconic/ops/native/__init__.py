@@ -5,7 +5,7 @@ schemas.py has checked.
 """
 
 from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise
-from laconic.ops.native.adamw import adamw8bit_
+from laconic.ops.native.adamw import adamw8bit_, adamw8bit_multi_
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
 from laconic.ops.native.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
@@ -16,6 +16,7 @@ __all__ = [
     "SELECTION",
     "accumulate_blockwise_",
     "adamw8bit_",
+    "adamw8bit_multi_",
     "dequantize_blockwise",
     "lossless_decode_",
     "lossless_decode_add_",

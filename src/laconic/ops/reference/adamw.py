@@ -9,9 +9,9 @@ from laconic.ops.adamw_scalars import adamw_scalars
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE, MIN_SCALE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, ZERO_CODE, dynamic_map_tensor
 from laconic.ops.reference.blockwise import dequantize_blockwise
-from laconic.ops.schemas import check_adamw8bit
+from laconic.ops.schemas import check_adamw8bit, check_adamw8bit_multi, check_separate, tensors_of_each
 
-__all__ = ["adamw8bit_", "dequantize_dynamic", "quantize_dynamic"]
+__all__ = ["adamw8bit_", "adamw8bit_multi_", "dequantize_dynamic", "quantize_dynamic"]
 
 _INFINITY_BITS = 0x7F800000
 _NAN_BITS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
@@ -91,6 +91,54 @@ def adamw8bit_(
         new_codes, new_scales = quantize_dynamic(moment, signed=signed)
         codes.copy_(new_codes.view_as(codes))
         scales.copy_(new_scales)
+
+
+def adamw8bit_multi_(
+    parameters: list[Tensor],
+    exp_avg_codes: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_codes: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
+    gradients: list[Tensor],
+    gradient_scales: list[Tensor],
+    residual_codes: list[Tensor],
+    residual_scales: list[Tensor],
+    gradient_factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool,
+) -> None:
+    """One step of AdamW of many parameters, one after the other; see `laconic.ops.adamw8bit_multi_`."""
+    check_adamw8bit_multi(
+        parameters,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradients,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+        gradient_factor,
+        step,
+    )
+    check_separate(parameters)
+    for tensors in tensors_of_each(
+        parameters,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradients,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+    ):
+        adamw8bit_(*tensors, gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize)
 
 
 def quantize_dynamic(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from laconic.ops import reference
 from laconic.ops.schemas import LIBRARY
 from laconic.ops.selection import Selection, reference_is_forced, warn_once
@@ -45,9 +47,15 @@ def implement(op: str, family: str) -> None:
     def call(*args: Any) -> Any:
         return getattr(_family(family), op)(*args)
 
-    kernel = checked(op, call, lambda arguments: arguments[0].device)
+    kernel = checked(op, call, _device_of)
 
     def call_checked(*args: Any) -> Any:
         return (call if _family(family) is reference else kernel)(*args)
 
     LIBRARY.impl(op, call_checked, "CUDA")
+
+
+def _device_of(arguments: tuple[Any, ...]) -> torch.device:
+    """Where the first tensor is that the arguments hold, themselves or in lists."""
+    listed = (argument if isinstance(argument, list) else [argument] for argument in arguments)
+    return next(x.device for tensors in listed for x in tensors if isinstance(x, torch.Tensor))

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import lru_cache
+from itertools import chain
 
 import torch
 import triton
@@ -15,10 +17,10 @@ from torch import Tensor
 from laconic.ops.adamw_scalars import adamw_scalars
 from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE, dynamic_map_tensor
-from laconic.ops.schemas import check_adamw8bit
+from laconic.ops.schemas import check_adamw8bit, check_adamw8bit_multi, check_separate, tensors_of_each
 from laconic.ops.triton.blockwise import _bits, _name, _narrow, _on_device, _place, _widen, _widen_bits
 
-__all__ = ["adamw8bit_"]
+__all__ = ["adamw8bit_", "adamw8bit_multi_"]
 
 _BLOCKS = 4
 """Blocks of 256 elements per program."""
@@ -72,7 +74,7 @@ def _quantize(
 
 
 @triton.jit
-def _adamw_kernel(
+def _update(
     parameter_ptr,
     exp_avg_codes_ptr,
     exp_avg_scales_ptr,
@@ -85,8 +87,10 @@ def _adamw_kernel(
     residual_codes_ptr,
     residual_scales_ptr,
     factor_ptr,
-    length,
-    num_blocks,
+    at,
+    exists,
+    block,
+    block_exists,
     beta1,
     one_minus_beta1,
     beta2,
@@ -102,13 +106,8 @@ def _adamw_kernel(
     FACTOR: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
 ):
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, _BLOCK_SIZE, ONE_ROW)
-    column = first_column[:, None] + tl.arange(0, _BLOCK_SIZE)[None, :]
-    exists = block_exists[:, None] & (column < length)
-    at = row[:, None] * length + column
-
+    """Update the elements `at` [BLOCKS, 256] of the blocks `block` [BLOCKS]."""
     # 1. The gradient in fp32. Negations are products, because 0 - x loses the sign of zero.
     g = tl.load(gradient_ptr + at, mask=exists, other=0)
     if QUANTIZED:
@@ -151,6 +150,180 @@ def _adamw_kernel(
     _quantize(m, exp_avg_codes_ptr, exp_avg_scales_ptr, signed_map_ptr, at, exists, block, block_exists, 127, BLOCKS)
     _quantize(
         v, exp_avg_sq_codes_ptr, exp_avg_sq_scales_ptr, unsigned_map_ptr, at, exists, block, block_exists, 0, BLOCKS
+    )
+
+
+@triton.jit
+def _adamw_kernel(
+    parameter_ptr,
+    exp_avg_codes_ptr,
+    exp_avg_scales_ptr,
+    exp_avg_sq_codes_ptr,
+    exp_avg_sq_scales_ptr,
+    signed_map_ptr,
+    unsigned_map_ptr,
+    gradient_ptr,
+    gradient_scales_ptr,
+    residual_codes_ptr,
+    residual_scales_ptr,
+    factor_ptr,
+    length,
+    num_blocks,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    ratio_max,
+    inverse_correction2,
+    eps,
+    decay,
+    step_size,
+    TYPE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+):
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, _BLOCK_SIZE, ONE_ROW)
+    column = first_column[:, None] + tl.arange(0, _BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    at = row[:, None] * length + column
+    _update(
+        parameter_ptr,
+        exp_avg_codes_ptr,
+        exp_avg_scales_ptr,
+        exp_avg_sq_codes_ptr,
+        exp_avg_sq_scales_ptr,
+        signed_map_ptr,
+        unsigned_map_ptr,
+        gradient_ptr,
+        gradient_scales_ptr,
+        residual_codes_ptr,
+        residual_scales_ptr,
+        factor_ptr,
+        at,
+        exists,
+        block,
+        block_exists,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        ratio_max,
+        inverse_correction2,
+        eps,
+        decay,
+        step_size,
+        TYPE,
+        QUANTIZED,
+        RESIDUAL,
+        FACTOR,
+        MAXIMIZE,
+        BLOCKS,
+    )
+
+
+@triton.jit
+def _pointer(table_ptr, column, num_tensors, tensor, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of the table as a pointer to elements of a type."""
+    pointer = tl.load(table_ptr + column * num_tensors + tensor).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit(do_not_specialize=["num_tensors"])
+def _adamw_multi_kernel(
+    table_ptr,
+    num_tensors,
+    signed_map_ptr,
+    unsigned_map_ptr,
+    factor_ptr,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    ratio_max,
+    inverse_correction2,
+    eps,
+    decay,
+    step_size,
+    TYPE: tl.constexpr,
+    BITS_TYPE: tl.constexpr,
+    GRADIENT_TYPE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """BLOCKS blocks of one tensor; table_ptr is int64 [12, num_tensors] of `_table`."""
+    # The last tensor whose first program is not behind this one.
+    program = tl.program_id(0).to(tl.int64)
+    tensor = num_tensors * 0
+    end = num_tensors
+    while end - tensor > 1:
+        middle = (tensor + end) // 2
+        is_behind = tl.load(table_ptr + middle) > program
+        end = tl.where(is_behind, middle, end)
+        tensor = tl.where(is_behind, tensor, middle)
+
+    first_block = (program - tl.load(table_ptr + tensor)) * BLOCKS
+    length = tl.load(table_ptr + num_tensors + tensor)
+    num_blocks = tl.load(table_ptr + 2 * num_tensors + tensor)
+    if ALIGNED:
+        length = tl.multiple_of(length, 16)
+    parameter_ptr = _pointer(table_ptr, 3, num_tensors, tensor, BITS_TYPE, ALIGNED)
+    exp_avg_codes_ptr = _pointer(table_ptr, 4, num_tensors, tensor, tl.uint8, ALIGNED)
+    exp_avg_scales_ptr = _pointer(table_ptr, 5, num_tensors, tensor, tl.float32, ALIGNED)
+    exp_avg_sq_codes_ptr = _pointer(table_ptr, 6, num_tensors, tensor, tl.uint8, ALIGNED)
+    exp_avg_sq_scales_ptr = _pointer(table_ptr, 7, num_tensors, tensor, tl.float32, ALIGNED)
+    gradient_ptr = _pointer(table_ptr, 8, num_tensors, tensor, GRADIENT_TYPE, ALIGNED)
+    # Addresses that are not read are 0.
+    gradient_scales_ptr = _pointer(table_ptr, 9, num_tensors, tensor, tl.float32, ALIGNED)
+    residual_codes_ptr = _pointer(table_ptr, 10, num_tensors, tensor, tl.uint8, ALIGNED)
+    residual_scales_ptr = _pointer(table_ptr, 11, num_tensors, tensor, tl.float32, ALIGNED)
+    block = first_block + tl.arange(0, BLOCKS)
+    blocks_per_row = tl.cdiv(length, _BLOCK_SIZE)
+    row = block // blocks_per_row
+    first_column = (block - row * blocks_per_row) * _BLOCK_SIZE
+    block_exists = block < num_blocks
+    column = first_column[:, None] + tl.arange(0, _BLOCK_SIZE)[None, :]
+    _update(
+        parameter_ptr,
+        exp_avg_codes_ptr,
+        exp_avg_scales_ptr,
+        exp_avg_sq_codes_ptr,
+        exp_avg_sq_scales_ptr,
+        signed_map_ptr,
+        unsigned_map_ptr,
+        gradient_ptr,
+        gradient_scales_ptr,
+        residual_codes_ptr,
+        residual_scales_ptr,
+        factor_ptr,
+        row[:, None] * length + column,
+        block_exists[:, None] & (column < length),
+        block,
+        block_exists,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        ratio_max,
+        inverse_correction2,
+        eps,
+        decay,
+        step_size,
+        TYPE,
+        QUANTIZED,
+        RESIDUAL,
+        FACTOR,
+        MAXIMIZE,
+        BLOCKS,
     )
 
 
@@ -219,3 +392,130 @@ def adamw8bit_(
             ONE_ROW=one_row,
             enable_fp_fusion=False,
         )
+
+
+def adamw8bit_multi_(
+    parameters: list[Tensor],
+    exp_avg_codes: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_codes: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
+    gradients: list[Tensor],
+    gradient_scales: list[Tensor],
+    residual_codes: list[Tensor],
+    residual_scales: list[Tensor],
+    gradient_factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool,
+) -> None:
+    """`reference.adamw8bit_multi_` in Triton, the same bits."""
+    shapes = check_adamw8bit_multi(
+        parameters,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradients,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+        gradient_factor,
+        step,
+    )
+    check_separate(parameters)
+    if not parameters:
+        return
+    device = parameters[0].device
+    each = tensors_of_each(
+        parameters,
+        exp_avg_codes,
+        exp_avg_scales,
+        exp_avg_sq_codes,
+        exp_avg_sq_scales,
+        gradients,
+        gradient_scales,
+        residual_codes,
+        residual_scales,
+    )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A graph outlives this call, and with it the addresses in its launches; nothing would keep a table for it.
+        for tensors in each:
+            adamw8bit_(*tensors, gradient_factor, lr, beta1, beta2, eps, weight_decay, step, maximize)
+        return
+
+    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in each]
+    scalars = astuple(adamw_scalars(lr, beta1, beta2, eps, weight_decay, step))
+    gradient_dtype = gradients[0].dtype
+    # Pointers that are not read still have to be tensors.
+    factor = exp_avg_scales[0] if gradient_factor is None else gradient_factor
+    for is_aligned in (True, False):
+        table, num_programs = _table(shapes, addresses, is_aligned)
+        if not table:
+            continue
+        with _on_device(parameters[0]):
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            _adamw_multi_kernel[(num_programs,)](
+                _on_stream(table, device, stream),
+                len(table) // 12,
+                dynamic_map_tensor(True, device),
+                dynamic_map_tensor(False, device),
+                factor,
+                *scalars,
+                TYPE=_name(parameters[0].dtype),
+                BITS_TYPE=tl.int32 if parameters[0].dtype == torch.float32 else tl.int16,
+                GRADIENT_TYPE=_GRADIENT_TYPES[gradient_dtype],
+                QUANTIZED=bool(gradient_scales),
+                RESIDUAL=bool(residual_codes),
+                FACTOR=gradient_factor is not None,
+                MAXIMIZE=maximize,
+                BLOCKS=_BLOCKS,
+                ALIGNED=is_aligned,
+                enable_fp_fusion=False,
+            )
+
+
+_GRADIENT_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.int16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+}
+
+
+def _table(shapes: list[tuple[int, int]], addresses: list[list[int]], is_aligned: bool) -> tuple[tuple[int, ...], int]:
+    """What `_adamw_multi_kernel` reads about its tensors, [12, tensors], and the number of its programs.
+
+    In this order: number of the first program, length of a row, number of blocks, and the nine addresses. Tensors of
+    one row and of rows of whole blocks are one row. Empty tensors have no place.
+
+    Args:
+        shapes: (rows, length of a row) of each tensor.
+        addresses: of the nine tensors of each; 0 where there is none.
+        is_aligned: take the tensors whose rows all begin at multiples of 16 bytes in all of their parts; or the others.
+    """
+    entries: list[tuple[int, ...]] = []
+    num_programs = 0
+    for (rows, length), parts in zip(shapes, addresses, strict=True):
+        if rows * length == 0:
+            continue
+        row = rows * length if rows == 1 or length % STATE_BLOCK_SIZE == 0 else length
+        if (row % 16 == 0 and not any(address % 16 for address in parts)) is is_aligned:
+            num_blocks = rows * -(-length // STATE_BLOCK_SIZE)
+            entries.append((num_programs, row, num_blocks, *parts))
+            num_programs += -(-num_blocks // _BLOCKS)
+    return tuple(chain.from_iterable(zip(*entries, strict=True))), num_programs
+
+
+@lru_cache(maxsize=64)
+def _on_stream(table: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """The numbers as int64 on a device, copied there on its current stream, which has the address `stream`.
+
+    Found again by all of the numbers alone, so what is found is never out of date. The host does not wait.
+    """
+    numbers = torch.tensor(table, dtype=torch.int64, device="cpu")
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
