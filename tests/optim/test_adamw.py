@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.errors import ConfigError, FormatError
@@ -389,6 +391,32 @@ def test_parameters_that_share_memory_step_one_after_the_other() -> None:
         found.append((whole, [optimizer.state[p] for p in ps]))
     assert torch.equal(found[0][0], found[1][0])
     assert all(same_state(one, two) for one, two in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize("shared", ["gradient of another", "gradient", "state"])
+def test_what_steps_share_is_read_and_written_by_one_after_the_other(shared: str) -> None:
+    p, q = parameter(4, 64), parameter(4, 64, seed=1)
+    optimizer = AdamW8bit([p, q], min_8bit_numel=0)
+    p.grad, q.grad = torch.ones(4, 64), torch.ones(4, 64)
+    assert call_sizes(optimizer) == [2]
+    if shared == "gradient of another":
+        q.grad = p.data
+    elif shared == "gradient":
+        p.grad = p.data
+    else:
+        optimizer.state[q] = optimizer.state[p]
+    assert call_sizes(optimizer) == [1, 1]
+    assert optimizer.state[p]["step"] == (3 if shared == "state" else 2)
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_parameters_without_memory_step_in_one_call(kind: str) -> None:
+    with FakeTensorMode() if kind == "fake" else nullcontext():
+        device = "cpu" if kind == "fake" else "meta"
+        ps = [nn.Parameter(torch.empty(64, 64, device=device)) for _ in range(2)]
+        for p in ps:
+            p.grad = torch.empty(64, 64, device=device)
+        assert call_sizes(AdamW8bit(ps)) == [2]
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")

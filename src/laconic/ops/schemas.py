@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from laconic.errors import FormatError
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
@@ -519,10 +520,10 @@ def check_adamw8bit_multi(
 
 
 def share_memory(tensors: list[Tensor]) -> bool:
-    """Whether two of the tensors, of any strides, span a common byte; they must have storage (no fake tensors)."""
+    """Whether two of the tensors, of any strides, span a common byte; those without memory (meta, fake) share none."""
     spans = []
     for tensor in tensors:
-        if numel := tensor.numel():
+        if (numel := tensor.numel()) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             last = numel - 1
             if not tensor.is_contiguous():
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

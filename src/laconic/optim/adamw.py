@@ -213,8 +213,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _step_8bit(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
         """One call of the op for the parameters of each device, dtype, kind of gradient and number of the step."""
         batches: dict[Any, list[_Update]] = {}
-        # What is updated in one launch is updated at the same time.
-        is_shared = share_memory([local_part(update.parameter) for update in updates])
+        is_shared = self._is_shared(updates)
         for number, update in enumerate(updates):
             parameter, gradient = update.parameter, update.gradient
             kind = gradient.bits if isinstance(gradient, QuantizedGradient) else gradient.dtype
@@ -223,6 +222,13 @@ class AdamW8bit(torch.optim.Optimizer):
             batches.setdefault((place, parameter.device, parameter.dtype, kind, step), []).append(update)
         for batch in batches.values():
             self._step_batch(group, batch, factor)
+
+    def _is_shared(self, updates: list[_Update]) -> bool:
+        """Whether a step writes what another one reads or writes; in one launch they are at the same time."""
+        if len({id(self.state[update.parameter]) for update in updates}) < len(updates):
+            return True
+        dense = [update.gradient for update in updates if isinstance(update.gradient, Tensor)]
+        return share_memory([local_part(tensor) for tensor in (*(update.parameter for update in updates), *dense)])
 
     def _step_batch(self, group: Mapping[str, Any], updates: list[_Update], factor: Tensor | None) -> None:
         states = [self.state[update.parameter] for update in updates]
