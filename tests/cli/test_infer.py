@@ -170,6 +170,8 @@ def test_two_local_processes_are_measured(tmp_path: Path, capsys: pytest.Capture
     rates = InferenceRates.load(file)
     assert rates.gemm.seconds_per_byte + rates.read_seconds_per_byte > 0
     assert rates.link.dispatch.seconds(1 << 20) > 0
+    for end in (rates.exchange.attention, rates.exchange.experts):
+        assert 1e-6 < end.seconds(1 << 16) < 1e-1
     assert not rates.grouped
     assert main([*MODEL, *SMALL, "--rates", str(file)]) == 0
     assert "plan: " in capsys.readouterr().out

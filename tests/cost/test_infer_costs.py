@@ -22,9 +22,10 @@ from laconic.cost.infer import (
     worker_nbytes,
 )
 from laconic.cost.infer.costs import active_experts, reach
-from laconic.cost.infer.rates import LinkPair
+from laconic.cost.infer.planner import replicated_seconds
+from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.errors import ConfigError, PlanError
-from laconic.schedule.inference import InferencePlan
+from laconic.schedule.inference import InferencePlan, Slicing
 from tests.cost.infer_models import LINK, RATES, model_of, shape_of
 
 PROMPT = Workload.prefill(64)
@@ -199,7 +200,8 @@ def test_what_limits_is_named() -> None:
 
 
 def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
-    rates = replace(RATES, links={"3:5": LINK})
+    exchange = ExchangeCosts(Line(1e-4, 1e-9, 0.1), Line(2e-4, 3e-9, 0.2))
+    rates = replace(RATES, links={"3:5": LINK}, exchange=exchange)
     rates.save(tmp_path / "new" / "rates.json")
     assert InferenceRates.load(tmp_path / "new" / "rates.json") == rates
     assert rates.link_of(3, 5) is LINK
@@ -210,7 +212,9 @@ def test_rates_come_back_from_their_file(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": "laconic moe rates"}, "no laconic inference rates file"),
-        ({"version": 2}, "version is 2"),
+        ({"version": 1}, "version is 1.*measure again with laconic profile"),
+        ({"exchange": None}, "exchange is"),
+        ({"exchange": {"attention": RATES.to_dict()["gemm"]}}, "experts is None"),
         ({"gemm": None}, "gemm is None"),
         ({"read_seconds_per_byte": -1}, "read_seconds_per_byte is -1"),
         ({"grouped": 1}, "grouped is 1"),
@@ -231,3 +235,24 @@ def test_a_shape_is_a_model_without_embedding_if_it_has_no_vocabulary() -> None:
     assert [len(times.dispatch) for times in whole] == [0, *[1] * 59, 0]
     cut = InferenceCostModel(replace(shape, vocab_size=0, num_dense_layers=0, num_layers=8), RATES, PROMPT)
     assert cut.layer_times(4, Split(1, 1), plan) == (cut.block_times(4, Split(1, 1), plan),) * 8
+
+
+@pytest.mark.parametrize("slicing", ["tokens", "experts"])
+def test_messages_take_time_of_both_workers(slicing: Slicing) -> None:
+    plain = model_of(PROMPT)
+    costly = replace(plain, rates=replace(RATES, exchange=ExchangeCosts(Line(1e-4, 1e-9), Line(2e-4, 3e-9))))
+    split, plan = Split(2, 4), InferencePlan(1, 4, slicing=slicing)
+    without, with_costs = (model.block_times(8, split, plan) for model in (plain, costly))
+    # With more expert than attention workers, the busier end of a link is an attention worker.
+    nbytes = plain.sent_nbytes(8, split, 4) if slicing == "experts" else plain.sent_nbytes(8 / 4, split)
+    assert with_costs.attention - without.attention == pytest.approx(4 * (4 * 1e-4 + nbytes * 1e-9))
+    for before, after in zip(without.experts, with_costs.experts, strict=True):
+        assert after - before == pytest.approx(2 * 2e-4 + nbytes * 2 / 4 * 3e-9)
+    assert (with_costs.dispatch, with_costs.combine) == (without.dispatch, without.combine)
+    assert with_costs.shared == without.shared
+
+
+def test_replicas_send_no_messages() -> None:
+    plain = model_of(PROMPT)
+    costly = replace(plain, rates=replace(RATES, exchange=ExchangeCosts(Line(1, 1), Line(1, 1))))
+    assert replicated_seconds(costly, 4) == replicated_seconds(plain, 4)

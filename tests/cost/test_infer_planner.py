@@ -25,7 +25,7 @@ from laconic.cost.infer import (
     worker_nbytes,
 )
 from laconic.cost.infer.planner import KINDS, Candidate, least_seconds, plans_of, priced, sharded_seconds
-from laconic.cost.infer.rates import LinkPair
+from laconic.cost.infer.rates import ExchangeCosts, LinkPair
 from laconic.cost.infer.table import choice_text, infer_rates_text
 from laconic.errors import PlanError
 from laconic.schedule.inference import BlockTimes, InferencePlan, inference_plan
@@ -36,14 +36,20 @@ SEARCH = Search(max_micro_batches=3, max_slices=4, orders=("ASAS", "AASS"))
 LARGE = 10**9
 
 rates_of = st.builds(
-    lambda gemm, attention, link, read, grouped: InferenceRates(
-        Line(*gemm), Line(*attention), LinkPair(Line(*link), Line(*link)), read, grouped=grouped
+    lambda gemm, attention, link, read, grouped, exchange: InferenceRates(
+        Line(*gemm),
+        Line(*attention),
+        LinkPair(Line(*link), Line(*link)),
+        read,
+        grouped=grouped,
+        exchange=ExchangeCosts(Line(*exchange), Line(*reversed(exchange))),
     ),
     st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-10)),
     st.tuples(st.floats(0, 1e-4), st.floats(1e-13, 1e-10)),
     st.tuples(st.floats(0, 1e-3), st.floats(1e-11, 1e-7)),
     st.floats(0, 1e-9),
     st.booleans(),
+    st.tuples(st.floats(0, 1e-4), st.floats(0, 1e-4)),
 )
 workloads = st.one_of(
     st.builds(Workload.prefill, st.integers(1, 200), st.just(8), st.none() | st.integers(1, 40)),

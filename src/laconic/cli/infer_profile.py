@@ -1,4 +1,4 @@
-"""Measures what `laconic infer plan` needs: products of few and many rows, attention, and links between workers."""
+"""Measures what `laconic infer plan` needs: products, attention, links, and both ends of messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from itertools import chain, combinations, cycle
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from laconic.collectives.cluster_profile import measure_link
 from laconic.collectives.policy.microbench import Ranks
 from laconic.cost.comm.rates import Line, fit_line
-from laconic.cost.infer.rates import InferenceRates, LinkPair
+from laconic.cost.infer.rates import ExchangeCosts, InferenceRates, LinkPair
 from laconic.cost.moe.shape import LayerShape
+from laconic.infer.exchange_costs import measure_attention_end, measure_experts_end
 
 __all__ = ["fit_products", "measure_infer"]
 
@@ -23,6 +25,7 @@ _ROWS, _QUICK_ROWS = (1, 4, 16, 64, 256), (1, 16, 64)
 _LENGTHS, _QUICK_LENGTHS = (128, 256, 512, 1024), (32, 64)
 _HEADS, _HEAD_DIM = 8, 64
 _SIZES, _QUICK_SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22)), (1 << 12, 1 << 16)
+_MESSAGE_ROWS, _QUICK_MESSAGE_ROWS = (1, 8, 32, 128, 512), (1, 64)
 _WEIGHTS_NBYTES, _QUICK_WEIGHTS_NBYTES = 1 << 28, 1 << 22
 """Weights that take turns, so that caches hold none of them: each call reads its own from memory."""
 _LONGEST_SECONDS = 0.2
@@ -52,8 +55,30 @@ def measure_infer(
     source += str(dtype).removeprefix("torch.")
     # On CPUs a product of groups is a loop over them.
     return InferenceRates(
-        gemm, attention, LinkPair(send, send), read, grouped=device.type == "cuda", source=ranks.texts(source)[0]
+        gemm,
+        attention,
+        LinkPair(send, send),
+        read,
+        grouped=device.type == "cuda",
+        exchange=_exchange(ranks, shape, dtype, _QUICK_MESSAGE_ROWS if quick else _MESSAGE_ROWS),
+        source=ranks.texts(source)[0],
     )
+
+
+def _exchange(ranks: Ranks, shape: LayerShape, dtype: torch.dtype, num_rows: Sequence[int]) -> ExchangeCosts:
+    """Lines of both ends, between the first two ranks; the others wait."""
+    rank = ranks.group.rank()
+    store = dist.PrefixStore("laconic exchange costs", distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    timeout = store.timeout  # type: ignore[attr-defined]
+    mine: list[tuple[int, float]] = []
+    if rank < 2:
+        measure = measure_experts_end if rank else measure_attention_end
+        mine = measure(store, num_rows, shape.model_dim, dtype)
+    store.set_timeout(timeout)  # which connecting has set
+    sizes = [rows * shape.model_dim * dtype.itemsize for rows in num_rows]
+    values = [round(seconds * 1e9) for _, seconds in mine] or [0] * len(sizes)
+    ends = ranks.exchange(values)[:2]
+    return ExchangeCosts(*(fit_line(zip(sizes, (v * 1e-9 for v in end), strict=True)) for end in ends))
 
 
 def fit_products(points: Sequence[tuple[int, int, float]], item_nbytes: int) -> tuple[Line, float]:

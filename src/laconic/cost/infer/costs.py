@@ -6,7 +6,8 @@ Corrections and additions to the paper:
 - a batch of n rows activates E (1 - (1 - k/E)^n) of E experts, and each slice of the batch reads the weights of all
   that it activates. In decode, slices of tokens therefore read weights again, and slices of experts do not;
 - an attention worker sends to, and an expert worker receives from, several others: the busier end decides;
-- in decode, attention reads its key-value cache.
+- in decode, attention reads its key-value cache;
+- messages take processor time at both ends, which is part of the attention and expert tasks beside them.
 """
 
 from __future__ import annotations
@@ -207,6 +208,21 @@ class InferenceCostModel:
         busier = max(1.0, self.hosts(split) / split.experts)
         return batch * self.workload.new_tokens * copies * busier * shape.row_nbytes
 
+    def exchange_seconds(self, nbytes: float, split: Split) -> tuple[float, float]:
+        """Predict processor seconds of one slice's messages and answers, on an attention and on an expert worker.
+
+        Args:
+            nbytes: of the slice at the busier end, as `sent_nbytes` returns.
+            split: the workers; each attention worker with requests exchanges one message with every expert worker.
+        """
+        hosts, costs = self.hosts(split), self.rates.exchange
+        busier = max(hosts, split.experts)
+        attention, experts = nbytes * split.experts / busier, nbytes * hosts / busier
+        return (
+            split.experts * costs.attention.alpha_seconds + costs.attention.seconds_per_byte * attention,
+            hosts * costs.experts.alpha_seconds + costs.experts.seconds_per_byte * experts,
+        )
+
     def block_times(self, batch: float, split: Split, plan: InferencePlan) -> BlockTimes:
         """Predict one layer with experts.
 
@@ -224,8 +240,11 @@ class InferenceCostModel:
             experts = (self.experts_seconds(rows / slices, split.experts),) * slices
             nbytes = self.sent_nbytes(batch / slices, split)
         link = self.rates.link_of(split.attention, split.experts)
+        # An attention worker sends and receives all slices; the graph has no tasks for that on its stream.
+        on_attention, on_experts = self.exchange_seconds(nbytes, split)
+        experts = tuple(seconds + on_experts for seconds in experts)
         return BlockTimes(
-            self.attention_seconds(batch),
+            self.attention_seconds(batch) + slices * on_attention,
             self.shared_seconds(batch),
             (link.dispatch.seconds(nbytes),) * slices,
             experts,

@@ -401,8 +401,8 @@ def pass_seconds(model: InferenceCostModel, kind: Kind, split: Split, batch: int
 
 def replicated_seconds(model: InferenceCostModel, batch: int) -> float:
     """Seconds of a pass of `batch` requests on one worker that runs the whole model."""
-    times = model.block_times(batch, Split(1, 1), InferencePlan())
-    layer = times.attention + times.shared + times.experts[0]
+    experts = model.experts_seconds(batch * model.workload.new_tokens, 1)
+    layer = model.attention_seconds(batch) + model.shared_seconds(batch) + experts
     return model.shape.num_moe_layers * layer + _around_seconds(model, batch)
 
 

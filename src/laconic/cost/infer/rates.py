@@ -16,9 +16,9 @@ from laconic.cost.comm.rates import Line, read_line
 from laconic.cost.hardware.rates_file import cached_path, check_format, load_json, read_number, read_table, save_json
 from laconic.errors import ConfigError
 
-__all__ = ["InferenceRates", "LinkPair", "default_infer_path"]
+__all__ = ["ExchangeCosts", "InferenceRates", "LinkPair", "default_infer_path"]
 
-_FORMAT, _VERSION = "laconic inference rates", 1
+_FORMAT, _VERSION = "laconic inference rates", 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,23 @@ class LinkPair:
     """From attention workers to expert workers."""
     combine: Line
     """Home."""
+
+
+_FREE = Line(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ExchangeCosts:
+    """Processor seconds of one message and its answer at each end, by bytes of the message.
+
+    Packing, system calls, copies and threads that wake up take them from the core that computes. FinDEP has no such
+    term: its link works beside its workers.
+    """
+
+    attention: Line = _FREE
+    """Sending rows and receiving their sums."""
+    experts: Line = _FREE
+    """Receiving rows and sending their sums."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,8 @@ class InferenceRates:
     """By split, attention workers : expert workers, as "3:5"."""
     grouped: bool = True
     """Whether one call multiplies the rows of all experts of a worker; otherwise each active expert has its own."""
+    exchange: ExchangeCosts = ExchangeCosts()
+    """What messages take from the workers' computing; nothing where the links work alone."""
     source: str = ""
     """Author, time and method of the measurement."""
 
@@ -89,6 +108,7 @@ class InferenceRates:
             read_number(data, "read_seconds_per_byte", "inference rates"),
             links,
             grouped,
+            _read_exchange(data.get("exchange")),
             str(data.get("source", "")),
         )
 
@@ -109,6 +129,12 @@ class InferenceRates:
 def _read_pair(data: Any, where: str) -> LinkPair:
     table = read_table(data, None, where)
     return LinkPair(*(read_line(read_table(table, name, where), f"{where}.{name}") for name in ("dispatch", "combine")))
+
+
+def _read_exchange(data: Any) -> ExchangeCosts:
+    table = read_table(data, None, "exchange")
+    ends = (read_line(read_table(table, name, "exchange"), f"exchange.{name}") for name in ("attention", "experts"))
+    return ExchangeCosts(*ends)
 
 
 def default_infer_path() -> Path:

@@ -159,6 +159,8 @@ def infer_rates_text(rates: InferenceRates) -> str:
     for name, pair in {"any split": rates.link, **rates.links}.items():
         rows.append(_rate(f"link to experts, {name}", pair.dispatch, "B"))
         rows.append(_rate(f"link home, {name}", pair.combine, "B"))
+    rows.append(_rate("message and answer, attention's core", rates.exchange.attention, "B"))
+    rows.append(_rate("message and answer, experts' core", rates.exchange.experts, "B"))
     experts = "one call for all experts of a worker" if rates.grouped else "a call for each active expert"
     table = _columns(["", "start-up us", "per second", "worst error"], rows)
     return "\n".join([*table, f"experts: {experts}", rates.source])
