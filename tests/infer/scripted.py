@@ -9,9 +9,9 @@ import pytest
 from laconic.infer import Engine
 from laconic.infer.control import LocalWorker
 
-SILENT, HALF_A_LINE, NO_EVENT, STALLED, SLOW = 90, 91, 92, 93, 94
-"""First tokens of prompts at which a worker answers nothing, dies amid a line, writes something else, or answers after
-1.5 s, of which one of its micro-batches makes progress in none or in each."""
+SILENT, HALF_A_LINE, NO_EVENT, STALLED, SLOW, DESERTED = 90, 91, 92, 93, 94, 95
+"""First tokens of prompts at which a worker answers nothing, dies amid a line, writes something else, answers after
+1.5 s, of which one of its micro-batches makes progress in none or in each, or ends because its peers have."""
 
 WORKER = f"""
 import json, os, sys, time
@@ -31,6 +31,9 @@ for line in sys.stdin:
     if first == {HALF_A_LINE}:
         os.write(1, b'{{"is": "finished", "na')
         os._exit(7)
+    if first == {DESERTED}:
+        say("deserted")
+        os._exit(0)
     if first == {NO_EVENT}:
         os.write(1, b"Segmentation fault\\n")
         continue

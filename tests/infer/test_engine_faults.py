@@ -23,7 +23,16 @@ import torch
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer import ChosenToken, Engine, Sampling
 from tests.infer.models import make
-from tests.infer.scripted import HALF_A_LINE, NO_EVENT, SILENT, SLOW, STALLED, script_workers, scripted_engine
+from tests.infer.scripted import (
+    DESERTED,
+    HALF_A_LINE,
+    NO_EVENT,
+    SILENT,
+    SLOW,
+    STALLED,
+    script_workers,
+    scripted_engine,
+)
 from tests.infer.serving import until
 
 
@@ -104,6 +113,19 @@ def test_a_worker_whose_words_cannot_be_read_is_lost(engine: Engine, first: int,
         waiting.result(10)
     with pytest.raises(CollectiveError, match=words):
         engine.submit([1])
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_worker_that_ends_because_its_peers_have_is_not_the_one_that_is_named(model: Path, killed: bool) -> None:
+    with scripted_engine(model, attention=2) as engine:
+        waiting, deserted = engine.submit([SILENT]), engine.submit([DESERTED])  # one for each worker
+        until(lambda: psutil.Process(engine.workers[1].pid).status() == psutil.STATUS_ZOMBIE)
+        if killed:
+            os.kill(engine.workers[0].pid, signal.SIGKILL)
+        lost = r"0 \(pid \d+\) was killed by SIGKILL" if killed else r"1 \(pid \d+\) ended with exit code 0"
+        for request in (deserted, waiting):
+            with pytest.raises(CollectiveError, match=rf"attention worker {lost}"):
+                request.result(10)
 
 
 def test_a_micro_batch_that_hangs_beside_one_that_works_is_given_up(

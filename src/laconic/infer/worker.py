@@ -11,7 +11,8 @@ A rank of torchrun does the same over a connection (laconic.infer.control).
             "stream",
             {"is": "finished", "name", "tokens", "error", "traffic"}, traffic a2e and e2a of this worker so far,
             {"is": "progress", "stalled_seconds"} from attention workers: blocks of the model have ended since the last;
-            how long ago the last was of the micro-batch, of those with requests, that has waited longest
+            how long ago the last was of the micro-batch, of those with requests, that has waited longest,
+            {"is": "deserted"} from expert workers: all attention workers have ended, and so does this one
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def _serve_experts(
     coder = prepared_coder(settings.payload, lambda: _join_group(settings, store))
     events.write("ready", nbytes=share.nbytes)
     serve(connections, share.run, coder, recorder)
+    events.write("deserted")
 
 
 def _obey_engine(recorder: Recorder, events: _Events, commands: IO[str]) -> None:

@@ -93,6 +93,7 @@ class WorkerSet:
         self._ready_count = threading.Semaphore(0)
         self._watch: Watch | None = None
         self._failure: LaconicError | None = None
+        self._lost = threading.Event()  # set when there is a failure
         self._closing = False
         self._restarting: threading.Thread | None = None
         self._held_back: list[tuple[int, list[dict[str, Any]]]] | None = None
@@ -217,6 +218,7 @@ class WorkerSet:
             with self._lock:
                 wrapped = error if isinstance(error, LaconicError) else CollectiveError("the engine did not start")
                 self._failure = self._failure or wrapped
+                self._lost.set()
             self._end_all()
             raise
 
@@ -240,11 +242,14 @@ class WorkerSet:
         process, watch = self._processes[rank], self._watch
         assert watch is not None
         error: LaconicError | None = None
+        deserted = False
         try:
             for line in process.events:
                 if not line.endswith("\n"):
                     break  # it ended while it wrote
-                error = self._take_event(rank, json.loads(line), watch) or error
+                event = json.loads(line)
+                deserted |= event["is"] == "deserted"
+                error = self._take_event(rank, event, watch) or error
         except Exception as broken:  # whatever it is: requests must not wait for a reader that has gone
             error = CollectiveError(
                 f"{self.name(rank)} (pid {process.pid}) sent what is no event ({type(broken).__name__}: {broken}); its"
@@ -252,6 +257,8 @@ class WorkerSet:
             )
         if (hung := watch.verdict(rank)) is not None:
             error = CollectiveError(f"{self.name(rank)} (pid {process.pid}) {hung}; its requests are lost")
+        if deserted and not self._closing:
+            self._await_cause()
         self._lose(error or CollectiveError(f"{self.name(rank)} {process.ending()}; its requests are lost"))
 
     def _take_event(self, rank: int, event: dict[str, Any], watch: Watch) -> LaconicError | None:
@@ -285,11 +292,15 @@ class WorkerSet:
         if event["error"] is None:
             self._requests.end(name, event["tokens"])
         elif name in self._requests:
-            # The links of an attention worker notice a lost expert worker as soon as its pipe does: the pipe knows why.
-            for reader in self._readers:
-                if reader is not threading.current_thread():
-                    reader.join(_LAST_WORDS_SECONDS / len(self._readers))
+            self._await_cause()
             self._requests.fail(name, self._failure or CollectiveError(f"{name} failed: {event['error']}"))
+
+    def _await_cause(self) -> None:
+        """Let the reader of a lost worker speak first.
+
+        The connections of its peers break as soon as its pipe does, but only the pipe knows why.
+        """
+        self._lost.wait(_LAST_WORDS_SECONDS)
 
     def _lose(self, error: LaconicError) -> None:
         """Fail what is in flight, end all workers, and start them again if that is wanted."""
@@ -298,6 +309,7 @@ class WorkerSet:
                 self._ready_count.release()
                 return
             self._failure = error
+            self._lost.set()
             starts_again = self._held_back is not None  # `_restart` knows whether it tries once more
             restarts = self.running and self.num_restarts < self._max_restarts
             self.running = False
@@ -326,6 +338,7 @@ class WorkerSet:
                     return
                 self.num_restarts += 1
                 self._failure = None
+                self._lost.clear()
             try:
                 self._start_all()
                 error = self._hand_over()
