@@ -54,9 +54,10 @@ def test_only_a_worker_with_requests_and_without_progress_is_ended() -> None:
 def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Path) -> None:
     hold, counts, ended = threading.Event(), Counter[str](), set[str]()
 
-    def on_token(name: str, token: ChosenToken) -> None:
-        counts[name] += 1
-        if name == "hangs":
+    def on_tokens(chosen: list[tuple[str, ChosenToken]]) -> None:
+        names = {name for name, _ in chosen}
+        counts.update(names)
+        if "hangs" in names:
             hold.wait(60)  # on the thread that runs the model for it
 
     def on_finished(finished: Finished) -> None:
@@ -65,7 +66,9 @@ def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Pa
 
     plan = InferencePlan(num_micro_batches=2)
     settings = WorkerSettings(0, str(make("llama", tmp_path)), "", Split(1, 0), plan, cache_tokens=512)
-    worker = AttentionWorker(settings, torch.float32, list, cast(Any, None), on_finished, on_token, print)
+    worker = AttentionWorker(
+        settings, torch.float32, torch.device("cpu"), list, cast(Any, None), on_finished, on_tokens, print
+    )
     assert worker.stalled_seconds == 0
     worker.add("hangs", [1, 2], Sampling(max_new_tokens=3))
     until(lambda: counts["hangs"] == 1)

@@ -45,6 +45,8 @@ _UNINITIALIZED = {
     aten.new_empty_strided.default,
 }
 _REFUSED = {"aten::set_", "aten::resize_"}
+_TAKES_BOTH = {aten.copy_.default, aten._foreach_copy_.default, aten.index.Tensor, aten.index_put_.default}
+"""Operations that take tensors of the host beside those of the device."""
 _HERE = Path(__file__).parent
 
 
@@ -211,6 +213,8 @@ class Device(TorchDispatchMode):
         if func._schema.name in _REFUSED:
             raise NotImplementedError(f"{func} changes the memory of a tensor, which this device does not model")
         on_device = any(memory.queue is not None for memory in memories)
+        if on_device and func not in _TAKES_BOTH and any(x.dim() > 0 and not self.has(x) for x in given):
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device, but some are on the CPU")
         queue = self.current if on_device else self.host
         written = _written(func, args, kwargs)
         real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))

@@ -36,6 +36,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, **defaults: str) -> None:
         help="expert workers; 0 serves the whole model (default: 1; --plan auto may do without)",
     )
     workers.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto (the checkpoint's)")
+    workers.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all workers (default: cpu)")
     workers.add_argument("--cache-tokens", type=int, default=4096, metavar="N", help="of a micro-batch (default: 4096)")
     workers.add_argument("--batch-tokens", type=int, default=256, metavar="N", help="of a forward (default: 256)")
     workers.add_argument(
@@ -106,6 +107,7 @@ def start_engine(options: argparse.Namespace) -> Engine:
         cache_tokens=options.cache_tokens,
         batch_tokens=options.batch_tokens,
         trace=getattr(options, "trace", None),
+        device=options.device,
         payload=options.payload,
         launcher="torchrun" if "RANK" in os.environ else "engine",
         max_restarts=options.max_restarts,

@@ -41,6 +41,7 @@ class AttentionWorker:
     Args:
         settings: of this worker.
         dtype: of the weights; None takes the checkpoint's.
+        device: on which the model computes; rows and sums travel from and to host memory.
         meet: connects to the expert workers, once the model is loaded.
         join_group: joins a process group of all workers; called if links have to be measured.
         on_finished: called, on any thread, for every request that ends; not for those that were cancelled.
@@ -58,6 +59,7 @@ class AttentionWorker:
         self,
         settings: WorkerSettings,
         dtype: torch.dtype | None,
+        device: torch.device,
         meet: Callable[[], list[Connection]],
         join_group: Callable[[], ProcessGroup],
         on_finished: Callable[[Finished], None],
@@ -69,7 +71,7 @@ class AttentionWorker:
         self._links: list[TcpExpertLink] = []
         self.notes: list[str] = []
         if split.experts == 0:
-            model: Any = load_attention_model(model_dir, dtype, None)
+            model: Any = load_attention_model(model_dir, dtype, None).to(device)
         else:
             _, blocks = find_experts(read_config(model_dir), dtype)
             ranges = [
@@ -77,7 +79,7 @@ class AttentionWorker:
                 for block in blocks.values()
             ]
             experts = RemoteExperts(self._links, ranges, plan, recorder)
-            model = load_attention_model(model_dir, dtype, lambda layer, _: RemoteLayer(experts, layer))
+            model = load_attention_model(model_dir, dtype, lambda layer, _: RemoteLayer(experts, layer)).to(device)
             _, left = put_remote_experts(model, experts)
             if left:
                 self.notes.append(

@@ -26,6 +26,7 @@ from typing import Literal, get_args
 from laconic.cost.infer.engine_plan import EngineLimits
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.auto_plan import AutoPlan
+from laconic.infer.device import DeviceKind, check_device
 from laconic.infer.in_flight import Generation, InFlight, TakenRequest
 from laconic.infer.launch import Launcher, WorkerLauncher, torchrun_info
 from laconic.infer.payload import LinkTraffic, PayloadCoding, check_payload
@@ -69,6 +70,8 @@ class Engine:
         threads: that each worker computes with; None divides the machine's cores, or under torchrun leaves them to
             OMP_NUM_THREADS.
         start_timeout_seconds: for all workers to load their weights and meet.
+        device: "cpu", or "cuda": the workers of a machine take its CUDA devices in turn, and rows travel through host
+            memory. Automatic plans and traces know CPUs alone and are refused with it.
         payload: how hidden states and sums travel between workers: "raw", "lossless" (the same tokens), "int8" (other
             tokens: values are rounded, see laconic.infer.payload), or "auto": raw or lossless for each message, by
             measured rates of links and codec.
@@ -105,6 +108,7 @@ class Engine:
         answer_timeout_seconds: float = 120.0,
         threads: int | None = None,
         start_timeout_seconds: float = 300.0,
+        device: DeviceKind = "cpu",
         payload: PayloadCoding = "raw",
         launcher: Launcher = "engine",
         max_restarts: int = 0,
@@ -112,6 +116,7 @@ class Engine:
     ) -> None:
         check_transformers()
         _check_arguments(dtype, threads, answer_timeout_seconds, payload, launcher, max_restarts)
+        _check_known_of_device(device, plan, trace)
         CacheLimits(cache_tokens, batch_tokens)
         self._pid = os.getpid()
         directory, limits = Path(model_dir), EngineLimits(cache_tokens, batch_tokens)
@@ -135,6 +140,7 @@ class Engine:
                 batch_tokens=batch_tokens,
                 answer_timeout_seconds=answer_timeout_seconds,
                 threads=threads,
+                device=device,
                 payload=payload,
             )
             for rank in range(self.split.num_workers)
@@ -158,6 +164,7 @@ class Engine:
         self.notes += tuple(str(note) for note in first["notes"])
         planned = None if self.choice is None else self.choice.step_seconds
         self._recorder = RunRecorder(self._workers, self.split, self.plan, planned, lambda: self.error)
+        self._device = device
         self.recording = None if trace is None else Recording(self._recorder)
         if self.recording is not None:
             self._recorder.start(self.recording)
@@ -262,9 +269,10 @@ class Engine:
             print(recording.trace.summary)
             recording.trace.save("run.json")
 
-        Entering the block raises ConfigError if another recording of the engine is on, or if its models are whole and
-        there is nothing to trace, and CollectiveError if a worker has been lost.
+        Entering the block raises ConfigError if another recording of the engine is on, if its models are whole and
+        there is nothing to trace, or if they are on CUDA devices, and CollectiveError if a worker has been lost.
         """
+        _check_known_of_device(self._device, None, "a file")
         return Recording(self._recorder)
 
     def close(self) -> None:
@@ -327,6 +335,29 @@ def _end_forgotten(workers: WorkerSet, pid: int) -> None:
         threading.Thread(target=workers.close, name="laconic-close", daemon=True).start()
         warnings.warn(
             "an Engine was not closed; use it in a `with` block, or call close", ResourceWarning, stacklevel=2
+        )
+
+
+def _check_known_of_device(
+    device: str, plan: InferencePlan | AutoPlan | str | None, trace: str | os.PathLike[str] | None
+) -> None:
+    """Refuse what knows the times of CPUs alone.
+
+    Raises:
+        ConfigError: the device is unknown, or CUDA with an automatic plan or a trace.
+    """
+    check_device(device)
+    if device == "cpu":
+        return
+    if plan is not None and not isinstance(plan, InferencePlan):
+        raise ConfigError(
+            f"plan is automatic with device = {device!r}, but rates are those of CPUs (laconic profile --infer); give"
+            " an InferencePlan"
+        )
+    if trace is not None:
+        raise ConfigError(
+            f"trace is asked for with device = {device!r}, but it would time when work is given to the device, not when"
+            " it runs; use torch's profiler, or device='cpu'"
         )
 
 

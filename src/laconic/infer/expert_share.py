@@ -31,18 +31,24 @@ class ExpertShare:
 
         Products are added in float32, in the order of the row's choices, as transformers' grouped experts do, and
         rounded once.
+
+        Args:
+            rows: in host memory, as the result is; the experts may be on any device.
         """
         # 1. One row per choice that is here, sorted by expert.
         (num_rows, top_k), width = rows.experts.shape, rows.hidden.shape[1]
-        layer, choices = self._layers[rows.layer], rows.experts.flatten().long()
+        layer = self._layers[rows.layer]
+        device = next(layer.parameters()).device
+        choices, hidden = rows.experts.to(device).flatten().long(), rows.hidden.to(device)
         here = (choices >= 0).nonzero().squeeze(1)
         numbers, order = choices[here].sort(stable=True)
         places = here[order]
         counts = torch.bincount(numbers, minlength=layer.num_experts)
 
         # 2. The experts, and each output back at its choice's place.
-        outputs = layer(rows.hidden[places // top_k], counts)
+        outputs = layer(hidden[places // top_k], counts)
         sum_dtype = torch.promote_types(outputs.dtype, torch.float32)
-        terms = torch.zeros(num_rows * top_k, width, dtype=sum_dtype)
-        terms[places] = outputs.to(sum_dtype) * rows.weights.flatten()[places, None].to(sum_dtype)
-        return terms.view(num_rows, top_k, width).sum(1).to(rows.hidden.dtype)
+        terms = torch.zeros(num_rows * top_k, width, dtype=sum_dtype, device=device)
+        weights = rows.weights.to(device).flatten()
+        terms[places] = outputs.to(sum_dtype) * weights[places, None].to(sum_dtype)
+        return terms.view(num_rows, top_k, width).sum(1).to(hidden.dtype).cpu()

@@ -119,7 +119,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one slice of a micro-batch for one expert worker.
+    """Rows of one slice of a micro-batch for one expert worker, in host memory.
 
     Attributes:
         layer, micro_batch, slice: see Header.

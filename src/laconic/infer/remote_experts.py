@@ -88,7 +88,7 @@ class RemoteExperts:
 
         Args:
             layer: number of the layer, from 0.
-            hidden: [n, M].
+            hidden: [n, M], on any device, as the result is.
             experts, weights: [n, k] choices and their weights.
             shared: computes the layer's shared experts, between sending and waiting, or before under `shared_first`.
 
@@ -102,7 +102,8 @@ class RemoteExperts:
             _run_shared(shared, log)
             shared = None
         real = min(len(hidden), self._local.num_rows)
-        sent = self._send(layer, hidden[:real], experts[:real], weights[:real], log)
+        # Messages are in host memory; what is there already is not copied.
+        sent = self._send(layer, hidden[:real].cpu(), experts[:real].cpu(), weights[:real].cpu(), log)
         if shared is not None:
             if plan.order != "ASAS":
                 self._turns.give()
@@ -123,7 +124,7 @@ class RemoteExperts:
         total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for (_, _, places), sums in zip(sent, answers, strict=True):
             total.index_add_(0, places, sums.to(total.dtype))
-        return total.to(hidden.dtype)
+        return total.to(hidden.dtype).to(hidden.device)
 
     def _send(
         self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, log: LayerLog | None

@@ -25,6 +25,7 @@ class WorkerSettings:
         cache_tokens, batch_tokens: of each micro-batch, see CacheLimits.
         answer_timeout_seconds: for the answer of an expert worker.
         threads: that torch computes with; None leaves torch's default.
+        device: of the worker, see laconic.infer.device.
         payload: coding of rows and sums, see laconic.infer.payload.
     """
 
@@ -38,6 +39,7 @@ class WorkerSettings:
     batch_tokens: int = 256
     answer_timeout_seconds: float = 120.0
     threads: int | None = None
+    device: str = "cpu"
     payload: str = "raw"
 
     def to_json(self) -> str:

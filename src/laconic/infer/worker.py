@@ -96,17 +96,21 @@ def work(settings: WorkerSettings, commands: IO[str], stream: IO[str]) -> NoRetu
 def _work(settings: WorkerSettings, events: _Events, commands: IO[str]) -> None:
     import torch
 
+    from laconic.infer.device import take_device
     from laconic.infer.transformers_seam import check_transformers
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     check_transformers()
+    # Under torchrun, whose store has an address, several machines have ranks.
+    local_rank = int(os.environ["LOCAL_RANK"]) if settings.store.startswith("tcp://") else settings.rank
+    device = take_device(settings.device, local_rank)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     role, number = settings.split.role(settings.rank)
     if role == "expert":
-        _serve_experts(settings, number, dtype, events, commands)
+        _serve_experts(settings, number, dtype, device, events, commands)
     else:
-        _serve_requests(settings, dtype, events, commands)
+        _serve_requests(settings, dtype, device, events, commands)
 
 
 def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:
@@ -127,7 +131,12 @@ def _join_group(settings: WorkerSettings, store: Store) -> ProcessGroup:
 
 
 def _serve_experts(
-    settings: WorkerSettings, number: int, dtype: torch.dtype | None, events: _Events, commands: IO[str]
+    settings: WorkerSettings,
+    number: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    events: _Events,
+    commands: IO[str],
 ) -> None:
     from laconic.infer.connections import accept_attention
     from laconic.infer.control import open_store
@@ -137,7 +146,8 @@ def _serve_experts(
     from laconic.infer.transformers_seam import load_experts
 
     split = settings.split
-    share = ExpertShare(load_experts(Path(settings.model_dir), dtype, lambda count: split.expert_range(number, count)))
+    layers = load_experts(Path(settings.model_dir), dtype, lambda count: split.expert_range(number, count))
+    share = ExpertShare([layer.to(device) for layer in layers])
     recorder = Recorder()
     # An engine that has ended closes the input; no attention worker says stop then.
     obey = threading.Thread(target=_obey_engine, args=(recorder, events, commands), name="laconic-engine", daemon=True)
@@ -166,7 +176,9 @@ def _record(recorder: Recorder, command: dict[str, Any], events: _Events) -> Non
     events.write("recorded", log=log.to_dict())
 
 
-def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events: _Events, commands: IO[str]) -> None:
+def _serve_requests(
+    settings: WorkerSettings, dtype: torch.dtype | None, device: torch.device, events: _Events, commands: IO[str]
+) -> None:
     from laconic.infer.attention_worker import AttentionWorker
     from laconic.infer.connections import Connection, connect_expert
     from laconic.infer.control import open_store
@@ -219,6 +231,7 @@ def _serve_requests(settings: WorkerSettings, dtype: torch.dtype | None, events:
     worker = AttentionWorker(
         settings,
         dtype,
+        device,
         meet,
         lambda: _join_group(settings, open_once()),
         finished,

@@ -1,0 +1,59 @@
+"""The device of a worker: the CPU, or one CUDA device of its machine. Messages are in host memory either way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Literal, get_args
+
+import torch
+
+from laconic.errors import ConfigError
+
+__all__ = ["DeviceKind", "check_device", "take_device"]
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+def check_device(device: str) -> None:
+    """Check a setting.
+
+    Raises:
+        ConfigError: there is no such kind of device.
+    """
+    if device not in get_args(DeviceKind):
+        raise ConfigError(
+            f"device is {device!r}, but it must be one of {', '.join(get_args(DeviceKind))}; which of several CUDA"
+            " devices a worker takes is CUDA_VISIBLE_DEVICES' and its rank's"
+        )
+
+
+def take_device(device: str, local_rank: int) -> torch.device:
+    """Take a worker's device; workers of a machine take its CUDA devices in turn.
+
+    This process sees no other CUDA device afterwards: threads of transformers' managers begin on the first one.
+
+    Args:
+        device: see DeviceKind.
+        local_rank: number of the worker among those of this machine.
+
+    Raises:
+        ConfigError: there is no CUDA device here, or CUDA is in use by this process already.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError(
+            f"device is 'cuda', but {socket.gethostname()} has no CUDA device that this torch ({torch.__version__}) can"
+            " use; leave device out, or see `laconic doctor`"
+        )
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            "device is 'cuda', but this process uses CUDA already and can no longer be given one device; call"
+            " serve_rank before anything else that uses CUDA"
+        )
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(count)] if seen is None else seen.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank % count].strip()
+    return torch.device("cuda", 0)

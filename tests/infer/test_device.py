@@ -1,0 +1,120 @@
+"""Workers on CUDA devices, of which there are none here: models on a simulated one, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError, ModelError
+from laconic.infer import AutoPlan, Engine
+from laconic.infer.attention_worker import put_remote_experts
+from laconic.infer.device import take_device
+from laconic.infer.expert_share import ExpertShare
+from laconic.infer.links import LocalLink
+from laconic.infer.messages import Rows
+from laconic.infer.remote_experts import RemoteExperts, RemoteLayer
+from laconic.infer.split import Split
+from laconic.infer.transformers_seam import load_attention_model, load_experts
+from laconic.schedule.inference import InferencePlan
+from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
+from tests.streams.cuda import CUDA, cuda
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+class Noting(LocalLink):
+    """Keeps the rows it is sent."""
+
+    def __init__(self, share: ExpertShare) -> None:
+        super().__init__(share.run)
+        self.rows: list[Rows] = []
+
+    def send(self, rows: Rows) -> None:
+        self.rows.append(rows)
+        super().send(rows)
+
+
+def logits(path: Path, plan: InferencePlan, device: torch.device) -> tuple[Tensor, list[Noting], list[str]]:
+    """Logits of a model on `device` whose experts are divided between two workers, also there."""
+    split = Split(1, 2)
+    links: list[Noting] = []
+    for worker in range(2):
+        layers = load_experts(path, torch.float32, lambda count, worker=worker: split.expert_range(worker, count))
+        links.append(Noting(ExpertShare([layer.to(device) for layer in layers])))
+    ranges = [[split.expert_range(worker, layers[0].num_global_experts * 2) for worker in range(2)] for _ in layers]
+    experts = RemoteExperts(links, ranges, plan)
+    model: Any = load_attention_model(path, torch.float32, lambda layer, _: RemoteLayer(experts, layer)).to(device)
+    moved, _ = put_remote_experts(model, experts)
+    ends = torch.tensor([0, TOKENS.shape[1]], dtype=torch.int32)
+    with torch.no_grad():
+        model.config._attn_implementation = "eager"  # torch makes the mask of its own in C++, unseen by the simulation
+        found = model(TOKENS.to(device), use_cache=False, cu_seq_lens_q=ends).logits
+    assert found.device == device
+    return found.cpu(), links, moved
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_a_split_model_on_a_device_gives_the_same_logits_and_sends_rows_of_the_host(
+    family: str, tmp_path: Path
+) -> None:
+    path, plan = make(family, tmp_path), InferencePlan(num_slices=2)
+    right, _, moved = logits(path, plan, torch.device("cpu"))
+    with cuda() as device:
+        found, links, moved_there = logits(path, plan, CUDA)
+    device.check(orders=20)  # of one stream there is one order
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert moved_there == moved
+    sent = [rows for link in links for rows in link.rows]
+    assert len(sent) >= 2 * plan.num_slices
+    assert not any(x.is_cuda for rows in sent for x in (rows.hidden, rows.experts, rows.weights))
+
+
+def test_workers_of_a_machine_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for visible, wanted in ((None, "010"), ("5, 3", "535")):
+        for rank, name in enumerate(wanted):
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if visible is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            assert take_device("cuda", rank) == torch.device("cuda", 0)
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == name
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="uses CUDA already"):
+        take_device("cuda", 0)
+    assert take_device("cpu", 3) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "tpu"}, "device is 'tpu', but it must be one of cpu, cuda"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ({"device": "cuda", "plan": "auto"}, "rates are those of CPUs"),
+        ({"device": "cuda", "plan": AutoPlan()}, "rates are those of CPUs"),
+        ({"device": "cuda", "trace": "run.json"}, "trace is asked for with device = 'cuda'"),
+    ],
+)
+def test_what_is_not_known_of_a_device_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(make("qwen2_moe", tmp_path), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_worker_without_a_device_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"worker 0: device is 'cuda', but .* has no CUDA device"):
+        Engine(make("qwen2_moe", tmp_path), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("experts", [0, 1])
+def test_tokens_on_a_gpu_are_those_of_generate(tmp_path: Path, experts: int) -> None:
+    path = make("qwen2_moe", tmp_path)
+    with Engine(path, experts=experts, device="cuda", dtype="float32") as engine:
+        assert engine.generate(PROMPTS, NEW_TOKENS) == expected(path)
