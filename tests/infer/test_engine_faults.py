@@ -163,12 +163,14 @@ def _submit_or_not(engine: Engine, prompt: list[int]) -> None:
 
 
 def test_ctrl_c_in_generate_leaves_nothing_in_flight(engine: Engine) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this with it ignored
     here = threading.get_ident()
     timer = threading.Timer(0.2, lambda: signal.pthread_kill(here, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[SILENT], [SILENT]])
     timer.join()
+    signal.signal(signal.SIGINT, before)
     assert engine.free_cache_tokens == engine.cache_tokens
     assert engine.generate([[7]], 1) == [[7]]
 
