@@ -112,7 +112,8 @@ class DataConfig:
 
     paths: Strings = ()
     """Files, directories or glob patterns of text (.txt, .py, .md, ...) or JSONL (.jsonl). Empty: the sources of the
-    installed Python standard library. Images: one folder of class folders, IDX files or arrays, or one .npz file."""
+    installed Python standard library. Images: one folder of class folders, IDX files, arrays or a Hugging Face dataset,
+    or one .npz file."""
     tokenizer: Text | None = None
     """"bytes" (vocabulary of 256 plus one end-of-document token), or the path of a tokenizer.json or of a directory
     with a tokenizer; None means the tokenizer of model.path, and bytes without one."""
@@ -137,6 +138,10 @@ class ImagesConfig:
     """Mode that image files are converted to; None: they must all have one, L or RGB."""
     skip_corrupt: StrictBool = False
     """Leave out image files that cannot be read, and say how many; otherwise the first of them ends the run."""
+    image_column: Text | None = None
+    """Column of the images of a Hugging Face dataset; None: the only one there is."""
+    label_column: Text | None = None
+    """Column of the labels of a Hugging Face dataset; None: the only one there is."""
     flip: StrictBool = False
     """In training, mirror every other image, left to right, at random."""
     crop_padding: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0

@@ -1,4 +1,4 @@
-"""From image files to arrays: folders of classes, IDX files and NumPy arrays, all held in memory as bytes.
+"""From image files to arrays: folders of classes, Hugging Face datasets, IDX files and NumPy arrays, held in memory.
 
 Every process reads the data and keeps all of it. An image set is uint8 [N, C, H, W]; images of one set have one size
 and one mode, or the configuration says which.
@@ -10,15 +10,17 @@ import gzip
 import hashlib
 import logging
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import ConfigError, DataError
 from laconic.train.config.schema import DataConfig, ImagesConfig
+from laconic.train.data.image_datasets import is_dataset, read_splits
 from laconic.train.data.sampler import split_mix
 
 if TYPE_CHECKING:
@@ -78,9 +80,9 @@ def load_images(data: DataConfig, images: ImagesConfig) -> ImageCorpus:
     """Read the images that `data.paths` names: one folder or one .npz file.
 
     A folder holds class folders of image files; or `train` and `validation` (valid, val, test) with class folders; or
-    IDX files (train-images-idx3-ubyte, t10k-..., also .gz); or images.npy and labels.npy. An .npz file holds x_train
-    and y_train, x_test and y_test, or images and labels. Where there are no validation images, `validation_fraction` of
-    them is held out.
+    IDX files (train-images-idx3-ubyte, t10k-..., also .gz); or images.npy and labels.npy; or a dataset of the Hugging
+    Face library. An .npz file holds x_train and y_train, x_test and y_test, or images and labels. Where there are no
+    validation images, `validation_fraction` of them is held out.
 
     Raises:
         ConfigError: not exactly one path is given, or Pillow is missing.
@@ -140,11 +142,9 @@ def _read(path: Path, config: ImagesConfig) -> _Sets:
     """Training images, validation images if they are apart, and the classes' names if they have some."""
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()}
-        if names & {"dataset_info.json", "dataset_dict.json"}:
-            raise DataError(
-                f"{path} is a Hugging Face dataset, which is not read; save its images in class folders or as an .npz "
-                "file with x_train and y_train"
-            )
+        if is_dataset(path):
+            return _dataset(path, config)
+        _no_columns(config, path)
         if any("-images-idx3-ubyte" in name or "-images.idx3-ubyte" in name for name in names):
             _only_arrays(config, path)
             return _idx_pair(path, "train"), _idx_pair(path, "t10k") if _idx_file(path, "t10k-images") else None, None
@@ -157,19 +157,37 @@ def _read(path: Path, config: ImagesConfig) -> _Sets:
         _only_arrays(config, path)
         return _npz(path)
     raise DataError(
-        f"data.paths is {str(path)!r}, but it must be a folder of class folders, IDX files or images.npy and "
-        "labels.npy, or an .npz file"
+        f"data.paths is {str(path)!r}, but it must be a folder of class folders, IDX files, images.npy and labels.npy "
+        "or a Hugging Face dataset, or an .npz file"
     )
 
 
 def _only_arrays(config: ImagesConfig, path: Path) -> None:
     """Refuse settings that convert image files: arrays are taken as they are."""
+    _no_columns(config, path)
     for name in ("size", "mode", "skip_corrupt"):
         if getattr(config, name):
             raise ConfigError(
                 f"images.{name} is {getattr(config, name)!r}, but it must be left out for the arrays in {path}, which "
                 "are taken as they are"
             )
+
+
+def _no_columns(config: ImagesConfig, path: Path) -> None:
+    for name in ("image_column", "label_column"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"images.{name} is {getattr(config, name)!r}, but it must be left out for {path}, which is no Hugging"
+                " Face dataset"
+            )
+
+
+def _dataset(path: Path, config: ImagesConfig) -> _Sets:
+    """Read a Hugging Face dataset: its split "train", and the first of those for validation."""
+    splits, classes = read_splits(path, config, _VALIDATION_NAMES)
+    shape: list[tuple[int, ...]] = []
+    sets = [_decoded(rows.files(), rows.labels, rows.origin, config, shape) for rows in splits]
+    return sets[0], sets[1] if len(sets) > 1 else None, classes
 
 
 def _class_folders(path: Path, config: ImagesConfig) -> _Sets:
@@ -198,58 +216,69 @@ def _subfolders(path: Path) -> list[str]:
 
 
 def _read_files(part: Path, classes: list[str], config: ImagesConfig, shape: list[tuple[int, ...]]) -> ImageSet:
-    """Read all image files of the class folders; the first file of all decides `shape`, which is filled with it."""
+    """Read all image files of the class folders."""
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(file for file in (part / name).rglob("*") if file.suffix.lower() in _SUFFIXES)
+        if not found:
+            raise DataError(f"{part / name} holds no images ({', '.join(sorted(_SUFFIXES))})")
+        files += found
+        labels += [label] * len(found)
+    return _decoded(((str(file), file) for file in files), np.array(labels, np.int64), str(part), config, shape)
+
+
+def _decoded(
+    files: Iterable[tuple[str, Path | BinaryIO]],
+    labels: npt.NDArray[np.int64],
+    origin: str,
+    config: ImagesConfig,
+    shape: list[tuple[int, ...]],
+) -> ImageSet:
+    """Decode images, each with its name; the first of all sets decides `shape`, which is filled with it."""
     try:
         import PIL.Image
     except ImportError:
         raise ConfigError("image files need Pillow: pip install 'laconic[vision]'") from None
     images: list[npt.NDArray[np.uint8]] = []
-    labels: list[int] = []
-    skipped: list[Path] = []
-    for label, name in enumerate(classes):
-        files = sorted(file for file in (part / name).rglob("*") if file.suffix.lower() in _SUFFIXES)
-        if not files:
-            raise DataError(f"{part / name} holds no images ({', '.join(sorted(_SUFFIXES))})")
-        for file in files:
-            try:
-                with PIL.Image.open(file) as opened:
-                    pixels = _pixels(opened, config, file)
-            except (OSError, SyntaxError, ValueError, EOFError, PIL.Image.DecompressionBombError) as error:
-                if isinstance(error, DataError):
-                    raise
-                if not config.skip_corrupt:
-                    raise DataError(
-                        f"{file} cannot be read as an image: {error}; mend it, or set images.skip_corrupt to leave "
-                        "such files out"
-                    ) from None
-                skipped.append(file)
-                continue
-            shape[:] = shape or [pixels.shape]
-            if pixels.shape != shape[0]:
+    skipped: list[str] = []
+    is_there = np.ones(len(labels), np.bool_)
+    for number, (name, file) in enumerate(files):
+        try:
+            with PIL.Image.open(file) as opened:
+                pixels = _pixels(opened, config, name)
+        except (OSError, SyntaxError, ValueError, EOFError, PIL.Image.DecompressionBombError) as error:
+            if isinstance(error, DataError):
+                raise
+            if not config.skip_corrupt:
                 raise DataError(
-                    f"{file} is {_shape_text(pixels.shape)}, but the images before it are {_shape_text(shape[0])}; "
-                    + _REMEDY
-                )
-            images.append(pixels)
-            labels.append(label)
+                    f"{name} cannot be read as an image: {error}; mend it, or set images.skip_corrupt to leave such "
+                    "files out"
+                ) from None
+            skipped.append(name)
+            is_there[number] = False
+            continue
+        shape[:] = shape or [pixels.shape]
+        if pixels.shape != shape[0]:
+            raise DataError(
+                f"{name} is {_shape_text(pixels.shape)}, but the images before it are {_shape_text(shape[0])}; "
+                + _REMEDY
+            )
+        images.append(pixels)
     if skipped:
-        logger.warning(
-            "left out %d of %d images that cannot be read, first %s",
-            len(skipped),
-            len(skipped) + len(images),
-            skipped[0],
-        )
+        logger.warning("left out %d of %d images that cannot be read, first %s", len(skipped), len(labels), skipped[0])
     if not images:
-        raise DataError(f"none of the {len(skipped)} images in {part} can be read, first {skipped[0]}")
-    return ImageSet(np.stack(images), np.array(labels, np.int64))
+        why = f"none of the {len(skipped)} images in {origin} can be read, first {skipped[0]}" if skipped else None
+        raise DataError(why or f"{origin} holds no images")
+    return ImageSet(np.stack(images), labels[is_there])
 
 
-def _pixels(image: Image, config: ImagesConfig, file: Path) -> npt.NDArray[np.uint8]:
+def _pixels(image: Image, config: ImagesConfig, name: str) -> npt.NDArray[np.uint8]:
     """Pixels of an image, uint8 [C, H, W], converted and resized as the configuration says."""
     if config.mode is not None:
         image = image.convert(config.mode)
     elif image.mode not in ("L", "RGB"):
-        raise DataError(f"{file} is an image of mode {image.mode}, but it must be L or RGB; set images.mode to convert")
+        raise DataError(f"{name} is an image of mode {image.mode}, but it must be L or RGB; set images.mode to convert")
     if config.size is not None:
         image = image.resize((config.size, config.size))
     pixels: npt.NDArray[np.uint8] = np.asarray(image, np.uint8)
