@@ -45,6 +45,9 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "hardtanh": (lambda x: F.hardtanh(x, -0.5, 2.0), MASK),
     "hardtanh by name": (lambda x: F.hardtanh(x, max_val=0.0), MASK),
     "hardsigmoid": (F.hardsigmoid, MASK),
+    "hardshrink": (lambda x: F.hardshrink(x, 2.0), MASK),
+    "softshrink": (F.softshrink, MASK),
+    "threshold": (lambda x: F.threshold(x, -0.5, 7.0), MASK),
     "dropout": (lambda x: F.dropout(x, 0.3), MASK),
     "dropout in place": (lambda x: F.dropout(x, 0.9, inplace=True), MASK),
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), -(-60 * 7 * 5 // 2)),
@@ -86,7 +89,7 @@ def test_the_gradient_has_the_same_bits_from_a_few_bits(name: str, channels_last
     function, most = FUNCTIONS[name]
     model = Computes(function)
     x = numbers(torch.float32, channels_last)
-    if "hardtanh" in name or "relu6" in name:
+    if any(kind in name for kind in ("hardtanh", "relu6", "shrink")):
         x = x.nan_to_num()  # for NaN the gradient depends on torch's vector width
     y, expected, before = step(model, x)
     twin = copy.deepcopy(model)
@@ -108,6 +111,38 @@ def test_half_precision_has_the_same_bits_too(name: str, dtype: torch.dtype) -> 
     _, got, after = step(model, x)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     assert after < before
+
+
+# Functions whose derivative jumps, where, and how steep it is elsewhere.
+JUMPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+    "hardswish": (F.hardswish, 3.0, 1 / 3),
+    "hardswish in place": (lambda x: F.hardswish(x, inplace=True), 3.0, 1 / 3),
+    "elu": (lambda x: F.elu(x, 3.0), 0.0, 3.0),
+    "elu in place": (lambda x: F.elu(x, 0.1, inplace=True), 0.0, 1.0),
+    "selu": (F.selu, 0.0, 1.8),
+    "prelu": (lambda x: F.prelu(x, torch.full((SHAPE[1],), 0.2, dtype=x.dtype)), 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", JUMPS)
+def test_rounding_carries_no_value_over_a_jump_of_the_derivative(name: str, bits: int, dtype: torch.dtype) -> None:
+    function, jump, slope = JUMPS[name]
+    model = Computes(function)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 3
+    near = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)) * 1e-2
+    x = torch.where(x.abs() < 1, x.sign() * jump + near, x).to(dtype)
+    _, expected, before = step(model, x)
+    laconic.compress_activations(model, bits, mode="hooks", example_inputs={"x": x})
+    _, got, after = step(model, x)
+    assert after < before * (bits + 2.5) / (8 * x.element_size())
+    # Of a value that stays on its side the gradient is off by no more than the slope times the error of rounding.
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype).float()
+    step_of_format = float(x.abs().max()) * (0.16 if bits == 4 else 0.5 / 127) + 0.02
+    off = (got.float() - expected.float()).abs() / weights.abs().clamp(min=1e-3)
+    assert float(off.max()) < slope * step_of_format + 0.02
+    assert slope == 0.0 or float(off.max()) > 1e-3  # it was rounded
 
 
 def test_pooling_reads_no_value_of_its_input() -> None:

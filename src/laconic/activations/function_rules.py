@@ -18,7 +18,7 @@ from torch import Tensor
 from laconic.activations.exact_codes import Coded, Layout, as_mask, as_offsets, as_shape
 from laconic.activations.tolerant import functions_named, least_numel
 
-__all__ = ["Call"]
+__all__ = ["Call", "Side"]
 
 _NOT_READ_ON = ("cpu", "cuda")
 """Devices whose pooling reads no value of its input in backward."""
@@ -32,6 +32,9 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "relu6": ("input",),
     "hardtanh": ("input", "min_val", "max_val"),
     "hardsigmoid": ("input",),
+    "hardshrink": ("input", "lambd"),
+    "softshrink": ("input", "lambd"),
+    "threshold": ("input", "threshold"),
     "dropout": ("input",),
     "max_pool2d": ("input", "kernel_size", "stride", "padding", "dilation"),
     "avg_pool1d": ("input",),
@@ -46,6 +49,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "hardswish": ("input",),
     "softplus": ("input", "beta", "threshold"),
     "elu": ("input", "alpha"),
+    "selu": ("input",),
+    "prelu": ("input",),
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
     "instance_norm": ("input",),
@@ -69,6 +74,19 @@ def _families() -> dict[Callable[..., Any], str]:
 
 _NORMS = ("batch_norm", "group_norm", "layer_norm", "rms_norm")
 _FAMILIES = _families()
+
+
+@dataclass(frozen=True)
+class Side:
+    """On which side of a jump of the derivative the values of a tensor lie.
+
+    Attributes:
+        mask: bool, of the shape of the tensor.
+        correct: (rounded tensor, mask) to the tensor with each value on its side.
+    """
+
+    mask: Tensor
+    correct: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -156,6 +174,32 @@ class Call:
                 return ~((x <= low) | (x >= high)), (low + high) / 2, high
             case "hardsigmoid":
                 return (x > -3) & (x < 3), 0.0, 6.0
+            case "hardshrink" | "softshrink":
+                limit = self.argument("lambd", 0.5)
+                return ~((x >= -limit) & (x <= limit)), 2 * limit + 1, 0.0
+            case "threshold":
+                limit = self.argument("threshold")
+                return ~(x <= limit), limit + abs(limit) + 1, limit
+        return None
+
+    def side(self, x: Tensor) -> Side | None:
+        """For a smooth derivative that jumps somewhere: on which side of the jump each value of x lies.
+
+        Rounding may carry a value over the jump, however close the rounded value is.
+
+        Args:
+            x: [...], what the call saves.
+
+        Returns:
+            None for other functions.
+        """
+        match self.family:
+            case "hardswish":  # x / 3 + 1 / 2 between -3 and 3, then 0 and 1
+                return Side((x > -3) & (x < 3), _around_three)
+            case "elu" if self.argument("alpha", 1.0) == 1.0:
+                return None
+            case "elu" | "selu" | "prelu":
+                return Side(x > 0, _around_zero)
         return None
 
     def _limits(self) -> tuple[float, float]:
@@ -228,6 +272,17 @@ class Call:
             return y
 
         return normalize, tuple(given[name] for name in names)
+
+
+def _around_three(x: Tensor, inside: Tensor) -> Tensor:
+    """x, with the values that are `inside` between -3 and 3, and all others beyond."""
+    limit = 3 - 2 * torch.finfo(x.dtype).eps  # the value next to 3
+    return torch.where(inside, x.clamp(-limit, limit), x.sign() * 4)
+
+
+def _around_zero(x: Tensor, above: Tensor) -> Tensor:
+    """x, with the values that are `above` larger than zero, and no others."""
+    return torch.where(above, x.clamp(min=torch.finfo(x.dtype).tiny), x.clamp(max=0))
 
 
 def _with(function: Callable[..., Tensor], **options: Any) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from laconic.activations.choice import Offload, Packing
-from laconic.activations.exact_codes import Layout
+from laconic.activations.exact_codes import Layout, as_mask
 from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.tracker import own_storages
@@ -167,7 +167,16 @@ class Packer(TorchFunctionMode):
             kept.memo.announce()
             shape = tensor.shape
             held = tuple(tensor.detach() for tensor in kept.tensors)
-            return held, lambda tensors: _shaped(kept.memo.take(tensors), shape)
+            side = call.side(tensor) if call is not None and call.family is not None else None
+            if side is None:
+                return held, lambda tensors: _shaped(kept.memo.take(tensors), shape)
+            mask, correct = as_mask(side.mask, Layout.of(side.mask), 1.0, 0.0), side.correct
+
+            def on_its_side(tensors: tuple[Tensor, ...]) -> Tensor:
+                value = _shaped(kept.memo.take(tensors[:-1]), shape)
+                return correct(value, mask.decode(tensors[-1:]))
+
+            return (*held, *mask.tensors), on_its_side
         # With the node that made it, the graph would hold itself.
         state = _state(tensor)
         return (tensor.detach(),), lambda tensors: _unchanged(tensors[0], state)
