@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -28,6 +28,7 @@ from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import Memo, keep
 from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
+from laconic.activations.sites import Site
 
 __all__ = ["ExpertsForward", "RouterForward"]
 
@@ -73,7 +74,15 @@ class _LinearOf(TorchFunctionMode):
 
 
 class ExpertsForward(SiteForward):
-    """Saves what rebuilds the tokens' hidden states; backward recomputes the rest."""
+    """Saves what rebuilds the tokens' hidden states; backward recomputes the rest.
+
+    A second run gives gradients to the parameters that the module had when it was converted. Where others have come in
+    their place (adapters of expert weights parametrize them while forward runs; pruning), the module's own code runs.
+    """
+
+    def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
+        super().__init__(module, site, format)
+        self._names = [name for name, _ in module.named_parameters()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; in training, one that saves the packed hidden states only."""
@@ -84,9 +93,10 @@ class ExpertsForward(SiteForward):
 
     def _run(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        tensors = [x, *self.module.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        own = dict(self.module.named_parameters())
+        tensors = [x, *own.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not wanted or not self.ours(x) or self.stays_exact():
+        if not wanted or not self.ours(x) or self.stays_exact() or list(own) != self._names:
             return self.original(x, *args, **kwargs)
         if torch.compiler.is_compiling():  # see laconic.activations.rerun
             with torch.no_grad():
@@ -102,7 +112,6 @@ class ExpertsForward(SiteForward):
         # 2. What backward gets instead of all that was made on the way.
         kept = keep(x, self.format, "experts")
         self.origin = kept.origin
-        own = dict(self.module.named_parameters())
         others = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         inputs = (x, *own.values(), *others)
         run = _ExpertsCall(

@@ -6,6 +6,8 @@ code runs unchanged.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +44,23 @@ class SiteForward(Replacement):
         self.site = site
         self.format = format
         self.origin: str | None = None
+        self._parameters = frozenset(name for name, p in module._parameters.items() if p is not None)
+
+    def parameter(self, name: str) -> Tensor | None:
+        """The module's parameter of this name, or what a hook computes in its place (weight norm, pruning)."""
+        return getattr(self.module, name) if name in self._parameters else None
+
+    @property
+    def is_parametrized(self) -> bool:
+        """Whether torch.nn.utils.parametrize computes a parameter of the module, anew whenever it is asked for.
+
+        That was done after the conversion, since parametrized modules are no sites; such a module runs its own code.
+        """
+        if "parametrizations" not in self.module._modules:
+            return False
+        if not torch.compiler.is_compiling():
+            _warn_parametrized(self.site.name)
+        return True
 
     def keeps(self, x: Tensor) -> bool:
         """Whether a call with this input has to save something for backward."""
@@ -84,6 +103,15 @@ class SiteForward(Replacement):
         return y
 
 
+@cache
+def _warn_parametrized(name: str) -> None:
+    logging.getLogger("laconic").warning(
+        "%s was parametrized after compress_activations, so it stays exact; call decompress_activations(model) and "
+        "compress_activations(model) to have this in the report",
+        name,
+    )
+
+
 class NormForward(SiteForward):
     """Saves the packed input; the output, which is the input of the layers behind, is rebuilt from it."""
 
@@ -94,13 +122,13 @@ class NormForward(SiteForward):
     def keeps(self, x: Tensor) -> bool:
         """Whether input or parameters need a gradient and the module still computes what was recognized."""
         wanted = any(t.requires_grad for t in (x, *self.module.parameters(recurse=False)))
-        return wanted and self.attributes.unchanged(self.module)
+        return wanted and not self.is_parametrized and self.attributes.unchanged(self.module)
 
     def run(self, x: Tensor) -> Tensor:
         """The norm of x, saving x packed."""
         spec = self.site.spec
         assert isinstance(spec, NormSpec)
-        weight, bias = self.module._parameters.get("weight"), self.module._parameters.get("bias")
+        weight, bias = self.parameter("weight"), self.parameter("bias")
         return self._noting_origin(functions.norm(x, self.value(x), spec, self.format, weight=weight, bias=bias))
 
 
@@ -113,7 +141,7 @@ class LinearForward(SiteForward):
 
     def keeps(self, x: Tensor) -> bool:
         """Whether the weight needs a gradient and the module still computes what was recognized."""
-        return self.weight.requires_grad and self.attributes.unchanged(self.module)
+        return not self.is_parametrized and self.weight.requires_grad and self.attributes.unchanged(self.module)
 
     @property
     def weight(self) -> Tensor:
@@ -126,6 +154,6 @@ class LinearForward(SiteForward):
         """The linear layer of x, saving what rebuilds x."""
         spec = self.site.spec
         assert isinstance(spec, LinearSpec)
-        bias = self.module._parameters["bias"]
+        bias = self.parameter("bias")
         y = functions.linear(x, self.weight, self.value(x), spec.transposed, self.format, bias=bias)
         return self._noting_origin(y)

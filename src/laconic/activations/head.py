@@ -161,7 +161,7 @@ class HeadForward(LinearForward):
                 f"{type(self.module).__name__} need one for each of {rows.shape[0]} tokens"
             )
         check_range(labels, self.weight.shape[0], _IGNORED)
-        bias: Tensor | None = self.module._parameters["bias"]
+        bias = self.parameter("bias")
         offset = request.offset
         if offset is not None:
             bias = offset if bias is None else bias + offset
