@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import laconic
+from benchmarks.kit.allocated import peak_nbytes
 from laconic import BlockFormat
 from laconic.activations import SavedTensorTracker
 from laconic.activations.forwards import SiteForward
+from laconic.activations.functions import _TILE, _product
 from laconic.errors import ModelError
 from tests.activations.models import (
     FAMILIES,
@@ -273,6 +275,18 @@ def test_a_second_derivative_is_refused() -> None:
     grads = torch.autograd.grad(loss_of(model, make_ids()), parameters, create_graph=True)
     with pytest.raises(ModelError, match="a second derivative"):
         sum(grad.square().sum() for grad in grads).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradient_of_a_large_weight_is_made_in_tiles_of_the_same_bits(dtype: torch.dtype, transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, rows = (torch.randn(32, width, generator=generator).to(dtype) for width in (520, 4100))
+    a, b = (x, rows) if transposed else (rows, x)
+    assert torch.equal(_product(a, b), a.t() @ b)
+    made = 4100 * 520 * dtype.itemsize
+    tiles = 0 if dtype == torch.float32 else 2 * 4 * _TILE
+    assert peak_nbytes(lambda: _product(a, b)) < made + tiles + (1 << 20)
 
 
 def test_double_precision_stays_exact() -> None:

@@ -254,10 +254,29 @@ class _Linear(torch.autograd.Function):
                 .to(grad.dtype)
                 .reshape(-1, weight.shape[0 if ctx.transposed else 1])
             )
-            dweight = (x.t() @ rows if ctx.transposed else rows.t() @ x).to(weight.dtype)
+            dweight = (_product(x, rows) if ctx.transposed else _product(rows, x)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(ctx.bias_dtype)
         return (dx, dweight, dbias, *[None] * (3 + len(saved)))
+
+
+_TILE = 1 << 20
+"""Values of a weight's gradient that one product makes on the CPU: 4 MiB in fp32."""
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a.T @ b, a [tokens, m], b [tokens, n] -> [m, n].
+
+    On the CPU torch holds an fp32 copy of the whole result while it multiplies 16-bit matrices: at the output
+    projection that is the peak of a step. So the result is made some rows at a time; the bits are the same.
+    """
+    m, n = a.shape[1], b.shape[1]
+    if a.device.type != "cpu" or a.element_size() > 2 or m * n <= _TILE or type(a) is not Tensor:
+        return a.t() @ b
+    result = a.new_empty(m, n)
+    for rows, part in zip(a.t().split(max(1, _TILE // n)), result.split(max(1, _TILE // n)), strict=True):
+        torch.mm(rows, b, out=part)
+    return result
 
 
 @traceable
