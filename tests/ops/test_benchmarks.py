@@ -75,6 +75,15 @@ def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
 
 
 @pytest.mark.slow
+def test_model_step_benchmark_compares_whole_models() -> None:
+    result = run("model-step", "--smoke", "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    assert "llama, hidden 64, 2 layers" in result.stdout
+    for row in ("exact", "checkpointing", "laconic, 4 bits", "laconic, 4 bits, chunked loss"):
+        assert result.stdout.count(f"\n| {row} | ") == 1
+
+
+@pytest.mark.slow
 def test_planning_benchmark_compares_peaks_and_times_choices() -> None:
     result = run("planning", "--smoke", "--threads", "1")
     assert result.returncode == 0, result.stderr
