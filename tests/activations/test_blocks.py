@@ -35,7 +35,7 @@ def assert_alike(model: nn.Module, twin: nn.Module, x: Tensor, bound: float = 0.
         assert torch.equal(got_state, state)
         assert got_grads.keys() == grads.keys()
         # What many terms of both signs leave of a scalar's gradient is measured by the gradients around it.
-        least = 0.03 * torch.stack([grad.norm() for grad in grads.values()]).norm()
+        least = 0.04 * torch.stack([grad.norm() for grad in grads.values()]).norm()
         for name, grad in grads.items():
             assert (got_grads[name] - grad).norm() < bound * max(grad.norm(), least), name
 
