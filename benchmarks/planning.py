@@ -43,7 +43,7 @@ def _peaks(small: bool) -> Table:
             rank = predict(job, choices_of(job, bits, attention=attention)).ranks[0]
             predicted = rank.total_nbytes - rank.parameters_nbytes - rank.optimizer_nbytes
             ids = torch.randint(0, 2048, (job.batch.sequences, job.batch.sequence_length))
-            measured = peak_of_step(model, ids, precision == "bf16", job.layout.micro_batches)
+            measured = peak_of_step(model, ids, precision == "bf16", job.layout.micro_batches, loss == "chunked")
             kept = f"{bits} bits, attention {attention}, loss {loss}"
             numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
             rows.append([f"{precision}: {kept}", *numbers, rank.moment])

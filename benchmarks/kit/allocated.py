@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from laconic.train.model_split import mean_loss
+
 __all__ = ["allocated_nbytes", "peak_nbytes", "peak_of_step"]
 
 
@@ -67,17 +69,18 @@ def peak_nbytes(run: Callable[[], object]) -> int:
     return peak - before
 
 
-def peak_of_step(model: nn.Module, ids: Tensor, bf16: bool, micro_batches: int) -> int:
-    """The most bytes of tensors at one time in a training step after a warm-up, beyond those before it.
+def peak_of_step(model: nn.Module, ids: Tensor, bf16: bool, micro_batches: int, chunked: bool) -> int:
+    """The most bytes of tensors at one time in a step of the trainer after a warm-up, beyond those before it.
 
     Counted from the events of torch's memory profiler, so only what torch's allocator hands out. ids: int64 [n, s].
+    `chunked` says that the model was given loss="chunked".
     """
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
         for _ in range(micro_batches):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss = mean_loss(model, ids, chunked, input_ids=ids)
             loss.backward()
 
     step()

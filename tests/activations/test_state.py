@@ -220,6 +220,7 @@ FUNCTIONS = (
 CLASSES = (
     apply.AttentionCore,
     apply.CausalForward,
+    apply.CausalLossForward,
     apply.ExactForward,
     apply.HeadForward,
     apply.HooksForward,
@@ -252,6 +253,8 @@ def test_a_failure_at_any_step_leaves_the_model_as_it_was(step: Any, monkeypatch
     options: dict[str, Any] = {"loss": "chunked", "attention": "int8"}
     if step in (apply.RecomputedMlpForward, ProjectionForward):
         options = {"policy": recomputed}
+    elif step is apply.CausalLossForward:
+        options = {}
     elif step is apply.HooksForward:
         options = {"mode": "hooks"}
     elif step is apply.ExactForward:

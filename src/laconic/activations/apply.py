@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from laconic.activations.attention import AttentionCore, attention_core_of
+from laconic.activations.causal_loss import CausalLossForward, has_causal_loss
 from laconic.activations.checkpoint import LayerForward, is_checkpointed_layer
 from laconic.activations.choice import Choice, Recompute
 from laconic.activations.dropout import DropoutForward
@@ -92,9 +93,10 @@ def compress_activations(
         mode: "sites" rewrites recognized layers; "hooks" packs every large saved tensor of whatever model; "combined"
             rewrites recognized layers and packs what the code around them saves. A site that a policy or plan leaves
             exact stays exact in all of them.
-        loss: "exact" leaves the loss alone. "chunked" computes that of a Hugging Face language model from its
-            hidden states, without holding its logits (see `linear_cross_entropy`): calls with labels and gradients
-            return the loss, and logits of no tokens.
+        loss: "exact" computes the loss as it was, bit for bit; that of a causal Hugging Face model some rows of the
+            logits at a time, without two fp32 copies of them. "chunked" computes the loss of a Hugging Face language
+            model from its hidden states, without holding its logits (see `linear_cross_entropy`): calls with labels
+            and gradients return the loss, and logits of no tokens.
         example_inputs: keyword arguments of a training forward, for measuring bytes; made up for Hugging Face models.
             The measuring forward leaves the model, its buffers and all random states as they were.
         sequence_length: tokens of the measuring forward when its inputs are made up, fewer if the model has fewer
@@ -194,6 +196,8 @@ def _convert(
     others = [site for site in sites if head is None or site.name != head.projection]
     _install([(modules[site.name], site, choices[site.name]) for site in others])
     for name, module in modules.items():
+        if head is None and any(choice is not None for choice in choices.values()) and has_causal_loss(module):
+            CausalLossForward(module).install()
         if name in plan.layers:
             LayerForward(module, plan.layers[name], recompute=True).install()
         elif is_checkpointed_layer(module) and input_format is not None:

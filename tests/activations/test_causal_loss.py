@@ -1,0 +1,165 @@
+"""The loss of causal language models has the bits of transformers' loss, and fewer copies of the logits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import laconic
+from benchmarks.kit.allocated import peak_nbytes
+from laconic.activations import SavedTensorTracker, causal_loss
+from laconic.activations.causal_loss import CausalLossForward
+from laconic.activations.replacement import replacements_of
+from laconic.errors import ModelError
+from tests.activations.models import gradients_of, make_ids, make_model
+
+VOCABULARY = 1000
+
+
+def numbers(dtype: torch.dtype, tokens: int = 33) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, tokens, VOCABULARY, generator=generator) * 5).to(dtype)
+    labels = torch.randint(VOCABULARY, (3, tokens), generator=generator)
+    labels[0, 2:9] = -100
+    return logits.requires_grad_(), labels
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"num_items_in_batch": torch.tensor(17)},
+    "ignored": {"ignore_index": 5},
+    "nothing counts": {"shift_labels": torch.full((3, 33), -100)},
+    "unknown": {"num_items_in_batch": 3, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("tile", [1, 7 * VOCABULARY + 3, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_value_and_gradient_have_the_same_bits(
+    name: str, dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(causal_loss._TILES, "cpu", tile)
+    logits, labels = numbers(dtype)
+    if name == "ignored":
+        labels = labels.clamp(min=0)
+    kept = []
+    results = []
+    for function in (ForCausalLMLoss, causal_loss.causal_loss):
+        with SavedTensorTracker(torch.nn.Identity()) as tracker:
+            value = function(logits, labels, vocab_size=VOCABULARY, **OPTIONS[name])
+        kept.append(tracker.nbytes)
+        grads = [torch.autograd.grad(value * 3, logits, retain_graph=True)[0] for _ in range(2)]
+        assert torch.equal(grads[0].nan_to_num(7.0), grads[1].nan_to_num(7.0))
+        results.append((value.detach(), grads[0]))
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert kept[1] <= kept[0]
+
+
+def test_labels_out_of_range_are_refused() -> None:
+    logits, labels = numbers(torch.float32)
+    labels[1, 1] = VOCABULARY
+    with pytest.raises(IndexError, match="out of bounds"):
+        causal_loss.causal_loss(logits, labels, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_converted_model_has_the_same_loss_and_a_lower_peak(dtype: torch.dtype) -> None:
+    model = make_model("llama", vocab_size=20000).to(dtype)
+    ids = make_ids(2, 128)
+
+    def peak(model: torch.nn.Module) -> tuple[Tensor, int]:
+        losses = []
+
+        def step() -> None:
+            found = model(input_ids=ids, labels=ids).loss
+            found.backward()
+            losses.append(found.detach())
+
+        step()
+        return losses[0], peak_nbytes(step)
+
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(twin)
+    (expected, before), (got, after) = peak(model), peak(twin)
+    assert torch.equal(got, expected)
+    # At the peak there were three tensors of fp32 logits, and are the log-probabilities and what has the model's dtype.
+    fp32 = 4 * ids.numel() * 20000
+    assert before - after > 0.7 * fp32
+
+
+def test_gradients_behind_the_loss_are_those_of_the_plain_one() -> None:
+    model = make_model("llama")
+    twin = copy.deepcopy(model)
+    laconic.compress_activations(
+        twin, policy=lambda site: laconic.BlockFormat("int8") if site.name == "lm_head" else None
+    )
+    ids = make_ids()
+    for each in (model, twin):
+        each(input_ids=ids, labels=ids, num_items_in_batch=50).loss.backward()
+    expected, got = gradients_of(model), gradients_of(twin)
+    assert torch.equal(got["model.layers.1.mlp.up_proj.weight"], expected["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_a_loss_that_the_model_is_given_is_asked() -> None:
+    model, ids = make_model("llama"), make_ids()
+    laconic.compress_activations(model)
+    calls = []
+
+    def own(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        calls.append(logits.shape)
+        return logits.float().square().mean()
+
+    before = model(input_ids=ids, labels=ids).loss
+    model.loss_function = own
+    assert model(input_ids=ids, labels=ids).loss != before
+    assert len(calls) == 1
+    assert model.loss_function is own
+    del model._loss_function
+    with pytest.raises(RuntimeError):
+        model(input_ids=ids, labels=ids[:, :7])
+    assert "_loss_function" not in vars(model)
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, before)
+
+
+def test_it_is_copied_and_taken_out_with_the_rest() -> None:
+    model, ids = make_model("llama"), make_ids()
+    laconic.compress_activations(model)
+    assert any(isinstance(forward, CausalLossForward) for forward in replacements_of(model))
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = [forward for forward in replacements_of(each) if isinstance(forward, CausalLossForward)]
+        assert [forward.module for forward in found] == [each]
+        assert torch.equal(each(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss)
+    laconic.decompress_activations(model)
+    assert "forward" not in vars(model)
+    exact = make_model("llama")
+    laconic.compress_activations(exact, bits=16)
+    assert not any(isinstance(forward, CausalLossForward) for forward in replacements_of(exact))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    logits, labels = numbers(torch.float32, 4)
+    value = causal_loss.causal_loss(logits, labels, vocab_size=VOCABULARY)
+    (grad,) = torch.autograd.grad(value, logits, create_graph=True)
+    with pytest.raises(ModelError, match="a second derivative"):
+        grad.square().sum().backward()
+
+
+def test_a_function_of_transformers_that_computes_something_else_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "transformers.loss.loss_utils.ForCausalLMLoss", lambda *args, **kwargs: 2 * ForCausalLMLoss(*args, **kwargs)
+    )
+    causal_loss._is_proved.cache_clear()
+    try:
+        assert not causal_loss.has_causal_loss(make_model("llama"))
+    finally:
+        causal_loss._is_proved.cache_clear()
