@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -16,8 +19,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from laconic.errors import ConfigError, ModelError
-from laconic.infer.app import create_app_from_env
+from laconic.infer import Engine, InferencePlan
+from laconic.infer.app import _EngineArguments, _ServerArguments, create_app_from_env
 from laconic.infer.bench.demo_model import save_demo_model
+from laconic.infer.server import ServerSettings
 from tests.infer.serving import until
 
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
@@ -60,6 +65,26 @@ def test_mistakes_are_named(
     monkeypatch.setenv(f"LACONIC_{variable}", value)
     with pytest.raises((ConfigError, ValueError), match=message):
         create_app_from_env()
+
+
+def test_every_argument_and_field_has_its_place() -> None:
+    engine = set(inspect.signature(Engine).parameters) - {"model_dir", "launcher", "trace"}
+    assert set(_EngineArguments.model_fields) == engine
+    server = {field.name for field in dataclasses.fields(ServerSettings)} - {"api_key"}
+    assert set(_ServerArguments.model_fields) == server
+
+
+def test_arguments_reach_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("laconic.infer.app.Engine", lambda directory, **arguments: given.update(arguments))
+    monkeypatch.setattr("laconic.infer.app.create_app", lambda *_: None)
+    monkeypatch.setenv("LACONIC_MODEL", str(model))
+    wanted = {"plan": "auto", "rates": "rates.json", "device": "cuda", "payload": "lossless", "max_restarts": 2}
+    for arguments in (wanted, wanted | {"plan": {"num_slices": 3}}):
+        monkeypatch.setenv("LACONIC_ENGINE", json.dumps(arguments))
+        create_app_from_env()
+        assert given.pop("plan") in ("auto", InferencePlan(num_slices=3))
+        assert given == {name: value for name, value in wanted.items() if name != "plan"}
 
 
 def test_a_directory_without_a_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

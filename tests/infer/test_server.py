@@ -305,6 +305,22 @@ def test_other_kinds_of_bodies_are_refused(shared_url: str) -> None:
         assert "200000 bytes" in answered.json()["error"]["message"]
 
 
+def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    engine = FakeEngine()
+    with (
+        running(create_app(engine, ChatBytes(), ServerSettings(MODEL, max_body_seconds=1))) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as slow,
+    ):
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 500"]
+        slow.sendall("\r\n".join([*lines, "", '{"model"']).encode())
+        with slow.makefile("rb") as answer:
+            found = answer.read()  # until the server hangs up
+    assert found.startswith(b"HTTP/1.1 408 ")
+    assert b"the body has not arrived within 1 s" in found
+    assert engine.peak == 0
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -514,6 +530,7 @@ def test_200_requests_at_random_times_get_their_own_answers(engine: FakeEngine, 
         ("max_model_tokens", 1),
         ("max_waiting", -1),
         ("max_body_bytes", 0),
+        ("max_body_seconds", 0),
     ],
 )
 def test_settings_that_break_a_rule_are_refused(name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import reprlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
@@ -37,13 +37,17 @@ class _EngineArguments(BaseModel):
 
     attention: int | None = None
     experts: int | None = None
-    plan: _Plan | None = None
+    plan: _Plan | Literal["auto"] | None = None
+    rates: str | None = None
     dtype: str | None = None
     cache_tokens: int | None = None
     batch_tokens: int | None = None
     answer_timeout_seconds: float | None = None
     threads: int | None = None
     start_timeout_seconds: float | None = None
+    device: str | None = None
+    payload: str | None = None
+    max_restarts: int | None = None
 
 
 class _ServerArguments(BaseModel):
@@ -54,6 +58,7 @@ class _ServerArguments(BaseModel):
     max_waiting: int | None = None
     retry_after_seconds: int | None = None
     max_body_bytes: int | None = None
+    max_body_seconds: int | None = None
     max_unread_tokens: int | None = None
     default_max_tokens: int | None = None
 
@@ -67,8 +72,8 @@ def create_app_from_env() -> Starlette:
     The engine ends with the application's lifespan, at the latest with the process. The variables:
 
     - `LACONIC_MODEL`: directory of the model.
-    - `LACONIC_ENGINE`: a JSON object with arguments of `Engine`, `plan` an object with those of `InferencePlan`;
-      what is left out has its default.
+    - `LACONIC_ENGINE`: a JSON object with arguments of `Engine`, `plan` "auto" or an object with those of
+      `InferencePlan`; what is left out has its default.
     - `LACONIC_SERVER`: a JSON object with fields of `ServerSettings`. `model_name` is the directory's name by default,
       `max_model_tokens` what the model was made for.
     - `LACONIC_API_KEY`: the key that clients must send; without it everybody is let in.
@@ -82,7 +87,7 @@ def create_app_from_env() -> Starlette:
         raise ConfigError("LACONIC_MODEL is not set; set it to the directory of a model")
     engine_arguments = _read("LACONIC_ENGINE", _EngineArguments)
     server_arguments = _read("LACONIC_SERVER", _ServerArguments)
-    if (plan := engine_arguments.pop("plan", None)) is not None:
+    if isinstance(plan := engine_arguments.get("plan"), dict):
         engine_arguments["plan"] = InferencePlan(**plan)
     check_transformers()
     config = read_config(Path(directory)).get_text_config()
@@ -122,7 +127,7 @@ def _read(variable: str, kind: type[_Arguments]) -> dict[str, Any]:
         return kind.model_validate(values).model_dump(exclude_unset=True, exclude_none=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
+        name = ".".join(str(part) for part in first["loc"] if part != _Plan.__name__)  # pydantic's mark of a union
         if first["type"] == "extra_forbidden":
             known = _Plan if name.startswith("plan.") else kind
             raise ConfigError(f"{variable} has {name}, but fields are {', '.join(known.model_fields)}") from None

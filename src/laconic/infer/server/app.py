@@ -110,7 +110,7 @@ class _Server:
         return Response(self._metrics.text(gauges), media_type=CONTENT_TYPE)
 
     async def _completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await _read(request, self._settings.max_body_bytes))
+        body = parse_body(CompletionBody, await _read(request, self._settings))
         self._check_model(body)
         prompts = [
             await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
@@ -120,7 +120,7 @@ class _Server:
         return await self._answer(request, body, "prompt", prompts, _DEFAULT_COMPLETION_TOKENS, reply)
 
     async def _chat(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await _read(request, self._settings.max_body_bytes))
+        body = parse_body(ChatBody, await _read(request, self._settings))
         self._check_model(body)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         try:
@@ -224,12 +224,13 @@ class _Server:
             self._metrics.request_seconds.add(time.monotonic() - arrival)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, settings: ServerSettings) -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refusal: it is not JSON by its header (415), or too long (413).
+        Refusal: it is not JSON by its header (415), too long (413), or does not come in time (408).
     """
+    max_bytes, seconds = settings.max_body_bytes, settings.max_body_seconds
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other sites can send anything else without asking the browser
         raise Refusal(415, f"Content-Type is {kind!r}, but it must be application/json")
@@ -238,10 +239,17 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_long
     content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > max_bytes:
-            raise too_long
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > max_bytes:
+                    raise too_long
+    except TimeoutError:
+        # The rest of the body would be read as the next request.
+        raise Refusal(
+            408, f"the body has not arrived within {seconds} s; send it again", headers={"Connection": "close"}
+        ) from None
     return bytes(content)
 
 

@@ -20,6 +20,7 @@ class ServerSettings:
         max_waiting: requests that wait for room in the cache; one more is refused with 429.
         retry_after_seconds: what a refused client is told to wait.
         max_body_bytes: of a request; a longer one is refused with 413.
+        max_body_seconds: for a body to arrive; one that takes longer is refused with 408.
         max_unread_tokens: of one request that its client has not taken; one more cancels the request.
         default_max_tokens: of an answer in a chat for which the client gives none, if as many fit.
 
@@ -33,6 +34,7 @@ class ServerSettings:
     max_waiting: int = 128
     retry_after_seconds: int = 1
     max_body_bytes: int = 1 << 20
+    max_body_seconds: int = 60
     max_unread_tokens: int = 1024
     default_max_tokens: int = 256
 
@@ -44,7 +46,13 @@ class ServerSettings:
         if self.max_model_tokens is not None:
             self._check_least("max_model_tokens", 2)
         self._check_least("max_waiting", 0)
-        for name in ("retry_after_seconds", "max_body_bytes", "max_unread_tokens", "default_max_tokens"):
+        for name in (
+            "retry_after_seconds",
+            "max_body_bytes",
+            "max_body_seconds",
+            "max_unread_tokens",
+            "default_max_tokens",
+        ):
             self._check_least(name, 1)
 
     def _check_least(self, name: str, least: int) -> None:
