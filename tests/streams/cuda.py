@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,9 +19,10 @@ from laconic.collectives.runtime import background
 from laconic.moe.pipeline import schedule
 from tests.streams.device import Device, Node, Queue
 
-__all__ = ["CUDA", "cuda"]
+__all__ = ["CUDA", "cuda", "lost_waits"]
 
 CUDA = torch.device("cuda", 0)
+_HERE = Path(__file__).parent
 
 
 class _Event:
@@ -126,6 +129,30 @@ class _Future:
 
 
 @contextmanager
+def lost_waits(*functions: str) -> Iterator[list[str]]:
+    """Drop every wait of a stream for an event in functions of these names: what a check has to find.
+
+    Yields:
+        Where waits were dropped, as "file:line", once for each.
+    """
+    wait = _Event.wait
+    dropped: list[str] = []
+
+    def maybe_wait(event: _Event, stream: _Stream | None = None) -> None:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name not in functions and Path(frame.f_code.co_filename).parent == _HERE:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        if frame.f_code.co_name in functions:
+            dropped.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        else:
+            wait(event, stream)
+
+    with mock.patch.object(_Event, "wait", maybe_wait):
+        yield dropped
+
+
+@contextmanager
 def cuda(is_prompt: bool = False) -> Iterator[Device]:
     """Yield a device that "cuda" means inside; see `Device.is_prompt`."""
     device = Device(is_prompt)
@@ -158,8 +185,8 @@ def _patched(device: Device) -> Iterator[None]:
         def __call__(self, *, devices: Any = None) -> Any:
             return _Future(device) if devices else real_future()
 
-        def __getitem__(self, item: object) -> type:
-            return real_future
+        def __getitem__(self, item: Any) -> Any:
+            return real_future[item]
 
     @contextmanager
     def stream(found: _Stream | None) -> Iterator[None]:
@@ -170,6 +197,10 @@ def _patched(device: Device) -> Iterator[None]:
         finally:
             device.current = before
 
+    def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+        (device.resize if device.owns(storage) else c_resize)(storage, nbytes)
+
+    c_resize = torch.UntypedStorage.resize_
     apis: dict[str, Any] = {
         "Stream": lambda *_, **__: _Stream(device, device.new_queue()),
         "Event": lambda *_, **__: _Event(device),
@@ -179,6 +210,8 @@ def _patched(device: Device) -> Iterator[None]:
         "device_count": lambda: 1,
         "get_device_capability": lambda _=None: (8, 0),
         "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "set_device": lambda _: None,
         "stream": stream,
         "synchronize": lambda _=None: device.wait(
             [node for node in device._nodes if node.queue.name.endswith("stream") or node.queue.name[-1].isdigit()]
@@ -186,7 +219,9 @@ def _patched(device: Device) -> Iterator[None]:
     }
     with (
         mock.patch.multiple(torch.cuda, **apis),
+        mock.patch.object(torch.accelerator, "current_stream", apis["current_stream"]),
         mock.patch.object(torch.futures, "Future", Futures()),
+        mock.patch.object(torch.UntypedStorage, "resize_", resize),
         mock.patch.multiple(torch.Tensor, **_methods(device)),
         mock.patch.multiple(torch, **_factories(device)),
     ):

@@ -9,9 +9,11 @@
 - `check` fills a second copy of all memory with NaN (all bits set), runs the nodes there in hundreds of orders, and
   compares what each of them writes. An order is drawn from a seed, and streams differ in how eager they are, so that
   one may be far behind another.
-- Memory whose last tensor is gone goes, as torch's caching allocator has it, to the next allocation on the stream that
-  it was allocated on: after the work of that stream so far, and of streams passed to `record_stream`. It is
-  overwritten then.
+- Memory whose last tensor is gone, or whose storage is resized to nothing, goes, as torch's caching allocator has it,
+  to the next allocation on the stream that it was allocated on: after the work of that stream so far, and of streams
+  passed to `record_stream`. It is overwritten then.
+- What only the program's own order can do, such as a message to another process, is repeated from what it left behind
+  (`external`), where it finds the bits that it found.
 
 So a stream that does not wait reads NaN, and so does one that reads memory which was given away. What is not modelled:
 memory is never handed out again, and kernels are atomic.
@@ -23,14 +25,16 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -47,7 +51,11 @@ _UNINITIALIZED = {
 _REFUSED = {"aten::set_", "aten::resize_"}
 _TAKES_BOTH = {aten.copy_.default, aten._foreach_copy_.default, aten.index.Tensor, aten.index_put_.default}
 """Operations that take tensors of the host beside those of the device."""
+_WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 1}
+"""By name of an operation: which of its arguments it writes to without its schema saying so."""
 _HERE = Path(__file__).parent
+_OWN = {"cuda", "device", "echo", "ranks", "reducer", "stream_group"}
+_resize = torch.UntypedStorage.resize_
 
 
 class RaceError(AssertionError):
@@ -61,8 +69,8 @@ class Node:
     name: str
     queue: Queue
     number: int
-    run: Callable[[], str | None]
-    """Runs it on the second copy of memory; returns what is wrong with the result."""
+    run: Callable[[], str | None] | None
+    """Runs it on the second copy of memory; returns what is wrong with the result. None: there is nothing to run."""
     after: list[Node]
     """Of other queues; and the queue's own node before, if there is one."""
     issued: str
@@ -122,6 +130,8 @@ class Device(TorchDispatchMode):
         self._nodes: list[Node] = []
         self._known: dict[Queue, int] = {}  # nodes that the host knows to be done
         self._is_open = True
+        self._is_adopting = False
+        self._before_use: dict[int, Callable[[], object]] = {}  # by storage
 
     def new_queue(self) -> Queue:
         """A new stream."""
@@ -142,15 +152,46 @@ class Device(TorchDispatchMode):
         memory = self.memory_of(x)
         return memory is not None and memory.queue is not None
 
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is memory of the device."""
+        memory = self._memories.get(storage._cdata)
+        return memory is not None and memory.queue is not None
+
     def allocate(self, x: Tensor, pinned: bool = False) -> Tensor:
         """Make fresh CPU tensor `x` one of the device (or of pinned memory), allocated on the current stream."""
         storage = x.untyped_storage()
         memory = self._memories[storage._cdata] = Memory(storage, None if pinned else self.current, self._freed)
-        for copy, after in self._free.pop(self.current, ()) if not pinned else ():
+        self._copies.append(memory.copy)
+        if not pinned:
+            self._reuse()
+        return x
+
+    def _reuse(self) -> None:
+        """An allocation on the current stream gets what is free there."""
+        for copy, after in self._free.pop(self.current, ()):
             nodes = [*after, *self.current.tail]
             self._issue("given away", Queue("allocator", is_allocator=True), partial(_fill, copy), nodes)
-        self._copies.append(memory.copy)
-        return x
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Free the device's memory of `storage`, or allocate it again on the current stream: what FSDP2 does.
+
+        Raises:
+            NotImplementedError: it is neither from nor to nothing.
+        """
+        memory = self._memories[storage._cdata]
+        if nbytes and storage.nbytes():
+            raise NotImplementedError(
+                f"{storage.nbytes()} bytes become {nbytes}, but this device models no memory that grows; free it first"
+            )
+        if storage.nbytes():
+            self._give_back(memory)
+        _resize(storage, nbytes)
+        memory.copy, memory.queue, memory.made = torch.UntypedStorage(nbytes), self.current, _place()
+        memory.used = set()
+        if nbytes:
+            storage.fill_(0xFF)
+            self._copies.append(memory.copy.fill_(0xFF))
+            self._reuse()
 
     def allocate_empty(self, x: Tensor, pinned: bool = False) -> Tensor:
         """The same without values."""
@@ -166,18 +207,35 @@ class Device(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         memory = self._memories.pop(key)
-        if not self._is_open or memory.queue is None:
+        if self._is_open and memory.copy.nbytes():
+            self._give_back(memory)
+
+    def _give_back(self, memory: Memory) -> None:
+        if memory.queue is None:
             return  # the host's allocator waits for copies by itself
         after = [node for queue in memory.used for node in queue.tail]
         self._free.setdefault(memory.queue, []).append((memory.copy, after))
+
+    @contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Inside, floating-point tensors that C++ allocates on the CPU are the device's."""
+        self._is_adopting = True
+        try:
+            yield
+        finally:
+            self._is_adopting = False
+
+    def before_use(self, x: Tensor, run: Callable[[], object]) -> None:
+        """Call `run` right before the next operation with memory of `x`."""
+        self._before_use[x.untyped_storage()._cdata] = run
 
     # --- order ---
 
     def issue(self, name: str, queue: Queue, after: Sequence[Node] = ()) -> Node:
         """Add a node without work."""
-        return self._issue(name, queue, lambda: None, after)
+        return self._issue(name, queue, None, after)
 
-    def _issue(self, name: str, queue: Queue, run: Callable[[], str | None], after: Sequence[Node] = ()) -> Node:
+    def _issue(self, name: str, queue: Queue, run: Callable[[], str | None] | None, after: Sequence[Node] = ()) -> Node:
         # What the host has done or waited for comes before everything that it issues later.
         known = [other.nodes[number] for other, number in self._known.items()]
         before = {*after, *queue.tail, *self.host.tail, *known}
@@ -204,12 +262,21 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # shapes only: how DTensor finds out what an operation gives
         if any(one is not Tensor and one is not Parameter for one in types):
             return NotImplemented  # a wrapper, whose parts come here
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         memories = [memory for x in given if (memory := self.memory_of(x)) is not None]
         if not memories:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            is_adopted = self._is_adopting and func is aten.empty.memory_format and result.is_floating_point()
+            return self.allocate_empty(result) if is_adopted else result
+        for x in given if self._before_use else ():
+            if self.memory_of(x) and (first := self._before_use.pop(x.untyped_storage()._cdata, None)):
+                first()
+        if func.namespace == "_c10d_functional":
+            raise NotImplementedError(f"{func} is a collective of torch.compile and DTensor, which has no stream here")
         if func._schema.name in _REFUSED:
             raise NotImplementedError(f"{func} changes the memory of a tensor, which this device does not model")
         on_device = any(memory.queue is not None for memory in memories)
@@ -218,10 +285,11 @@ class Device(TorchDispatchMode):
         queue = self.current if on_device else self.host
         written = _written(func, args, kwargs)
         real_args, real_kwargs = tree_map(lambda x: self._real(x, written), (args, kwargs))
-        settle = self.settle.get(func._schema.name, lambda _: None)
+        settle = self.settle.get(func._schema.name)
         result = func(*args, **kwargs)
-        outs = tree_leaves(result)
-        tree_map(settle, outs)
+        outs = _leaves(result)
+        if settle:
+            tree_map(settle, outs)
         fresh = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and self.memory_of(x) is None]
         fresh = [i for i in fresh if all(outs[i] is not x for x in given)]
         if on_device:
@@ -243,13 +311,14 @@ class Device(TorchDispatchMode):
                 for one, values in zip(out, expected, strict=True):
                     one.copy_(values)
                 return
-            found = tree_leaves(func(*real_args, **real_kwargs))
-            tree_map(settle, found)
+            found = _leaves(func(*real_args, **real_kwargs))
+            if settle:
+                tree_map(settle, found)
             for i, one in zip(fresh, out[len(real_written) :], strict=True):
                 if found[i].shape != one.shape:
                     raise ValueError(f"has shape {tuple(found[i].shape)} instead of {tuple(one.shape)}")
                 one.copy_(found[i])
-            if numbers and [x for x in found if not isinstance(x, Tensor)] != numbers:
+            if numbers and [x for x in found if not isinstance(x, Tensor) and x is not None] != numbers:
                 raise ValueError(f"gives the host {found} instead of {numbers}")
 
         self._write(str(func), writes, work, [*real_written, *[self._room_of(outs[i]) for i in fresh]], queue=queue)
@@ -293,24 +362,54 @@ class Device(TorchDispatchMode):
         queue: Queue | None = None,
     ) -> None:
         expected = [_bits(x.detach().clone()) for x in writes]
+        # `real` stays where it is: what is contiguous is seen as bytes once and not in every order.
+        views = [_bits(x) if x.is_contiguous() else None for x in real]
 
         def run() -> str | None:
             try:
                 work(real, *arguments)
             except (RuntimeError, IndexError, ValueError) as error:
                 return str(error)
-            same = all(torch.equal(_bits(x), bits) for x, bits in zip(real, expected, strict=True))
-            return None if same else "gives other bits"
+            for x, view, bits in zip(real, views, expected, strict=True):
+                if not torch.equal(_bits(x) if view is None else view, bits):
+                    return "gives other bits"
+            return None
 
         self._issue(name, queue or self.current, run)
+
+    def external(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], object]) -> None:
+        """Work on the current stream that is done once, here, and reaches out of the process.
+
+        In other orders it has to find in `reads` what it finds now, and leaves in `writes` what it leaves now.
+
+        Args:
+            name: what a race is reported as.
+            reads: tensors of the device that it reads.
+            writes: tensors of the device that it writes to; they may overlap with `reads`.
+            run: does it, on the CPU tensors that these are.
+        """
+        with _disable_current_modes(), torch.no_grad():
+            found = [_bits(x.detach().clone()) for x in reads]
+            real_reads = [self._like(x) for x in reads]
+            run()
+            left = [x.detach().clone() for x in writes]
+
+            def work(real: list[Tensor]) -> None:
+                if not all(torch.equal(_bits(x), bits) for x, bits in zip(real_reads, found, strict=True)):
+                    raise ValueError("reads other bits")
+                for one, values in zip(real, left, strict=True):
+                    one.copy_(values)
+
+            self._write(name, writes, work, [self._like(x) for x in writes])
 
     # --- other orders ---
 
     def __exit__(self, *error: Any) -> None:
         self._is_open = False
+        assert error[0] is not None or not self._before_use, "something that was to be waited for has not been used"
         super().__exit__(*error)
 
-    def check(self, orders: int = 300, seed: int = 0) -> None:
+    def check(self, orders: int = 200, seed: int = 0) -> None:
         """Run the recorded work in `orders` orders that its events allow.
 
         Raises:
@@ -321,24 +420,51 @@ class Device(TorchDispatchMode):
             expected = [
                 (memory.made, _bytes_of(memory.copy), _bytes_of(storage).clone()) for memory, storage in remaining
             ]
+            before = self._what_comes_before()
             following: dict[Node, list[Node]] = {}
-            for node in self._nodes:
-                for before in node.after:
-                    following.setdefault(before, []).append(node)
+            for node, nodes in before.items():
+                for one in nodes:
+                    following.setdefault(one, []).append(node)
+            missing = {node: len(nodes) for node, nodes in before.items()}
             for number in range(seed, seed + orders):
-                self._run(number, following)
+                self._run(number, dict(missing), following)
                 for made, found, right in expected:
                     if not torch.equal(found, right):
                         raise RaceError(f"order {number}: memory allocated at {made} holds other bits at the end")
 
-    def _run(self, seed: int, following: dict[Node, list[Node]]) -> None:
+    def _what_comes_before(self) -> dict[Node, list[Node]]:
+        """Of each node with work: those with work that it has to wait for, but for what follows from the others."""
+        # Queues keep their order: of all nodes before one, the last of each queue says the rest.
+        ends: dict[Node, dict[Queue, Node]] = {}  # of a node without work: what whoever waits for it waits for
+        all_before: dict[Node, dict[Queue, int]] = {}
+        found: dict[Node, list[Node]] = {}
+        for node in self._nodes:
+            last: dict[Queue, Node] = {}
+            for one in node.after:
+                for queue, end in ends[one].items():
+                    if queue not in last or last[queue].number < end.number:
+                        last[queue] = end
+            if node.run is None:
+                ends[node] = last
+                continue
+            ends[node] = {node.queue: node}
+            clocks = [all_before[end] for end in last.values()]
+            found[node] = [
+                end for queue, end in last.items() if all(clock.get(queue, -1) < end.number for clock in clocks)
+            ]
+            mine = all_before[node] = {queue: end.number for queue, end in last.items()}
+            for clock in clocks:
+                for queue, number in clock.items():
+                    mine[queue] = max(number, mine.get(queue, -1))
+        return found
+
+    def _run(self, seed: int, missing: dict[Node, int], following: dict[Node, list[Node]]) -> None:
         for copy in self._copies:
             copy.fill_(0xFF)
         chance = random.Random(seed)
         frees_at_once = chance.choice((0.0, 0.2, 1.0))
         eagerness: dict[Queue, float] = {}
-        missing = {node: len(node.after) for node in self._nodes}
-        heads = {node.queue: node for node in self._nodes if not missing[node]}  # of each queue one at most
+        heads = {node.queue: node for node, number in missing.items() if not number}  # of each queue one at most
         free: deque[Node] = deque()
         while heads or free:
             if free and (not heads or chance.random() < frees_at_once):
@@ -352,8 +478,8 @@ class Device(TorchDispatchMode):
                     eagerness.setdefault(queue, 10.0 ** chance.uniform(-3.0, 3.0))
                 (queue,) = chance.choices([*heads], [eagerness[queue] for queue in heads])
                 node = heads.pop(queue)
-            wrong = node.run()
-            if wrong is not None:
+            assert node.run is not None
+            if (wrong := node.run()) is not None:
                 raise RaceError(f"order {seed}: {node.name} on {node.queue.name}, issued at {node.issued}, {wrong}")
             for later in following.get(node, ()):
                 missing[later] -= 1
@@ -375,11 +501,20 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Arguments that an operation writes to."""
     found: list[Tensor] = []
+    if (undeclared := _WRITES_UNDECLARED.get(func._schema.name)) is not None:
+        found.append(args[undeclared])
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     return found
+
+
+def _leaves(result: Any) -> Sequence[Any]:
+    """What an operation returns, in a row."""
+    if not isinstance(result, list | tuple):
+        return (result,)
+    return tree_leaves(result) if any(isinstance(x, list | tuple) for x in result) else result
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -390,9 +525,15 @@ def _place() -> str:
     """Where the running operation was called, outside of this folder's device and of torch."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
-        path = Path(frame.f_code.co_filename)
-        own = path.parent == _HERE and not path.name.startswith("test_")
-        if not own and ("laconic" in path.parts or "tests" in path.parts):
-            return f"{path.name}:{frame.f_lineno}"
+        if (name := _shown(frame.f_code.co_filename)) is not None:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+@cache
+def _shown(file: str) -> str | None:
+    """Name of a file that says where an operation comes from; None: the device's own or another library's."""
+    path = Path(file)
+    is_ours = "laconic" in path.parts or "tests" in path.parts
+    return path.name if is_ours and not (path.parent == _HERE and path.stem in _OWN) else None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.streams.cuda import CUDA, cuda
+from tests.streams.cuda import CUDA, cuda, lost_waits
 from tests.streams.device import RaceError
 
 
@@ -189,3 +189,99 @@ def test_an_operation_that_changes_memory_is_refused() -> None:
         x = torch.ones(5, device=CUDA)
         with pytest.raises(NotImplementedError, match="changes the memory"):
             x.set_(torch.ones(3))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_freed_by_resizing_while_another_stream_reads_it(waits: bool) -> None:
+    """As FSDP2 frees parameters, whose tensors stay."""
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        x.untyped_storage().resize_(0)
+        assert x.device == CUDA
+        torch.empty(5, device=CUDA)
+        torch.cuda.current_stream().wait_stream(side)
+        del y
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.mul"):
+            device.check()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_allocated_again_by_resizing(waits: bool) -> None:
+    with cuda() as device:
+        x = torch.ones(5, device=CUDA)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(20)
+        x.copy_(torch.full((5,), 2.0, device=CUDA))
+        side = torch.cuda.Stream()
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(side)
+        assert y.tolist() == [3.0] * 5
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\.add"):
+            device.check()
+
+
+def test_memory_that_grows_is_refused() -> None:
+    with cuda():
+        x = torch.ones(5, device=CUDA)
+        with pytest.raises(NotImplementedError, match="20 bytes become 40"):
+            x.untyped_storage().resize_(40)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_work_outside_of_the_process_is_done_once(waits: bool) -> None:
+    outside: list[float] = []
+
+    def reach_out() -> None:
+        outside.append(x[0].item())
+        y.copy_(x * 3)
+
+    with cuda() as device:
+        x, y = torch.ones(5, device=CUDA), torch.empty(5, device=CUDA)
+        side = torch.cuda.Stream()
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            device.external("message", [x], [y], reach_out)
+        torch.cuda.current_stream().wait_stream(side)
+        assert y.tolist() == [3.0] * 5
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"message on stream 1, issued at .*, reads other bits"):
+            device.check()
+    assert outside == [1.0]
+
+
+def test_collectives_that_are_operations_are_refused() -> None:
+    with cuda():
+        x = torch.ones(5, device=CUDA)
+        with pytest.raises(NotImplementedError, match="has no stream here"):
+            torch.ops._c10d_functional.wait_tensor(x)
+
+
+def test_waits_are_dropped_by_the_name_of_who_waits() -> None:
+    def waits() -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+    with cuda() as device:
+        event = torch.cuda.Stream().record_event()
+        with lost_waits("waits") as dropped:
+            waits()
+            torch.cuda.current_stream().wait_event(event)
+    assert [place.split(":")[0] for place in dropped] == ["test_device.py"]
+    assert [node.name for node in device._nodes] == ["event", "wait"]
