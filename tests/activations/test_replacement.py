@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import laconic
 from laconic.activations import ActivationPlan, Recompute, SavedTensorTracker, find_sites
+from laconic.activations.apply import _forwards
 from laconic.activations.forwards import SiteForward
 from laconic.activations.mixer import MixerForward
 from laconic.activations.replacement import ModelReplacement, Replacement, replacements_of
@@ -459,3 +460,81 @@ def test_every_other_way_to_other_weights_computes_with_those(way: str) -> None:
         strict=True,
     )
     assert all(relative_error(got, exact) < 0.05 for got, exact in pairs)
+
+
+class Noisy(nn.Module):
+    """A norm, linear layers, an activation and dropout, with a scale that may be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU()
+        self.drop, self.down = nn.Dropout(0.5), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.drop(self.act(self.up(self.norm(x)))))
+        return y
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy by `copy.copy` of a module and of all its children, with parameters of its own."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if p is None else nn.Parameter(p.detach() * 0.5) for name, p in module._parameters.items()
+    }
+    twin._modules = {name: None if child is None else shallow(child) for name, child in module._modules.items()}
+    return twin
+
+
+@pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
+@pytest.mark.parametrize("way", ["once", "twice", "pickled", "deep"])
+def test_a_shallow_copy_runs_in_its_own_mode_with_its_own_parameters(mode: Any, way: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Noisy(), torch.randn(16, 64)
+    model = copy.deepcopy(plain)
+    laconic.compress_activations(model, bits=8, mode=mode, example_inputs={"x": x})
+    twins = []
+    for each in (plain, model):
+        twin = shallow(each)
+        if way == "twice":
+            twin = shallow(twin)
+        elif way == "pickled":
+            twin = pickle.loads(pickle.dumps(twin))
+        elif way == "deep":
+            twin = copy.deepcopy(twin)
+        twins.append(twin)
+    for training in (True, False):
+        found = []
+        for twin, original in zip(twins, (plain, model), strict=True):
+            twin.train(training)
+            original.train(not training)
+            torch.manual_seed(1)
+            y = twin(x)
+            found.append((y, torch.autograd.grad(y.square().sum(), list(twin.parameters()))))
+        assert torch.equal(found[1][0], found[0][0])
+        assert all(relative_error(a, b) < 0.05 for a, b in zip(found[1][1], found[0][1], strict=True))
+    laconic.decompress_activations(twins[1])
+    assert not any(replacement for module in twins[1].modules() for replacement in replacements_of(module))
+    assert any(replacement for module in model.modules() for replacement in replacements_of(module))
+
+
+def test_a_shallow_copy_of_a_language_model_shares_its_layers() -> None:
+    model, ids = _compressed("llama"), make_ids()
+    twin = copy.copy(model)
+    assert [forward.module for forward in replacements_of(twin)] == [twin] * len(list(replacements_of(model)))
+    assert torch.equal(loss_of(twin, ids), loss_of(model, ids))
+    loss_of(twin, ids).backward()
+    assert gradients_of(model).keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_taking_forwards_out_of_a_copy_leaves_the_original_converted(family: str) -> None:
+    model, plain, ids = _compressed(family, bits=8), make_model(family), make_ids()
+    before = [(type(f), f.module) for f in _forwards(model)]
+    twin = shallow(model)
+    assert [type(f) for f in _forwards(twin)] == [kind for kind, _ in before]
+    laconic.decompress_activations(twin)
+    assert [(type(f), f.module) for f in _forwards(model)] == before
+    assert [set(vars(a)) for a in twin.modules()] == [set(vars(b)) for b in plain.modules()]
+    loss_of(model, ids).backward()
+    laconic.decompress_activations(model)
+    assert [set(vars(a)) for a in model.modules()] == [set(vars(b)) for b in plain.modules()]

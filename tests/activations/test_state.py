@@ -79,7 +79,7 @@ def everything(value: Any, depth: int = 6) -> Any:
     if isinstance(value, list | tuple | deque):
         return [everything(item, depth) for item in value]
     if isinstance(value, nn.Module | SimpleNamespace) and depth:
-        replaced = ("forward", "_replicate_for_data_parallel")
+        replaced = ("forward", "_replicate_for_data_parallel", "__reduce_ex__")
         return {key: everything(item, depth - 1) for key, item in vars(value).items() if key not in replaced}
     return value if isinstance(value, int | float | str | None) else str(type(value))
 

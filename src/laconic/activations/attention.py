@@ -35,6 +35,7 @@ from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative, is_transformed
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
+from laconic.activations.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.replay import Replay, forgetting, swapped_parameters
 from laconic.activations.rerun import graft, rebuilt
 from laconic.activations.sites import Site
@@ -53,7 +54,7 @@ def attention_core_of(module: nn.Module) -> AttentionCore | None:
     return core if isinstance(core, AttentionCore) else None
 
 
-class AttentionCore:
+class AttentionCore(OfModule):
     """Stands between an attention module and the code that computes its attention.
 
     Args:
@@ -70,11 +71,13 @@ class AttentionCore:
         self.format = format
         self._checked = False
         module.__dict__[_ATTRIBUTE] = self
+        follow_copies(module)
         _serve_attention_modules()
 
     def remove(self) -> None:
         """Restore the module's own attention."""
         del self.module.__dict__[_ATTRIBUTE]
+        forget_copies(self.module)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -17,7 +17,15 @@ from torch import nn
 
 from laconic.errors import ModelError
 
-__all__ = ["ModelReplacement", "Replacement", "check_module", "replacements_of"]
+__all__ = [
+    "ModelReplacement",
+    "OfModule",
+    "Replacement",
+    "check_module",
+    "follow_copies",
+    "forget_copies",
+    "replacements_of",
+]
 
 
 class Replacement:
@@ -82,6 +90,7 @@ class Replacement:
         self.module.forward = self.stored
         # torch's replicas share the dictionary of the module, and so a forward that computes with its parameters.
         self.module.__dict__[_REPLICATE] = _refuse_replicas
+        follow_copies(self.module)
 
     def remove(self) -> None:
         """Restore the module's forward."""
@@ -94,6 +103,7 @@ class Replacement:
     def _permit_replicas(self) -> None:
         if next(replacements_of(self.module), None) is None:
             self.module.__dict__.pop(_REPLICATE, None)
+        forget_copies(self.module)
 
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -106,6 +116,83 @@ def _refuse_replicas() -> nn.Module:
         "parameters of the first; use torch.nn.parallel.DistributedDataParallel, or call "
         "laconic.decompress_activations(model) first"
     )
+
+
+_REDUCE = "__reduce_ex__"
+"""The method by which objects are copied and pickled; `copy` and `pickle` ask the object for it, not its class.
+
+[Note: shallow copies] A copy by `copy.copy` shares what the module's dictionary holds, and so a forward that runs the
+module it was made for: the copy would compute in that one's mode, with that one's attributes. So a module with replaced
+forwards is restored by `_restore`, which sees whether they came along as they are, and then gives the copy its own.
+"""
+
+
+class OfModule:
+    """Base of objects that a module holds as an attribute and that hold the module."""
+
+    module: nn.Module
+
+    def of(self, module: nn.Module) -> OfModule:
+        """The same for a shallow copy of the module."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.module = module
+        return twin
+
+
+def follow_copies(module: nn.Module) -> None:
+    """Give copies of the module forwards, and objects of this kind, of their own."""
+    module.__dict__[_REDUCE] = MethodType(_reduce, module)
+
+
+def forget_copies(module: nn.Module) -> None:
+    """Copy the module as any other again, if nothing is left in it that holds it."""
+    if next(replacements_of(module), None) is None and not any(isinstance(x, OfModule) for x in vars(module).values()):
+        module.__dict__.pop(_REDUCE, None)
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """How a module with replaced forwards is copied and pickled (see [Note: shallow copies])."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced  # type: ignore[no-any-return]  # a class that makes its copies itself
+    make, args, state, *rest = reduced
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name != _REDUCE}
+    return _unrestored, (make, *args), state, *rest
+
+
+def _unrestored(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """A module without its state, which `_restore` is going to set."""
+    module = make(*args)
+    module.__dict__["__setstate__"] = MethodType(_restore, module)
+    return module
+
+
+def _restore(module: nn.Module, state: Any) -> None:
+    """Set the state of a copy, and give it forwards of its own where it has those of the module it is a copy of."""
+    del module.__dict__["__setstate__"]
+    module.__setstate__(state)
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        module.__dict__["forward"] = _bound_to(module, forward)
+    for name, value in list(vars(module).items()):
+        if isinstance(value, OfModule) and value.__dict__.get("module", module) is not module:
+            module.__dict__[name] = value.of(module)
+    follow_copies(module)
+
+
+def _bound_to(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A replaced forward, and those below it, for `module`; the same if they are already."""
+    owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
+    # One that is being unpickled has no state yet; it is of a deep copy, and so its module is this one.
+    if not isinstance(owner, Replacement) or owner.__dict__.get("module", module) is module:
+        return forward
+    twin = _blank(type(owner), owner._owner)
+    twin.__dict__.update(owner.__dict__)
+    twin.module = module
+    twin.replaced = None if owner.replaced is None else _bound_to(module, owner.replaced)
+    return twin.stored
 
 
 def _blank(cls: type[Replacement], owner: type[nn.Module]) -> Replacement:
