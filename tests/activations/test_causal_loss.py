@@ -158,8 +158,12 @@ def test_a_function_of_transformers_that_computes_something_else_is_not_replaced
     monkeypatch.setattr(
         "transformers.loss.loss_utils.ForCausalLMLoss", lambda *args, **kwargs: 2 * ForCausalLMLoss(*args, **kwargs)
     )
-    causal_loss._is_proved.cache_clear()
-    try:
-        assert not causal_loss.has_causal_loss(make_model("llama"))
-    finally:
-        causal_loss._is_proved.cache_clear()
+    assert not causal_loss.has_causal_loss(make_model("llama"))
+
+
+def test_hooks_around_see_the_log_probabilities() -> None:
+    logits, labels = numbers(torch.bfloat16)
+    expected = torch.autograd.grad(ForCausalLMLoss(logits, labels, vocab_size=VOCABULARY), logits)[0]
+    with torch.autograd.graph.save_on_cpu():
+        value = causal_loss.causal_loss(logits, labels, vocab_size=VOCABULARY)
+    assert torch.equal(torch.autograd.grad(value, logits)[0], expected)
