@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -155,7 +155,7 @@ def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """How a module with replaced forwards is copied and pickled (see [Note: shallow copies])."""
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     if not isinstance(reduced, tuple) or len(reduced) < 3:
-        return reduced  # type: ignore[no-any-return]  # a class that makes its copies itself
+        return cast(tuple[Any, ...], reduced)  # of a class that makes its copies itself
     make, args, state, *rest = reduced
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if name != _REDUCE}
