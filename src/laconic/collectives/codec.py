@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat, BlockTensor, lossless
-from laconic.ops import lossless_encode
-from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG
+from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
+from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG, DamagedMessage, Status
 
-__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "check_codec", "setting_of"]
+__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "check_codec", "is_unread", "setting_of"]
 
 
 class Codec(Protocol):
@@ -177,7 +177,8 @@ class Lossless:
     """"tiered", "window", "raw" (checked, but not shorter), or "auto": tiered."""
     capacity_bits: float | None = None
     """None: messages as long as they need to be. A number: all messages take so many bits per element and 72 bytes, so
-    that no length has to be known beforehand; values that do not fit are sent a second time, raw."""
+    that no length has to be known beforehand, and the host need not wait for the device where a call starts; values
+    that do not fit are sent a second time, raw."""
 
     def __post_init__(self) -> None:
         if self.code not in ("auto", "tiered", "window", "raw"):
@@ -259,6 +260,38 @@ class Lossless:
         if int(message[_DTYPE_OFFSET]) != DTYPE_NUMBERS[dtype]:
             raise FormatError(f"the message does not hold {dtype}, which is expected; it was damaged or is another's")
         lossless.decode_add(message, total)
+
+    # --- without reading: what the host learns later ---
+
+    def too_long(self, message: Tensor) -> Tensor:
+        """Whether a message that this rank has made does not hold its values, with a capacity: 0-d bool."""
+        return message[_CODE_OFFSET] == TOO_LONG
+
+    def decode_unread(self, message: Tensor, out: Tensor) -> Tensor:
+        """As `decode_into`, but what is wrong becomes a number for `status_fits`: 0-d int32 on the device."""
+        return lossless_decode_(out.view(_known(out.dtype)), message)
+
+    def add_unread(self, message: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `decode_add`, but what is wrong becomes a number for `status_fits`: 0-d int32 on the device."""
+        is_other = message[_DTYPE_OFFSET] != DTYPE_NUMBERS[dtype]
+        status = lossless_decode_add_(total, message)
+        return torch.where((status == Status.SOUND) & is_other, int(Status.MISMATCH), status)
+
+    @staticmethod
+    def status_fits(status: int) -> bool:
+        """Whether a message that was decoded held its values; if not, `fallback` takes its place.
+
+        Raises:
+            FormatError: the message is damaged, or not the one that was expected.
+        """
+        if status not in (Status.SOUND, Status.TOO_LONG):
+            raise DamagedMessage(status)
+        return status == Status.SOUND
+
+
+def is_unread(codec: Codec) -> TypeGuard[Lossless]:
+    """Whether messages can be sent and decoded without a number that the host reads from the device."""
+    return isinstance(codec, Lossless) and codec.capacity_bits is not None
 
 
 def _known(dtype: torch.dtype) -> torch.dtype:

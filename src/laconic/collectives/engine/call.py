@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ from laconic.collectives.policy.selector import choose, learn, needs_sync, note,
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Groups, Work, done, run_here, run_in_background
 from laconic.collectives.runtime.failure_diagnosis import is_own
+from laconic.collectives.runtime.late_checks import leave, settle
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice
 from laconic.errors import CollectiveError
 
@@ -106,7 +107,7 @@ class Call:
             if on_two is not None and len(groups) == 2:
                 on_two(self.on(groups[0], 0, Raw()), self.on(groups[1], 1))
             else:
-                on_one(self.on(groups[0]))
+                on_one(replace(self.on(groups[0]), is_all=True))
             return result
 
         return run_in_background(job, self.groups, self.device) if async_op else done(run_here(job, self.groups))
@@ -126,6 +127,8 @@ class Exchange:
     """As the caller asked for it."""
     dtype: torch.dtype
     device: torch.device
+    is_all: bool = False
+    """Whether the call computes nothing with what this exchange gives, so that it can be checked after the call."""
 
     @property
     def group_rank(self) -> int:
@@ -164,12 +167,13 @@ class Exchange:
             return all_gather_chunk(wire, route.codec, mine[part], [row[part] for row in rows])
 
         raw = partial(uncoded.all_gather, rows, mine, self.group)
-        self._run(chunk, mine.numel(), raw, numel=mine.numel())
+        self._run(chunk, mine.numel(), raw, checks_late=self.is_all, numel=mine.numel())
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """received[r] of received [W, n] becomes what rank r has in its sent[group_rank]."""
         raw = partial(uncoded.all_to_all, received, sent, self.group)
-        self._run(_all_to_all_of(received, sent), sent.shape[1], raw, asked=sent.numel(), numel=sent.shape[1])
+        numel = sent.shape[1]
+        self._run(_all_to_all_of(received, sent), numel, raw, asked=sent.numel(), checks_late=self.is_all, numel=numel)
 
     def all_to_all_uneven(
         self,
@@ -203,7 +207,7 @@ class Exchange:
             most, longest = max(map(sum, table)), max(map(max, table))
             if self._needs_sync(most):
                 sync(wire)
-            self._run_chunks(chunk, longest, wire, self._find_route(most))
+            self._run_chunks(chunk, longest, wire, self._find_route(most), checks_late=self.is_all)
         elif isinstance(self.codec, Raw):
             # Bytes as they are, and nothing else: every two ranks know what travels between them.
             try:
@@ -218,7 +222,10 @@ class Exchange:
             audit.record(self.function, self.dtype, nbytes, nbytes, RAW, "asked for", 0.0)
         else:
             most, longest = max(map(sum, table)), max(map(max, table))
-            self._run(chunk, longest, raw, asked=most, nbytes=nbytes, split_sizes=splits, splits=longest)
+            late = self.is_all
+            self._run(
+                chunk, longest, raw, asked=most, nbytes=nbytes, split_sizes=splits, checks_late=late, splits=longest
+            )
 
     def broadcast(self, x: Tensor, src: int) -> None:
         """`x` [n] of group rank `src` replaces that of the others."""
@@ -279,7 +286,8 @@ class Exchange:
             return function(wire, route.codec, [row[part] for row in rows], mine[part], factor)
 
         raw = partial(uncoded.reduce_scatter, mine, rows.view(-1), self.group, "sum" if factor == 1 else "avg")
-        self._run(chunk, mine.numel(), raw, asked=rows.numel(), numel=rows.numel(), factor=repr(factor))
+        numel, late = rows.numel(), self.is_all
+        self._run(chunk, mine.numel(), raw, asked=numel, checks_late=late, numel=numel, factor=repr(factor))
 
     def all_reduce(self, x: Tensor, factor: float) -> None:
         """`x` [n] becomes the sum over ranks, times `factor`."""
@@ -323,6 +331,7 @@ class Exchange:
         is_end: bool = False,
         nbytes: int | None = None,
         split_sizes: Splits | None = None,
+        checks_late: bool = False,
         **settings: int | str,
     ) -> bool:
         """Carry a call out in chunks, or raw if that is predicted to be faster.
@@ -336,6 +345,7 @@ class Exchange:
             asked: elements for which the cost model is asked; None: `longest`.
             num_parts: messages per slice.
             is_end, nbytes: arguments of `sent_by_one`, or its result.
+            checks_late: see `_run_chunks`.
             split_sizes, settings: compared by the ranks.
 
         Returns:
@@ -351,7 +361,7 @@ class Exchange:
                 nbytes = sent_by_one(self.function, asked * self.dtype.itemsize, self.world, is_end)
             self._run_raw(raw, asked, nbytes, route.choice)
             return False
-        self._run_chunks(chunk, longest, wire or self._wire(settings, split_sizes), route, num_parts)
+        self._run_chunks(chunk, longest, wire or self._wire(settings, split_sizes), route, num_parts, checks_late)
         return True
 
     def _needs_sync(self, numel: int) -> bool:
@@ -361,14 +371,29 @@ class Exchange:
     def _find_route(self, numel: int) -> Route:
         return find_route(self.codec, self.function, numel, self.dtype, self.group, self.device)
 
-    def _run_chunks(self, chunk: _Chunk, longest: int, wire: Wire, route: Route, num_parts: int = 1) -> None:
+    def _run_chunks(
+        self,
+        chunk: _Chunk,
+        longest: int,
+        wire: Wire,
+        route: Route,
+        num_parts: int = 1,
+        checks_late: bool = False,
+    ) -> None:
+        """Carry a call out in chunks; with `checks_late` what the host has to look at is left on the group."""
         step = route.step(-(-longest // num_parts), self.dtype) * num_parts
+        wire.is_checked_late = checks_late
         overlap(chunk(wire, route, part) for part in slices(longest, step))
-        finish(wire, self.function, route)
+        check = wire.late_check(partial(finish, wire, self.function, route))
+        if check is None:
+            finish(wire, self.function, route)
+        else:
+            leave(self.group, check)
 
     def _run_raw(
         self, raw: Callable[[], torch_compat.Started], numel: int, nbytes: int, choice: AlgorithmChoice
     ) -> None:
+        settle(self.group)  # what an earlier call has to send again comes before this one, on every rank
         began = time.perf_counter()
         try:
             raw().wait()

@@ -7,12 +7,12 @@ the wire the next is encoded and the one before is decoded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from laconic.collectives.codec import Codec
+from laconic.collectives.codec import Codec, Lossless
 from laconic.collectives.engine.transport import Incoming, InFlightMessages, Outgoing, Wire
 
 __all__ = [
@@ -52,6 +52,9 @@ def move_chunk(
     wire: Wire, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[tuple[int, Tensor]]
 ) -> Iterator[None]:
     """Values to and from other ranks: `incoming` names group ranks and where their values go."""
+    if wire.reads_late(codec):
+        yield from _move_unread(wire, codec, outgoing, incoming)
+        return
     messages = wire.start(codec, outgoing, [Incoming(peer, out.numel(), out) for peer, out in incoming])
     yield
     wire.agree()
@@ -61,11 +64,30 @@ def move_chunk(
     messages.wait_sent()
 
 
+def _move_unread(
+    wire: Wire, codec: Lossless, outgoing: Sequence[Outgoing], incoming: Sequence[tuple[int, Tensor]]
+) -> Iterator[None]:
+    """`move_chunk` without reading what has arrived: what did not fit is decoded at the end of the call."""
+    outs = {peer: out for peer, out in incoming if out.numel()}
+    messages = wire.start_unread(codec, outgoing, [Incoming(peer, out.numel(), out) for peer, out in incoming])
+    yield
+
+    def decode_again(taken: Mapping[int, tuple[Codec, Tensor]]) -> None:
+        for peer, (used, message) in taken.items():
+            wire.decode_into(peer, used, message, outs[peer])
+
+    statuses = {peer: wire.decode_unread(codec, messages.take(peer)[1], out) for peer, out in outs.items()}
+    messages.check(statuses, decode_again)
+    messages.wait_sent()
+
+
 def all_to_all_chunk(
     wire: Wire, codec: Codec, received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor
 ) -> Iterator[None]:
     """sent[r] goes to rank r, received[r] comes from it; one's own is copied."""
     me, others = _others(wire)
+    if wire.reads_late(codec) and _share_memory(received[me], sent[me]):
+        sent = [x.clone() for x in sent]  # they may be sent again after something was received
     outgoing = [Outgoing((peer,), sent[peer]) for peer in others[::-1]]
     yield from move_chunk(wire, codec, outgoing, [(peer, received[peer]) for peer in others])
     received[me].copy_(sent[me])
@@ -129,6 +151,9 @@ def reduce_scatter_chunk(
     wire: Wire, codec: Codec, rows: Sequence[Tensor], out: Tensor, factor: float
 ) -> Iterator[None]:
     """Row r of every rank is summed on rank r, into `out`."""
+    if wire.reads_late(codec):
+        yield from _reduce_scatter_unread(wire, codec, rows, out, factor)
+        return
     out.copy_((yield from _sum_of_rows(wire, codec, rows, factor)))
 
 
@@ -160,14 +185,55 @@ def _sum_of_rows(
     messages = wire.start(codec, outgoing, [Incoming(peer, mine.numel()) for peer in others])
     yield
     wire.agree()
+    total = _sum_in_order(wire, mine, factor, lambda peer, total: wire.decode_add(peer, *messages.take(peer), total))
+    messages.wait_sent()
+    return total
+
+
+def _sum_in_order(wire: Wire, mine: Tensor, factor: float, add_of: Callable[[int, Tensor], object]) -> Tensor:
+    """fp32 sum over ranks, in their order, of `mine` and of what `add_of` adds for each other rank, times `factor`."""
+    me = wire.group.rank()
     total = torch.full((mine.numel(),), -0.0, device=mine.device)  # x + -0.0 is x, for 0.0 and -0.0 too
     for rank in range(wire.group.size() if mine.numel() else 0):
         if rank == me:
             total.add_(mine)
         else:
-            wire.decode_add(rank, *messages.take(rank), total)
-    messages.wait_sent()
+            add_of(rank, total)
     return total.mul_(factor) if factor != 1 else total
+
+
+def _reduce_scatter_unread(
+    wire: Wire, codec: Lossless, rows: Sequence[Tensor], out: Tensor, factor: float
+) -> Iterator[None]:
+    """`reduce_scatter_chunk` without reading what has arrived: if something did not fit, all is summed once more."""
+    me, others = _others(wire)
+    # Summed again it is from the values, which `out` may share the memory of.
+    mine = rows[me].clone() if _share_memory(rows[me], out) else rows[me]
+    outgoing = [Outgoing((peer,), rows[peer]) for peer in others[::-1]]
+    messages = wire.start_unread(codec, outgoing, [Incoming(peer, mine.numel()) for peer in others])
+    yield
+    taken: dict[int, tuple[Codec, Tensor]] = {}
+    statuses: dict[int, Tensor] = {}
+
+    def add_unread(peer: int, total: Tensor) -> None:
+        taken[peer] = messages.take(peer)
+        statuses[peer] = wire.add_unread(codec, taken[peer][1], total)
+
+    def add_again(peer: int, total: Tensor) -> None:
+        wire.decode_add(peer, *taken[peer], total)
+
+    def sum_again(instead: Mapping[int, tuple[Codec, Tensor]]) -> None:
+        taken.update(instead)
+        if instead:
+            out.copy_(_sum_in_order(wire, mine, factor, add_again))
+
+    out.copy_(_sum_in_order(wire, mine, factor, add_unread))
+    messages.check(statuses, sum_again)
+    messages.wait_sent()
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 # --- sums around a ring ---

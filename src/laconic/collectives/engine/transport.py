@@ -14,34 +14,36 @@ they would wait for the group's timeout. So behind each longer message follows i
 own, for which the receiver waits first. gloo keeps the order between two ranks.
 
 A message that did not fit the capacity of its codec is marked in its header, and the same values follow at once in the
-codec's fallback: the sender knows it from the message that it made, the receiver from the one that it got.
+codec's fallback: the sender knows it from the message that it made, the receiver from the one that it got. Through
+NCCL they follow behind the whole call, which need not wait for the device to know it (runtime/late_checks.py).
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.collectives.codec import Codec, Raw, bytes_of
+from laconic.collectives.codec import Codec, Lossless, Raw, bytes_of, is_unread
 from laconic.collectives.engine import announcement_watch
 from laconic.collectives.engine.device_handshake import DeviceHandshake, all_wait, remember
 from laconic.collectives.engine.handshake import GROUP_ENDED, MAX_INSIDE_NBYTES, Announcement, Handshake, Peers
 from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_failures import fail, raise_if_failed
+from laconic.collectives.runtime.late_checks import LateCheck, settle
 from laconic.errors import CollectiveError, ConfigError, FormatError
 
-__all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "Wire", "has_tags"]
+__all__ = ["WIRE_VERSION", "InFlightMessages", "Incoming", "Outgoing", "UnreadMessages", "Wire", "has_tags"]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Changes with anything here that ranks of different releases would understand differently."""
 
 _MESSAGE_TAG = 1 << 30
@@ -114,6 +116,8 @@ class Wire:
         """Those of the values' messages."""
         self.coding_seconds = 0.0
         """Spent in encoding and decoding so far; on CUDA in starting it."""
+        self.is_checked_late = False
+        """Whether the caller makes `late_check`."""
         self._num_started = 0
         kind = None if peers.sends is None else (peers.sends, *peers.group_ranks)
         calls = _num_calls.setdefault(group, {})
@@ -124,6 +128,9 @@ class Wire:
         """What all ranks have announced, by group rank, once it was read."""
         self._has_notes = bool(announcement.note)
         self._early: list[InFlightMessages] = []
+        self._unread: list[UnreadMessages] = []
+        if not has_tags(device):
+            settle(group)  # what an earlier call has to send again comes before this call, on every rank
         if has_tags(device):
             self._handshake = Handshake(group, peers, announcement, self.send, self.attribute)
         elif kind is None:
@@ -219,6 +226,41 @@ class Wire:
             self._early.append(messages)
         return messages
 
+    def reads_late(self, codec: Codec) -> TypeGuard[Lossless]:
+        """Whether messages go through `start_unread`."""
+        return self.is_checked_late and not has_tags(self.device) and is_unread(codec)
+
+    def start_unread(
+        self, codec: Lossless, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    ) -> UnreadMessages:
+        """As `start`, through a backend without tags and of codecs that allow it, without reading what has arrived.
+
+        The caller decodes with `decode_unread` and `add_unread`, tells `UnreadMessages.check` what they return, and
+        leaves `late_check` to be made before the values are used.
+        """
+        sends = [out for out in outgoing if out.values.numel()]
+        messages = UnreadMessages(self, codec, sends, [entry for entry in incoming if entry.numel])
+        self._unread.append(messages)
+        return messages
+
+    def late_check(self, finish: Callable[[], None]) -> LateCheck | None:
+        """What the host has to look at in the unread messages of the call, and then `finish`; None without any."""
+        unread, self._unread = self._unread, []
+        found = [number for messages in unread for number in messages.found]
+        if not found:
+            return None
+
+        def check(numbers: list[int]) -> bool:
+            raise_if_failed(self.group)  # what an aborted group has copied means nothing
+            has_repeated = False
+            for messages in unread:
+                ours, numbers = numbers[: len(messages.found)], numbers[len(messages.found) :]
+                has_repeated |= messages.repeat(ours)
+            finish()
+            return has_repeated
+
+        return LateCheck(found, check, self.device)
+
     def encode(self, codec: Codec, x: Tensor) -> Tensor:
         """The message of `x`."""
         started = time.perf_counter()
@@ -241,6 +283,20 @@ class Wire:
         with self.message_of(peer):
             codec.decode_add(message, total, self.dtype)
         self.coding_seconds += time.perf_counter() - started
+
+    def decode_unread(self, codec: Lossless, message: Tensor, out: Tensor) -> Tensor:
+        """As `decode_into`; returns the status, which is on the device."""
+        started = time.perf_counter()
+        status = codec.decode_unread(message, out)
+        self.coding_seconds += time.perf_counter() - started
+        return status
+
+    def add_unread(self, codec: Lossless, message: Tensor, total: Tensor) -> Tensor:
+        """As `decode_add`; returns the status, which is on the device."""
+        started = time.perf_counter()
+        status = codec.add_unread(message, total, self.dtype)
+        self.coding_seconds += time.perf_counter() - started
+        return status
 
     def send(self, peer: int, message: Tensor, tag: int) -> dist.Work:
         """Start sending."""
@@ -423,14 +479,11 @@ class _BatchedMessages(InFlightMessages):
     Where lengths depend on the values, or a message may not fit, the host waits for the device once or twice.
     """
 
+    _works: list[dist.Work]
+    _taken: dict[int, tuple[Codec, Tensor]]
+
     def __init__(self, wire: Wire, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
-        self._wire, self._codec = wire, codec
-        wire.raw_nbytes += sum(out.values.nbytes * len(out.peers) for out in outgoing)
-        messages = [wire.encode(codec, out.values) if out.message is None else out.message for out in outgoing]
-        # No message leaves before this rank knows its settings. Where it waits for lengths anyway, it waits for all.
-        numels = [*(out.values.numel() for out in outgoing), *(entry.numel for entry in incoming)]
-        wire.agree(must_wait=any(codec.capacity_nbytes(numel, wire.dtype) is None for numel in numels))
-        self._works, self._taken = self._exchange(codec, outgoing, messages, incoming)
+        messages = self._begin(wire, codec, outgoing, incoming)
         if codec.fallback == codec:
             return
         self.wait_sent()
@@ -440,6 +493,19 @@ class _BatchedMessages(InFlightMessages):
             repeated = [wire.encode(codec.fallback, out.values) for out in again]
             self._works, taken = self._exchange(codec.fallback, again, repeated, cut_off)
             self._taken |= taken
+
+    def _begin(
+        self, wire: Wire, codec: Codec, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    ) -> list[Tensor]:
+        """Start the exchange and return the messages that leave."""
+        self._wire, self._codec = wire, codec
+        wire.raw_nbytes += sum(out.values.nbytes * len(out.peers) for out in outgoing)
+        messages = [wire.encode(codec, out.values) if out.message is None else out.message for out in outgoing]
+        # No message leaves before this rank knows its settings. Where it waits for lengths anyway, it waits for all.
+        numels = [*(out.values.numel() for out in outgoing), *(entry.numel for entry in incoming)]
+        wire.agree(must_wait=any(codec.capacity_nbytes(numel, wire.dtype) is None for numel in numels))
+        self._works, self._taken = self._exchange(codec, outgoing, messages, incoming)
+        return messages
 
     def _exchange(
         self, codec: Codec, outgoing: Sequence[Outgoing], messages: Sequence[Tensor], incoming: Sequence[Incoming]
@@ -481,6 +547,61 @@ class _BatchedMessages(InFlightMessages):
     def wait_sent(self) -> None:
         works, self._works = self._works, []
         self._wire.wait_all(works)  # the stream waits
+
+
+class UnreadMessages(_BatchedMessages):
+    """The same where the host finds out at the end of the call what did not fit.
+
+    Attributes:
+        found: 0-d tensors on the device: of each message sent whether it is too long, of each received its status.
+    """
+
+    def __init__(self, wire: Wire, codec: Lossless, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
+        self._lossless, self._outgoing, self._incoming = codec, outgoing, incoming
+        self.found = [codec.too_long(message) for message in self._begin(wire, codec, outgoing, incoming)]
+        self._peers: list[int] = []
+        self._again: Callable[[Mapping[int, tuple[Codec, Tensor]]], None] = lambda _: None
+
+    def check(
+        self, statuses: Mapping[int, Tensor], again: Callable[[Mapping[int, tuple[Codec, Tensor]]], None]
+    ) -> None:
+        """Have the messages from some ranks checked at the end of the call.
+
+        Args:
+            statuses: by rank of the group, of its message.
+            again: decodes, if messages were too long, those that take their places, with their codecs, by rank.
+        """
+        self._peers, self._again = [*statuses], again
+        self.found += statuses.values()
+
+    def repeat(self, found: Sequence[int]) -> bool:
+        """Send and receive again what did not fit, by the numbers of `found`; returns whether there was any.
+
+        Raises:
+            FormatError: a message is damaged; it names its rank.
+        """
+        wire, num_sent = self._wire, len(self._outgoing)
+        sends = [out for out, is_long in zip(self._outgoing, found[:num_sent], strict=True) if is_long]
+        # All of them before an error is raised: the other ranks wait for theirs.
+        fits: dict[int, bool] = {}
+        damaged: list[tuple[int, FormatError]] = []
+        for peer, status in zip(self._peers, found[num_sent:], strict=True):
+            try:
+                fits[peer] = self._lossless.status_fits(status)
+            except FormatError as error:
+                damaged.append((peer, error))
+        cut_off = [entry for entry in self._incoming if not fits.get(entry.peer, True)]
+        if sends or cut_off:
+            fallback = self._lossless.fallback
+            messages = [wire.encode(fallback, out.values) for out in sends]
+            self._works, taken = self._exchange(fallback, sends, messages, cut_off)
+            self.wait_sent()
+            if not damaged:
+                self._again(taken)
+        for peer, cause in damaged:
+            with wire.message_of(peer):
+                raise cause
+        return bool(sends or cut_off)
 
 
 def _buffer(codec: Codec, numel: int, out: Tensor | None, wire: Wire) -> Tensor:

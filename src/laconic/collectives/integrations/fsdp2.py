@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import api
-from laconic.collectives.codec import Codec
+from laconic.collectives.codec import Codec, is_unread
 from laconic.collectives.runtime.background import BackgroundWork
 from laconic.errors import ConfigError
 
@@ -46,7 +46,9 @@ class ZipAllGather(AllGather):
 
     The call does not wait. On CPU tensors the message is sent in the background, and FSDP2 waits when it needs the
     parameters, so a unit that was prefetched is on its way while the layer before it computes; torch's own all-gather
-    on CPUs is waited for where it starts. On CUDA tensors everything is started on the stream that FSDP2 has for it.
+    on CPUs is waited for where it starts. On CUDA tensors everything is started on the stream that FSDP2 has for it;
+    with `Lossless(capacity_bits=...)` on that of the background executor, and the host waits for the gather where FSDP2
+    needs the parameters, not here.
 
     Args:
         codec: as in `api.all_gather`.
@@ -63,7 +65,8 @@ class ZipAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather input_tensor [n] of each of the W ranks into output_tensor [W * n], of which it may be a part."""
-        if input_tensor.device.type == "cuda" and not async_op:
+        is_late = not isinstance(self.codec, str) and is_unread(self.codec)
+        if input_tensor.device.type == "cuda" and not async_op and not is_late:
             api.all_gather(output_tensor, input_tensor, group, codec=self.codec)
             return None
         return BackgroundWork(

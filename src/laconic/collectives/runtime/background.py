@@ -34,6 +34,7 @@ from laconic.collectives.runtime.callbacks import CallbackFuture, CallbackQueue,
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.collectives.runtime.failure_diagnosis import broke_off
 from laconic.collectives.runtime.group_failures import raise_if_failed
+from laconic.collectives.runtime.late_checks import LateCheck, left_on, settle
 from laconic.collectives.runtime.torch_compat import in_background
 
 __all__ = [
@@ -85,7 +86,13 @@ class Work(ABC, Generic[T]):
 def run_here(job: Job[T], groups: Groups) -> T:
     """Run a job in the calling thread, on the current stream, on the caller's own groups."""
     with torch.no_grad():
-        return job(groups)
+        return _run_and_check(job, groups)
+
+
+def _run_and_check(job: Job[T], groups: Groups) -> T:
+    result = job(groups)
+    settle(*groups)
+    return result
 
 
 def done(result: T) -> Work[T]:
@@ -272,7 +279,7 @@ def _serve(items: SimpleQueue[_Item | None], copiers: list[Callable[[], dist.Pro
             try:
                 if failure is not None:
                     raise failure
-                work.result.set_result(job(groups))
+                work.result.set_result(_run_and_check(job, groups))
             except BaseException as error:
                 work.result.set_exception(error)
             del item, job, work  # and with them the tensors that the job closes over
@@ -416,24 +423,63 @@ class _StreamWork(Work[T]):
         self, executor: _StreamExecutor, result: torch.futures.Future[T], ready: Ready, held: _Held, groups: Groups
     ) -> None:
         self._executor, self._result, self._ready, self._held, self._groups = executor, result, ready, held, groups
+        self.checks: Sequence[LateCheck] = ()
+        """What the host has to look at before the result is used."""
 
     def wait(self) -> T:
         for group in self._groups:
             raise_if_failed(group)
+        self.settle()
         self._ready.wait()
         self._held.release()
         return self._result.wait()  # which records the tensors of the result on the current stream
 
+    def settle(self) -> None:
+        """Make the host's checks: the result is what it should be for all that is issued afterwards."""
+        for check in self.checks:
+            check.settle()
+        self.checks = ()
+
     def is_completed(self) -> bool:
-        return self._result.done()
+        return self._result.done() and all(check.is_over for check in self.checks)
 
     def get_future(self) -> torch.futures.Future[T]:
+        self.settle()
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self._result.value())):
             self._ready.synchronize()  # such a future lets nobody wait for the stream
         return self._result
 
     def map(self, change: Callable[[T], S]) -> Work[S]:
+        return _LateWork(lambda: self._map(change), self.is_completed) if self.checks else self._map(change)
+
+    def _map(self, change: Callable[[T], S]) -> Work[S]:
+        self.settle()
         return self._executor.map(self._result, self._held, self._groups, change)
+
+
+class _LateWork(Work[T]):
+    """What becomes of a result that the host has to look at first; it is started when somebody waits."""
+
+    def __init__(self, start: Callable[[], Work[T]], is_over: Callable[[], bool]) -> None:
+        self._start, self._is_over = start, is_over
+        self._started: Work[T] | None = None
+
+    def wait(self) -> T:
+        return self._now().wait()
+
+    def is_completed(self) -> bool:
+        return self._is_over() if self._started is None else self._started.is_completed()
+
+    def get_future(self) -> torch.futures.Future[T]:
+        return self._now().get_future()
+
+    def map(self, change: Callable[[T], S]) -> Work[S]:
+        return _LateWork(lambda: self._now().map(change), self.is_completed)
+
+    def _now(self) -> Work[T]:
+        if self._started is None:
+            self._started = self._start()
+        return self._started
 
 
 class _Held:
@@ -468,12 +514,14 @@ class _StreamExecutor:
         self._in_flight: deque[tuple[Ready, _Held]] = deque()
 
     def submit(self, job: Job[T], groups: Groups) -> Work[T]:
-        return self._run(lambda: job(groups), _Held(job, self._device), groups)
+        work = self._run(lambda: job(groups), _Held(job, self._device), groups)
+        work.checks = left_on(*groups)
+        return work
 
     def map(self, result: torch.futures.Future[T], before: _Held, groups: Groups, change: Callable[[T], S]) -> Work[S]:
         return self._run(lambda: change(result.value()), _Held(change, self._device, before), groups)
 
-    def _run(self, action: Callable[[], T], held: _Held, groups: Groups) -> Work[T]:
+    def _run(self, action: Callable[[], T], held: _Held, groups: Groups) -> _StreamWork[T]:
         """Issue `action` behind all that the current stream has been given so far."""
         while self._in_flight and self._in_flight[0][0].is_over:
             self._in_flight.popleft()[1].release(done=True)
