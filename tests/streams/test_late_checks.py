@@ -19,7 +19,7 @@ from laconic.errors import FormatError
 from tests.streams.cuda import CUDA, cuda
 from tests.streams.device import Device, Node
 from tests.streams.echo import echo
-from tests.streams.test_fsdp2 import Unit
+from tests.streams.fsdp2_unit import Unit
 
 ROOMY, TIGHT = Lossless(capacity_bits=14.0), Lossless(capacity_bits=4.0)
 """For normal numbers in bfloat16: with place for them, and without."""
