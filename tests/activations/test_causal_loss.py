@@ -70,10 +70,9 @@ def test_labels_out_of_range_are_refused() -> None:
         causal_loss.causal_loss(logits, labels, vocab_size=VOCABULARY)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_converted_model_has_the_same_loss_and_a_lower_peak(dtype: torch.dtype) -> None:
-    model = make_model("llama", vocab_size=20000).to(dtype)
-    ids = make_ids(2, 128)
+def test_a_converted_model_has_the_same_loss_and_a_lower_peak() -> None:
+    model = make_model("llama", vocab_size=10000).bfloat16()
+    ids = make_ids(2, 96)
 
     def peak(model: torch.nn.Module) -> tuple[Tensor, int]:
         losses = []
@@ -91,7 +90,7 @@ def test_a_converted_model_has_the_same_loss_and_a_lower_peak(dtype: torch.dtype
     (expected, before), (got, after) = peak(model), peak(twin)
     assert torch.equal(got, expected)
     # At the peak there were three tensors of fp32 logits, and are the log-probabilities and what has the model's dtype.
-    fp32 = 4 * ids.numel() * 20000
+    fp32 = 4 * ids.numel() * 10000
     assert before - after > 0.7 * fp32
 
 
