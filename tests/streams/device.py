@@ -14,9 +14,11 @@
   passed to `record_stream`. It is overwritten then.
 - What only the program's own order can do, such as a message to another process, is repeated from what it left behind
   (`external`), where it finds the bits that it found.
+- Memory that is allocated without values may be written to by whoever had it before until its stream comes there: it is
+  filled once more at that place.
 
-So a stream that does not wait reads NaN, and so does one that reads memory which was given away. What is not modelled:
-memory is never handed out again, and kernels are atomic.
+So a stream that does not wait reads NaN, and so does one that reads memory which was given away, or writes to memory
+that its own stream has not got yet. What is not modelled: no memory is handed out twice, and kernels are atomic.
 """
 
 from __future__ import annotations
@@ -192,11 +194,19 @@ class Device(TorchDispatchMode):
             storage.fill_(0xFF)
             self._copies.append(memory.copy.fill_(0xFF))
             self._reuse()
+            self._receive(storage)
 
     def allocate_empty(self, x: Tensor, pinned: bool = False) -> Tensor:
         """The same without values."""
         x.untyped_storage().fill_(0xFF)
-        return self.allocate(x, pinned)
+        self.allocate(x, pinned)
+        if not pinned:
+            self._receive(x.untyped_storage())
+        return x
+
+    def _receive(self, storage: torch.UntypedStorage) -> None:
+        """Until the current stream comes here, whoever had this memory before may write to it."""
+        self._issue("allocated", self.current, partial(_fill, self._memories[storage._cdata].copy))
 
     def upload(self, x: Tensor) -> Tensor:
         """Make fresh CPU tensor `x` one of the device, with its values written on the current stream."""
@@ -266,6 +276,8 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)  # shapes only: how DTensor finds out what an operation gives
         if any(one is not Tensor and one is not Parameter for one in types):
             return NotImplemented  # a wrapper, whose parts come here
+        if func.is_view and not self._before_use:
+            return func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         memories = [memory for x in given if (memory := self.memory_of(x)) is not None]
         if not memories:
@@ -409,7 +421,7 @@ class Device(TorchDispatchMode):
         assert error[0] is not None or not self._before_use, "something that was to be waited for has not been used"
         super().__exit__(*error)
 
-    def check(self, orders: int = 200, seed: int = 0) -> None:
+    def check(self, orders: int = 150, seed: int = 0) -> None:
         """Run the recorded work in `orders` orders that its events allow.
 
         Raises:
@@ -466,16 +478,20 @@ class Device(TorchDispatchMode):
         eagerness: dict[Queue, float] = {}
         heads = {node.queue: node for node, number in missing.items() if not number}  # of each queue one at most
         free: deque[Node] = deque()
+        queue: Queue | None = None
         while heads or free:
             if free and (not heads or chance.random() < frees_at_once):
                 node = free.popleft()
             elif len(heads) == 1:
-                _, node = heads.popitem()
+                queue, node = heads.popitem()
+            elif queue in heads and chance.random() < 0.5:
+                node = heads.pop(queue)  # a stream that has begun often goes on
             else:
                 if chance.random() < 0.02:
                     eagerness.clear()
-                for queue in heads:
-                    eagerness.setdefault(queue, 10.0 ** chance.uniform(-3.0, 3.0))
+                for one in heads:
+                    if one not in eagerness:
+                        eagerness[one] = 10.0 ** chance.uniform(-3.0, 3.0)
                 (queue,) = chance.choices([*heads], [eagerness[queue] for queue in heads])
                 node = heads.pop(queue)
             assert node.run is not None

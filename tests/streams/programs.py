@@ -112,13 +112,30 @@ def accumulated(device: torch.device, group: dist.ProcessGroup, rank: int) -> li
     return results(model)
 
 
+def gathered_asynchronously(device: torch.device, group: dist.ProcessGroup, rank: int) -> list[Tensor]:
+    """FSDP2 gathers on the current stream, and what it calls gives it a work to wait for."""
+    model: Any = sharded(device, group)
+    zip_collectives(model, codec=Raw())
+    for unit in (model[0], model[2], model):
+        unit._set_unshard_async_op(True)
+    return trained(model, device, rank)
+
+
 def reduced_in_slots(device: torch.device, group: dist.ProcessGroup, rank: int) -> list[Tensor]:
     """The link's stream reduces half of a unit while backward goes on, and the rest at the end."""
-    model = sharded(device, group)
+    return trained_in_slots(sharded(device, group), 0.5, device, rank)
+
+
+def reduced_in_whole_slots(device: torch.device, group: dist.ProcessGroup, rank: int) -> list[Tensor]:
+    """Whole units: nothing but `DenseGradients` holds their buffers until the end."""
+    return trained_in_slots(sharded(device, group), 2.0, device, rank)
+
+
+def trained_in_slots(model: nn.Sequential, num_units: float, device: torch.device, rank: int) -> list[Tensor]:
     quantize_reduction(model, min_nbytes=0)
     zip_collectives(model, codec=Raw())
-    half = sum(parameter.nbytes for parameter in model[2].parameters()) / 2
-    slots = ReductionSlot("layer", 2, 0.0, 0.0, 0.0), ReductionSlot("behind", None, half, 0.0, 0.0)
+    nbytes = num_units * sum(parameter.nbytes for parameter in model[2].parameters())
+    slots = ReductionSlot("layer", 2, 0.0, 0.0, 0.0), ReductionSlot("behind", None, nbytes, 0.0, 0.0)
     gradients = DenseGradients([], None, GradientPlan(slots, 0.0, 0.0, ()))
     assert reduce_in_slots(model, gradients) == 3
 
@@ -139,7 +156,9 @@ FSDP2: list[Program] = [
     native,
     averaged_by_a_hook,
     accumulated,
+    gathered_asynchronously,
     reduced_in_slots,
+    reduced_in_whole_slots,
 ]
 
 # --- DDP ---

@@ -235,6 +235,25 @@ def test_memory_that_is_allocated_again_by_resizing(waits: bool) -> None:
             device.check()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_fresh_memory_that_another_stream_writes_to(waits: bool) -> None:
+    """Its stream may not be done with what it used the memory for before."""
+    with cuda() as device:
+        x = torch.empty(5, device=CUDA)
+        side = torch.cuda.Stream()
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.fill_(1.0)
+        torch.cuda.current_stream().wait_stream(side)
+        assert (x * 2).sum().item() == 10.0
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(RaceError, match=r"aten\."):
+            device.check()
+
+
 def test_memory_that_grows_is_refused() -> None:
     with cuda():
         x = torch.ones(5, device=CUDA)
@@ -251,11 +270,12 @@ def test_work_outside_of_the_process_is_done_once(waits: bool) -> None:
         y.copy_(x * 3)
 
     with cuda() as device:
-        x, y = torch.ones(5, device=CUDA), torch.empty(5, device=CUDA)
+        x = torch.ones(5, device=CUDA)
         side = torch.cuda.Stream()
         if waits:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            y = torch.empty(5, device=CUDA)
             device.external("message", [x], [y], reach_out)
         torch.cuda.current_stream().wait_stream(side)
         assert y.tolist() == [3.0] * 5

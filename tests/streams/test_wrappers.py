@@ -7,12 +7,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.collectives.runtime import background
+from laconic.collectives.runtime.device_streams import Ready
+from laconic.moe.pipeline.grad_reduce import DenseGradients
 from tests.distributed.processes import run_ranks
 from tests.streams.cuda import CUDA, cuda, lost_waits
 from tests.streams.device import Device, RaceError
@@ -26,11 +30,12 @@ from tests.streams.programs import (
     native,
     quantized,
     reduced_in_slots,
+    reduced_in_whole_slots,
 )
 from tests.streams.ranks import ranks
 from tests.streams.reducer import reducer_on
 
-ORDERS = 40
+ORDERS = 25
 """Of each program, tried by each of the two ranks from seeds of its own."""
 
 
@@ -80,7 +85,7 @@ def test_two_ranks(programs: list[Program], tmp_path: Path) -> None:
         (native, ["finalize_backward", "_root_post_backward_final_callback"]),  # either of them would be enough
         (quantized, ["collect"]),  # of this package: announcements
         (quantized, ["_wait_all"]),  # messages
-        (reduced_in_slots, ["wait"]),  # the caller for the link, and the link for the gradients
+        (reduced_in_slots, ["wait"]),  # the caller for the link, and the link for the stream of the gradients
         (ddp_quantized, ["_run"]),  # the executor for the bucket
         (ddp_quantized, ["reducer_waits"]),  # the reducer for the hook's future
         (ddp_given_back, ["zip_hook"]),
@@ -91,5 +96,38 @@ def test_a_wait_that_is_lost_is_found(program: Program, functions: list[str]) ->
     with lost_waits(*functions) as dropped, cuda() as device, echo() as group, reducer_on(device):
         program(CUDA, group, 0)
     assert dropped
+    with pytest.raises(RaceError):
+        device.check()
+
+
+def test_buffers_of_slots_that_nobody_holds_are_found() -> None:
+    def forget(self: DenseGradients, *tensors: Tensor) -> None:
+        pass
+
+    with mock.patch.object(DenseGradients, "hold", forget):
+        found_in(reduced_in_whole_slots)
+
+
+def test_what_a_job_uses_and_nobody_holds_is_found() -> None:
+    def forget(self: background._Held, what: object, device: torch.device, before: object = None) -> None:
+        self._what, self._device, self._before, self._issuer = None, device, None, torch.cuda.current_stream()
+
+    with mock.patch.object(background._Held, "__init__", forget):
+        found_in(ddp_quantized)
+
+
+def test_a_buffer_that_its_stream_has_not_got_yet_is_found() -> None:
+    """FSDP2 allocates a reduced shard on its own stream, and the link's writes to it."""
+
+    def go_on(self: Ready) -> None:
+        pass
+
+    with mock.patch.object(Ready, "wait", go_on):
+        found_in(reduced_in_slots)
+
+
+def found_in(program: Program) -> None:
+    with cuda() as device, echo() as group, reducer_on(device):
+        program(CUDA, group, 0)
     with pytest.raises(RaceError):
         device.check()
