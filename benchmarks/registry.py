@@ -15,6 +15,7 @@ from laconic.ops import kernels_in_use
 
 __all__ = [
     "BENCHMARKS",
+    "CASES",
     "Options",
     "Table",
     "Text",
@@ -47,6 +48,8 @@ class Options:
     """Bits per second of their links; empty: their own choice."""
     profile: bool = False
     """Whether `laconic profile` measures each network first; choices otherwise rest on a brief measurement."""
+    only: Sequence[str] = ()
+    """The cases to run, of a benchmark that names its own; empty: all."""
 
     @property
     def smoke(self) -> bool:
@@ -114,11 +117,16 @@ BENCHMARKS: dict[str, Benchmark] = {}
 """Every benchmark by its name on the command line."""
 
 
-def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
-    """Register a benchmark under a name."""
+CASES: dict[str, Sequence[str]] = {}
+"""The cases that can be run alone, for every benchmark; () for one that always runs whole."""
+
+
+def benchmark(name: str, *, cases: Iterable[str] = ()) -> Callable[[Benchmark], Benchmark]:
+    """Register a benchmark under a name, with the cases that `--only` may choose."""
 
     def register(function: Benchmark) -> Benchmark:
         BENCHMARKS[name] = function
+        CASES[name] = tuple(cases)
         return function
 
     return register

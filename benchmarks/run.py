@@ -2,6 +2,7 @@
 
     python -m benchmarks.run kernels --threads 1 2 --out benchmarks/results/kernels_NAME.md
     python -m benchmarks.run collectives --hosts 4 --rates 1gbit --elements 1048576     # a part of it
+    python -m benchmarks.run vision-step --only ResNet-50                               # one of its tables
 
 Every report begins with the command that made it and is written as its tables come. Every number of threads gets a
 process of its own: the OpenMP runtimes that torch and its peers bring read their number of threads when they start.
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kit import timing
-from benchmarks.registry import BENCHMARKS, SMOKE_ELEMENTS, Options, report_head
+from benchmarks.registry import BENCHMARKS, CASES, SMOKE_ELEMENTS, Options, report_head
 from netlab import bits_per_second_of
 
 
@@ -30,7 +31,7 @@ def modules() -> dict[str, str]:
     """The module of every benchmark by the name that its decorator gives it."""
     found = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        for name in re.findall(r'^@benchmark\("([\w-]+)"\)$', file.read_text(), re.MULTILINE):
+        for name in re.findall(r'^@benchmark\("([\w-]+)"[,)]', file.read_text(), re.MULTILINE):
             found[name] = f"benchmarks.{file.stem}"
     return found
 
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hosts", type=int, nargs="+", default=[], help="over slow links: how many hosts")
     parser.add_argument("--rates", nargs="+", default=[], help="over slow links: their rates, as in 100mbit 2.5gbit")
     parser.add_argument("--profile", action="store_true", help="over slow links: run laconic profile on each first")
+    parser.add_argument("--only", nargs="+", default=[], help="the cases to run, as their tables are titled")
     parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
     parser.add_argument("--out", type=Path, help="Markdown file to write as well")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
@@ -97,9 +99,14 @@ def _run_part(chosen: argparse.Namespace) -> None:
     (threads,) = chosen.threads
     torch.set_num_threads(threads)
     importlib.import_module(modules()[chosen.name])
+    cases = CASES[chosen.name]
+    if unknown := [case for case in chosen.only if case not in cases]:
+        known = f"its cases are {', '.join(map(repr, cases))}" if cases else "it always runs whole, leave --only out"
+        sys.exit(f"--only {unknown[0]!r}: {chosen.name} has no such case; {known}")
     elements, rounds = (SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
     rates = [bits_per_second_of(rate) for rate in chosen.rates]
-    for table in BENCHMARKS[chosen.name](Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile)):
+    options = Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile, chosen.only)
+    for table in BENCHMARKS[chosen.name](options):
         print(table.render(), flush=True)
     if taken := timing.summary():
         print(taken)

@@ -37,10 +37,11 @@ _SETUPS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 """How each network is made, images in a batch, their side."""
 
 
-@benchmark("vision-step")
+@benchmark("vision-step", cases=_SETUPS)
 def vision_step(options: Options) -> list[Table]:
     """Kept bytes and processor time of a step, for each network."""
-    return [_table(name, options) for name in list(_SETUPS)[: 1 if options.smoke else None]]
+    names = options.only or list(_SETUPS)[: 1 if options.smoke else None]
+    return [_table(name, options) for name in names]
 
 
 def _table(name: str, options: Options) -> Table:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import afi
+from benchmarks import run as command
 from benchmarks.afi_networks import AFI_NAME, AT_BUDGET, NETWORKS, build, stages
 from benchmarks.fashion_mnist import fashion_mnist
 from laconic.errors import DataError
@@ -90,6 +91,26 @@ def test_step_benchmark_compares_with_checkpointing() -> None:
     assert result.returncode == 0, result.stderr
     for row in ("exact", "laconic, 4 bits", "checkpointing of blocks", "checkpointing of stages"):
         assert f"\n| {row} | " in result.stdout
+    assert "## ResNet-18, " in result.stdout
+
+
+@pytest.mark.slow
+def test_step_benchmark_measures_one_network_alone() -> None:
+    result = run("vision-step", "--smoke", "--only", "ResNet-50")
+    assert result.returncode == 0, result.stderr
+    assert [line.split(",")[0] for line in result.stdout.splitlines() if line.startswith("## ")] == ["## ResNet-50"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("vision-step", r"--only 'ResNet-51': vision-step has no such case; its cases are 'ResNet-18', 'ResNet-50', "),
+        ("vision-ddp", r"--only 'ResNet-51': vision-ddp has no such case; it always runs whole"),
+    ],
+)
+def test_a_case_that_a_benchmark_does_not_have_is_refused(name: str, why: str) -> None:
+    with pytest.raises(SystemExit, match=why):
+        command.main([name, "--part", "--threads", str(torch.get_num_threads()), "--only", "ResNet-51"])
 
 
 @pytest.mark.slow
