@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def test_a_split_that_is_not_used_may_lack_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"PAR1 and nothing else"])
 def test_damaged_files_are_refused_by_name(tmp_path: Path, damage: bytes) -> None:
     rows().save_to_disk(tmp_path / "saved")
-    next((tmp_path / "saved").glob("*.arrow")).write_bytes(damage)
+    next((tmp_path / "saved").glob("*.arrow")).write_bytes(damage + b"ARROW1")
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "train-0.parquet").write_bytes(damage)
     for name in ("saved", "hub"):
@@ -149,6 +150,21 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, damage: bytes) -> Non
     (tmp_path / "hub" / "train-0.parquet").rename(tmp_path / "hub" / "part-0.parquet")
     with pytest.raises(DataError, match=r"part-0.parquet names no split"):
         read(tmp_path / "hub")
+
+
+def test_a_dataset_that_was_cut_or_changed_is_an_error_or_images(tmp_path: Path) -> None:
+    """Cut anywhere it is refused, also between two batches; with any byte changed it neither crashes nor escapes."""
+    rows().save_to_disk(tmp_path, num_shards=1)
+    (file,) = tmp_path.glob("*.arrow")
+    whole = file.read_bytes()
+    for end in [*range(0, len(whole), 97), len(whole) - 8, len(whole) - 1]:
+        file.write_bytes(whole[:end])
+        with pytest.raises(DataError, match=r"arrow has been cut short; copy it again"):
+            read(tmp_path)
+    for place in range(0, len(whole), 41):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        with contextlib.suppress(DataError):
+            assert read(tmp_path).train.images.dtype == np.uint8
 
 
 def test_columns_of_what_is_no_dataset_are_refused(tmp_path: Path) -> None:

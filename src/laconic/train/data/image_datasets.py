@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["ImageRows", "is_dataset", "read_splits"]
 
 _MARKS = ("dataset_info.json", "dataset_dict.json")
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Of an Arrow stream."""
 _LABELS = re.compile("u?int|string|large_string")
 
 
@@ -78,6 +80,8 @@ def read_splits(
         raise ConfigError(f"{path} is a Hugging Face dataset: pip install 'laconic[vision,datasets]'") from None
     try:
         tables = _load(path)
+        for table in tables.values():
+            table.data.validate(full=True)  # a wrong offset would be read far outside of the memory
     except DataError:
         raise
     except Exception as error:  # whatever the library and Arrow raise for damaged files
@@ -129,7 +133,9 @@ def _load(path: Path) -> dict[str, Dataset]:
     from datasets.table import InMemoryTable
 
     if any((path / name).is_file() for name in _MARKS):
-        loaded = load_from_disk(str(path))
+        for file in path.rglob("*.arrow"):
+            _check_whole(file)
+        loaded = load_from_disk(str(path), keep_in_memory=True)
         return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
     parts: dict[str, list[Dataset]] = {}
     for file in sorted(path.rglob("*.parquet")):
@@ -138,6 +144,16 @@ def _load(path: Path) -> dict[str, Dataset]:
         table = Dataset(InMemoryTable(pyarrow.parquet.read_table(file)), fingerprint=str(file))
         parts.setdefault(split, []).append(table)
     return {name: concatenate_datasets(tables) for name, tables in parts.items()}
+
+
+def _check_whole(file: Path) -> None:
+    """Look for the end of an Arrow stream: one that was cut between two batches reads as a shorter one."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, 2)
+        opened.seek(max(0, size - len(_END)))
+        end = opened.read()
+    if end != _END and not end.endswith(b"ARROW1"):
+        raise DataError(f"{file} has been cut short; copy it again")
 
 
 def _split_of(file: Path, path: Path) -> str:
