@@ -118,6 +118,31 @@ def test_a_loss_that_the_model_is_given_is_asked() -> None:
     assert torch.equal(model(input_ids=ids, labels=ids).loss, before)
 
 
+@pytest.mark.parametrize("call", ["names", "positions", "other names"])
+def test_a_loss_with_other_arguments_gets_them_as_they_are(call: str) -> None:
+    """ConvNext's loss, for one, has no argument called logits."""
+    model = make_model("llama")
+    laconic.compress_activations(model, bits=4, example_inputs={"input_ids": make_ids()})
+    (forward,) = [each for each in replacements_of(model) if isinstance(each, CausalLossForward)]
+    asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def loss(*args: Any, **kwargs: Any) -> str:
+        asked.append((args, kwargs))
+        return "loss"
+
+    model.loss_function = loss
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "names": ((), {"logits": torch.ones(2, 3), "labels": 1}),
+        "positions": ((torch.ones(2, 3), 1), {}),
+        "other names": ((), {"pooled_logits": torch.ones(2, 3), "config": None}),
+    }
+    args, kwargs = given[call]
+    with forward._standing_in():
+        assert model.loss_function(*args, **kwargs) == "loss"
+    assert asked == [(args, kwargs)]
+    assert model.loss_function is loss
+
+
 def test_it_is_copied_and_taken_out_with_the_rest() -> None:
     model, ids = make_model("llama"), make_ids()
     laconic.compress_activations(model)

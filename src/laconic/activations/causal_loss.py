@@ -167,12 +167,13 @@ class CausalLossForward(ModelReplacement):
             if before is not None:
                 own["_loss_function"] = before
 
-        def loss_function(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        def loss_function(*args: Any, **kwargs: Any) -> Any:  # losses have arguments of their own
             restore()
             original: Any = self.module.loss_function
             own["_loss_function"] = loss_function
+            logits = args[0] if args else kwargs.get("logits")
             served = type(logits) is Tensor and logits.dtype in _DTYPES and logits.requires_grad
-            return (causal_loss if served and original is _original() else original)(logits, *args, **kwargs)
+            return (causal_loss if served and original is _original() else original)(*args, **kwargs)
 
         own["_loss_function"] = loss_function
         try:
