@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import laconic
 from laconic.errors import ConfigError, ModelError
@@ -90,6 +91,23 @@ def test_labels_of_minus_100_do_not_count() -> None:
     torch.testing.assert_close(mean_loss(model, labels, input_ids=ids[:, :-1]), expected)
     labels[:] = -100
     assert mean_loss(model, labels, input_ids=ids[:, :-1]).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_is_the_cross_entropy_of_torch_bit_for_bit(dtype: torch.dtype) -> None:
+    model, ids = tiny(), tokens()
+    with_ignored = ids.clone()
+    with_ignored[0, 1:4] = -100
+    labels = with_ignored[:, 1:]  # strided, as the trainer's are
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        assert logits.dtype == dtype
+        loss = mean_loss(model, labels, input_ids=ids[:, :-1])
+    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    exact = total / (labels != -100).sum()
+    assert torch.equal(loss, exact)
+    for found, expected in zip(*(gradients(model, each).values() for each in (loss, exact)), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_the_split_makes_the_largest_chunk_as_small_as_it_can_be() -> None:

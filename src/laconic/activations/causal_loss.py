@@ -59,7 +59,7 @@ def causal_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    targets = shift_labels.view(-1).to(logits.device)
+    targets = shift_labels.reshape(-1).to(logits.device)
     reduction = 1 if num_items_in_batch is None else 2
     loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, vocab_size), targets, reduction, ignore_index)
     if num_items_in_batch is None:
@@ -89,14 +89,15 @@ class _CrossEntropy(torch.autograd.Function):
         log_probabilities, targets, total_weight = ctx.saved_tensors
         dlogits = torch.empty(log_probabilities.shape, dtype=ctx.dtype, device=log_probabilities.device)
         for rows in _tiles(log_probabilities):
-            part = log_probabilities[rows]
+            part, out = log_probabilities[rows], dlogits[rows]
             of_loss = torch.ops.aten.nll_loss_backward(
                 grad, part, targets[rows], None, ctx.reduction, ctx.ignore_index, total_weight
             )
-            if dlogits.dtype == torch.float32:
-                torch.ops.aten._log_softmax_backward_data.out(of_loss, part, 1, torch.float32, out=dlogits[rows])
+            if out.dtype == torch.float32:
+                torch.ops.aten._log_softmax_backward_data.out(of_loss, part, 1, torch.float32, out=out)
             else:
-                dlogits[rows] = torch.ops.aten._log_softmax_backward_data(of_loss, part, 1, torch.float32)
+                out.copy_(torch.ops.aten._log_softmax_backward_data(of_loss, part, 1, torch.float32))
+            del of_loss  # before the next tile's is made
         return dlogits, None, None, None
 
 

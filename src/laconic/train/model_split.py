@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from laconic.activations.causal_loss import causal_loss
 from laconic.cost.memory import split as layer_split
 from laconic.errors import ConfigError, ModelError
 
@@ -124,12 +124,12 @@ def mean_loss(model: nn.Module, labels: Tensor, chunked: bool = False, **inputs:
     `loss="chunked"` (laconic.compress_activations), which serves where gradients are wanted.
     """
     if chunked and torch.is_grad_enabled():
-        # Labels are those of the next token already, so nothing is left to shift.
         loss: Tensor = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
         return loss
     logits = model(**inputs, use_cache=False).logits
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / (labels != -100).sum().clamp(min=1)
+    num_labels = (labels != -100).sum().clamp(min=1)
+    # Labels are those of the next token already, so nothing is left to shift.
+    return causal_loss(logits, None, logits.shape[-1], num_items_in_batch=num_labels, shift_labels=labels)
 
 
 def decoder_stack(model: nn.Module) -> nn.ModuleList | None:

@@ -18,6 +18,9 @@ from laconic.cost.memory.saved_tensors import EXACT, Choice, layer_units
 
 __all__ = ["PeakPoint", "peak_points"]
 
+_LOSS_TILES = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Logits of a tile of the exact loss, as in laconic.activations."""
+
 _TILES = {"cpu": (1 << 10, 1 << 20), "cuda": (1 << 12, 1 << 24)}
 """Tokens of a tile of the chunked loss, and the most logits it holds, as in laconic.activations."""
 
@@ -84,11 +87,14 @@ def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
     attention = 4 * tokens * (shape.query_size + shape.key_size) * element
     backward = max(2 * wide * element + 2 * narrow * residual, attention)
     packed_backward = 6 * wide * element + narrow * residual - backward
-    # The loss. Forward: logits as the model gives them and their fp32 copy; backward: that copy and its gradient.
+    # The loss. Forward: logits as the model gives them, the fp32 copy of a tile; backward: their gradient, and those of
+    # a tile's log-probabilities and fp32 logits.
     logits, copies_nbytes = tokens * shape.vocab_size, element + (4 if element != 4 else 0)
     head = shape.embedding_parameters * precision.parameter_nbytes
-    loss = copies_nbytes * logits + (narrow * residual + shape.embedding_parameters * element if cast else 0)
-    loss_backward = 8 * logits
+    tile = min(tokens, max(1, _LOSS_TILES[job.settings.device] // shape.vocab_size)) * shape.vocab_size
+    loss = element * logits + (copies_nbytes - element) * tile
+    loss += narrow * residual + shape.embedding_parameters * element if cast else 0
+    loss_backward = element * logits + (4 if element == 4 else 8) * tile
     if job.settings.loss == "chunked":  # a few tiles, and in backward the gradients of hidden states and weight
         tile_tokens, most = _TILES[job.settings.device]
         rows = min(shape.vocab_size, most // min(tile_tokens, tokens))
