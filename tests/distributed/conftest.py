@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pair import SMOOTH, everything
+from tests.distributed.pair import SMOOTH, everything, more
 from tests.distributed.processes import run_joined
 from tests.train.runs import AGOQ, resumed, tiny_config, train_alone
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two processes have done all that `tests.distributed.pair` lists."""
+    """The folder in which two processes have done what `tests.distributed.pair` lists."""
     folder = tmp_path_factory.mktemp("pair")
     # Alone: the reference of all smooth runs, and the first third of one that the two go on with.
     train_alone(tiny_config(folder, "smooth-alone", SMOOTH))
@@ -24,3 +24,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_alone(resumed(tiny_config(folder, "smooth-1-2-1", SMOOTH)))
     train_alone(resumed(tiny_config(folder, "agoq-1-2-1", AGOQ)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def pair_with_more(pair: Path) -> Path:
+    """The same folder, with the slow runs as well."""
+    run_joined(more, (pair,), 2)
+    return pair

@@ -36,9 +36,11 @@ DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
 RUNS: dict[str, dict[str, Any]] = {
     "ddp": DROPOUT,
     "fsdp": DROPOUT | FSDP | {"accumulation": 2},
-    "ddp-bf16": {"precision": "bf16"},
     "ddp-agoq": AGOQ | {"accumulation": 2},
     "fsdp-agoq": FSDP | AGOQ | ZIP,
+}
+SLOW_RUNS: dict[str, dict[str, Any]] = {
+    "ddp-bf16": {"precision": "bf16"},
     "ddp-q8": DROPOUT | {"gradients.reduce": "q8"},
     "fsdp-bf16": FSDP | ZIP | {"precision": "bf16", "model.tie_word_embeddings": False},
 }
@@ -69,8 +71,8 @@ class Pair:
             shutil.copytree(self.folder / source, self.folder / target)
         self.world.gather(None)
 
-    def interrupted_runs(self) -> None:
-        for name, changes in RUNS.items():
+    def interrupted_runs(self, runs: dict[str, dict[str, Any]]) -> None:
+        for name, changes in runs.items():
             assert self.train(tiny_config(self.folder, name, changes)) == 0
             broken = tiny_config(self.folder, f"{name}-broken", changes)
             assert self.train(broken, stop_after=3, on_rank=1) == 130
@@ -168,12 +170,18 @@ def full_disk(here: bool) -> Iterator[None]:
 
 
 def everything(world: World, folder: Path) -> None:
-    """All scenarios of one of the processes."""
+    """All scenarios of one of the processes but the slow ones."""
     pair = Pair(folder, world)
-    pair.interrupted_runs()
-    pair.long_run()
+    pair.interrupted_runs(RUNS)
     pair.smooth_runs()
     pair.changed_worlds()
     pair.not_finite()
     pair.failed_saves()
     pair.refusals()
+
+
+def more(world: World, folder: Path) -> None:
+    """What takes long besides."""
+    pair = Pair(folder, world)
+    pair.interrupted_runs(SLOW_RUNS)
+    pair.long_run()

@@ -33,10 +33,8 @@ Runs = dict[str, dict[str, Any]]
 # activations, are run in one piece and with a stop after step 3 as "<name>-broken".
 SMOOTH_RUNS: Runs = {
     "2-1f1b": TWO,
-    "2-gpipe": GPIPE,
     "2-interleaved": INTERLEAVED,
     "2-untied": TWO | UNTIED | CHUNKED,
-    "4-ddp": TWO,
     "4-interleaved-fsdp": INTERLEAVED | FSDP,
 }
 BROKEN_RUNS: Runs = {
@@ -45,7 +43,7 @@ BROKEN_RUNS: Runs = {
     "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
 }
 # Other combinations of the same.
-SLOW_SMOOTH_RUNS: Runs = {"4-1f1b": FOUR, "4-fsdp": TWO | FSDP | CHUNKED}
+SLOW_SMOOTH_RUNS: Runs = {"2-gpipe": GPIPE, "4-ddp": TWO, "4-1f1b": FOUR, "4-fsdp": TWO | FSDP | CHUNKED}
 SLOW_BROKEN_RUNS: Runs = {
     "4-ddp-agoq": TWO | LAYERS | AGOQ,
     "4-ddp-q8": TWO | LAYERS | {"gradients.reduce": "q8"},
@@ -102,7 +100,7 @@ class Pipelined(Pair):
         self.expect_error("settings", tiny_config(self.folder, "settings", rate))
 
 
-def more_of_four(world: World, folder: Path) -> None:
+def more(world: World, folder: Path) -> None:
     """What takes long besides."""
     scenarios = Pipelined(folder, world)
     scenarios.smooth_runs(SLOW_SMOOTH_RUNS)

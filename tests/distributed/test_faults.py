@@ -34,7 +34,10 @@ def long_config(pair: Path, name: str, **changes: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(pair: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(
+    pair_with_more: Path, tmp_path: Path
+) -> None:
+    pair = pair_with_more
     config = long_config(pair, "killed")
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: num_steps(config.run_dir) >= 15)

@@ -14,12 +14,21 @@ from laconic.train.distributed.data_parallel import decoder_layers
 from laconic.train.model import build_model
 from laconic.train.report.metrics import read_metrics
 from laconic.train.report.run_dir import latest_name
-from tests.distributed.pair import RUNS
+from tests.distributed.pair import RUNS, SLOW_RUNS
 from tests.train.runs import ALONE, exact_metrics, losses, tiny_config
 
 # A loss near log(257) = 5.5 is a mean of 128 fp32 values: 5.5 * 128 * 2^-24 = 4e-5 if all roundings add up. The runs
 # compared use an Adam whose eps keeps updates within 0.2 times their gradient, so rounding stays rounding.
 ROUNDING = 4e-5
+
+NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)]
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest, pair: Path, name: str) -> Path:
+    """The folder with the run `name`."""
+    found: Path = request.getfixturevalue("pair_with_more") if name in SLOW_RUNS else pair
+    return found
 
 
 @pytest.mark.parametrize(
@@ -51,22 +60,24 @@ def test_weights_do_not_depend_on_the_processes(pair: Path, tmp_path: Path) -> N
             assert torch.allclose(one, two, rtol=0, atol=6 * 0.2 * 2**-20)
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(pair: Path, name: str) -> None:
-    assert exact_metrics(pair / f"{name}-broken") == exact_metrics(pair / name)
-    found = find_checkpoint(pair / name, ALONE)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(runs: Path, name: str) -> None:
+    assert exact_metrics(runs / f"{name}-broken") == exact_metrics(runs / name)
+    found = find_checkpoint(runs / name, ALONE)
     assert found.world_size == 2
-    suffix = ".safetensors.laconic" if RUNS[name].get("checkpoint.zip") else ".distcp"
+    suffix = ".safetensors.laconic" if (RUNS | SLOW_RUNS)[name].get("checkpoint.zip") else ".distcp"
     assert all((found.path / f"__{rank}_0{suffix}").is_file() for rank in range(2))
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-def test_a_resumed_run_ends_with_the_same_weights(pair: Path, name: str, tmp_path: Path) -> None:
-    whole, broken = (export(pair / run, tmp_path / run) for run in (name, f"{name}-broken"))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_ends_with_the_same_weights(runs: Path, name: str, tmp_path: Path) -> None:
+    whole, broken = (export(runs / run, tmp_path / run) for run in (name, f"{name}-broken"))
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
 
-def test_bf16_stays_close_to_fp32(pair: Path) -> None:
+@pytest.mark.slow
+def test_bf16_stays_close_to_fp32(pair_with_more: Path) -> None:
+    pair = pair_with_more
     # bf16 rounds to 2^-9; a loss near 5.5 from logits near 0 moves by less than four such steps.
     ddp = losses(pair / "ddp-bf16")
     assert ddp[1] == pytest.approx(losses(pair / "smooth-alone")[1], abs=2**-7)

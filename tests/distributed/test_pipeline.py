@@ -21,7 +21,7 @@ from tests.distributed.pipelined import (
     SMOOTH_RUNS,
     UNTIED,
     everything,
-    more_of_four,
+    more,
 )
 from tests.distributed.processes import run_joined
 from tests.train.runs import AGOQ, exact_metrics, losses, tiny_config, train_alone
@@ -43,9 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_more_of_four(folder: Path) -> Path:
-    """The same folder, with the slow runs of four processes as well."""
-    run_joined(more_of_four, (folder,), 4)
+def with_more(folder: Path) -> Path:
+    """The same folder, with the slow runs as well."""
+    for world_size in (2, 4):
+        run_joined(more, (folder,), world_size)
     return folder
 
 
@@ -53,7 +54,7 @@ def with_more_of_four(folder: Path) -> Path:
 def runs(request: pytest.FixtureRequest, name: str) -> Path:
     """The folder with the run `name`."""
     is_slow = name in SLOW_SMOOTH_RUNS or name in SLOW_BROKEN_RUNS
-    found: Path = request.getfixturevalue("with_more_of_four" if is_slow else "folder")
+    found: Path = request.getfixturevalue("with_more" if is_slow else "folder")
     return found
 
 

@@ -26,7 +26,14 @@ from tests.ops.adamw_cases import (
     quantized,
 )
 from tests.ops.cases import DTYPES, same_bits
-from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, slow_in_interpreter
+from tests.ops.interpreter import (
+    DEVICE,
+    INTERPRETED,
+    numpy_may_warn,
+    on_device,
+    slow_in_interpreter,
+    slow_where_interpreted,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -153,6 +160,7 @@ def test_a_table_is_made_once_for_the_same_addresses_and_never_used_for_others()
 
 
 @on_device
+@slow_where_interpreted
 def test_an_optimizer_that_changes_between_steps_leaves_what_it_leaves_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,7 +55,15 @@ def test_the_documentations_ranked_example() -> None:
 
 
 # opcheck multiplies its arguments, which torch does not do in fp8.
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if "float8" not in str(dtype)], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        dtype if dtype in (torch.bfloat16, torch.float32) else pytest.param(dtype, marks=pytest.mark.slow)
+        for dtype in DTYPES
+        if "float8" not in str(dtype)
+    ],
+    ids=str,
+)
 def test_opcheck_passes(dtype: torch.dtype) -> None:
     for x in (
         normal(3, 70, dtype=dtype),

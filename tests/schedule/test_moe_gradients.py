@@ -15,6 +15,7 @@ from laconic.errors import ScheduleError
 from laconic.schedule.moe_gradients import BackwardPart, GradientPlan, backward_plan, fill_slots
 from laconic.schedule.moe_pipeline import ChunkTime, LayerTimes, best_degree, closed_form, pipeline_seconds
 from laconic.schedule.streams import simulate
+from tests.grid import grid
 
 _DEGREES = (1, 2, 4)
 
@@ -171,8 +172,7 @@ def _papers_evolution(parts: Sequence[BackwardPart], line: _Line, first: Sequenc
     return min(float(solved.fun), _total_seconds(parts, first, line))
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize("kind", ["compute", "all-to-all", "inside"])
+@pytest.mark.parametrize(("kind", "scale"), grid(["compute", "all-to-all", "inside"], [0.3, 1.0, 3.0], strength=1))
 def test_greedy_and_evolution_come_near_and_are_never_better(kind: str, scale: float) -> None:
     a2a, ag, experts = {"compute": (0.8, 0.4, 3.0), "all-to-all": (2.0, 0.7, 1.0), "inside": (0.5, 2.0, 1.0)}[kind]
     times = LayerTimes(*[ChunkTime(0.1, seconds) for seconds in (a2a, experts, a2a, ag, ag)])

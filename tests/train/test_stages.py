@@ -15,6 +15,7 @@ from laconic.train.config.schema import ModelConfig
 from laconic.train.model import build_model
 from laconic.train.model_split import Gap, ModelChunk, balanced_split, mean_loss, split_model
 from laconic.train.pipeline import StageModule
+from tests.grid import grid
 
 VOCABULARY = 97
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "gpt2", "gpt_neox", "mixtral"]
@@ -44,8 +45,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "bits"), grid(FAMILIES, [16, 4], strength=1))
 def test_the_chain_of_chunks_has_the_loss_and_the_gradients_of_the_model(family: str, bits: int) -> None:
     model = tiny(family)
     if bits == 4:
