@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from laconic.ops.constants import constant_tensor
 
 __all__ = ["Coded", "Layout", "as_mask", "as_offsets", "as_shape", "pack_bits", "unpack_bits"]
 
@@ -91,7 +92,7 @@ Pair = tuple[float, float]
 """Values that stand for False and for True."""
 
 
-@lru_cache(maxsize=64)
+@constant_tensor
 def _values_of_codes(dtype: torch.dtype, pair: Pair, device: torch.device) -> Tensor:
     """[256, 8]: for every byte the values of its eight bits."""
     bits = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
@@ -169,17 +170,18 @@ def _corners(indices: Tensor, width: int, stride: tuple[int, int], padding: tupl
 _Size = tuple[int, int]
 
 
-@lru_cache(maxsize=64)
+@constant_tensor
 def _steps_of_offsets(width: int, kernel: _Size, dilation: _Size, device: torch.device) -> Tensor:
     """int64 [places of a window]: how far each is behind the first, in the flat index of an input of this width."""
     rows, columns = (torch.arange(size, device=device) * step for size, step in zip(kernel, dilation, strict=True))
     return (rows.unsqueeze(-1) * width + columns).flatten()
 
 
-@lru_cache(maxsize=64)
+@constant_tensor
 def _offsets_of_steps(width: int, kernel: _Size, dilation: _Size, device: torch.device) -> Tensor:
     """uint8 [largest step + 1], the inverse; places of one step, in a window wider than its input, are the same."""
     steps = _steps_of_offsets(width, kernel, dilation, device)
-    offsets = torch.zeros(int(steps[-1]) + 1, dtype=torch.uint8, device=device)
+    largest = (kernel[0] - 1) * dilation[0] * width + (kernel[1] - 1) * dilation[1]
+    offsets = torch.zeros(largest + 1, dtype=torch.uint8, device=device)
     offsets[steps] = torch.arange(len(steps), device=device).to(torch.uint8)
     return offsets

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from laconic.ops.constants import constant_tensor
+
 __all__ = [
     "ARITHMETIC",
     "BITS",
@@ -128,7 +130,7 @@ def codebook(code: str) -> Codebook:
     raise KeyError(code)
 
 
-@cache
+@constant_tensor
 def codebook_tensor(code: str, device: torch.device) -> Tensor:
     """The tables of `codebook` on a device, for kernels: six times 16 numbers and the zero code, fp32.
 

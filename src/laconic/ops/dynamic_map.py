@@ -23,6 +23,9 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from laconic.ops.constants import constant_tensor
 
 __all__ = ["STATE_BLOCK_SIZE", "ZERO_CODE", "dynamic_map", "dynamic_map_tensor"]
 
@@ -66,9 +69,10 @@ def dynamic_map(signed: bool) -> DynamicMap:
 
     # 1. Levels, with the roundings of the published table: all of it in fp32.
     magnitudes: list[float] = []
-    for count, end in zip(counts, ends, strict=True):
-        cells = torch.linspace(0.1, 1, count + 1, dtype=torch.float32)
-        magnitudes += (end * ((cells[:-1] + cells[1:]) / 2.0)).tolist()
+    with unset_fake_temporarily():
+        for count, end in zip(counts, ends, strict=True):
+            cells = torch.linspace(0.1, 1, count + 1, dtype=torch.float32, device="cpu")
+            magnitudes += (end * ((cells[:-1] + cells[1:]) / 2.0)).tolist()
     levels = [0.0, *magnitudes, 1.0]
     if signed:
         levels = [-level for level in reversed(magnitudes)] + levels
@@ -98,7 +102,7 @@ def dynamic_map(signed: bool) -> DynamicMap:
     )
 
 
-@cache
+@constant_tensor
 def dynamic_map_tensor(signed: bool, device: torch.device) -> Tensor:
     """The tables of `dynamic_map` on a device, for kernels: struct DynamicMap of csrc/kernels/adamw.h, fp32 [290].
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook
+from laconic.ops.constants import constant_tensor
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
 __all__ = ["dequantize_blockwise", "quantize_blockwise", "seed_key", "uniform"]
@@ -154,7 +154,7 @@ def _unpack(codes: Tensor, bits: int, length: int) -> Tensor:
     return each.to(torch.uint8).flatten(-2)[..., :length]
 
 
-@cache
+@constant_tensor
 def _table(code: str, field: str, device: torch.device) -> Tensor:
     return torch.tensor(getattr(codebook(code), field), dtype=torch.float32, device=device)
 
