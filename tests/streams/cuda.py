@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from laconic.collectives.runtime import background
 from laconic.moe.pipeline import schedule
 from tests.streams.device import Device, Node, Queue
 
-__all__ = ["CUDA", "cuda", "lost_waits"]
+__all__ = ["CUDA", "counted_waits", "cuda", "lost_waits"]
 
 CUDA = torch.device("cuda", 0)
 _HERE = Path(__file__).parent
@@ -172,6 +172,21 @@ def cuda(is_prompt: bool = False) -> Iterator[Device]:
     offloader_of.cache_clear()
 
 
+@contextmanager
+def counted_waits(device: Device) -> Iterator[list[Sequence[Node]]]:
+    """Yield what the host waits for inside, each time that it is not over."""
+    waits: list[Sequence[Node]] = []
+    wait = device.wait
+
+    def count(nodes: Sequence[Node]) -> None:
+        if not device.is_known(nodes):
+            waits.append(nodes)
+        wait(nodes)
+
+    with mock.patch.object(device, "wait", count):
+        yield waits
+
+
 def _zero_behind(message: Tensor) -> None:
     """Without a capacity the bytes behind a lossless message are undefined; bytes 16 to 23 say how long it is."""
     message[int(message[16:24].view(torch.int64)) :] = 0
@@ -210,6 +225,7 @@ def _patched(device: Device) -> Iterator[None]:
         "device_count": lambda: 1,
         "get_device_capability": lambda _=None: (8, 0),
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "is_initialized": lambda: True,
         "set_device": lambda _: None,
         "stream": stream,
@@ -228,7 +244,20 @@ def _patched(device: Device) -> Iterator[None]:
         yield
 
 
-_MADE = ("empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "rand", "randn", "randint", "eye")
+_MADE = (
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "eye",
+)
 _MADE_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 
 

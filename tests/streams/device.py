@@ -341,7 +341,9 @@ class Device(TorchDispatchMode):
     def _host_waits(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> bool:
         """Whether an operation makes the host wait for the stream, as on CUDA."""
         if torch.Tag.dynamic_output_shape in func.tags:
-            return True
+            masks = (torch.bool, torch.uint8)  # the indices of `index` that give a size which depends on values
+            indices = [x for x in args[1] if x is not None] if func is aten.index.Tensor else []
+            return not indices or any(x.dtype in masks or not self.has(x) for x in indices)
         if func is not aten.copy_.default:
             return False
         memories = [self.memory_of(x) for x in args[:2]]

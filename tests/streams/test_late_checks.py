@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -16,8 +15,7 @@ from laconic.collectives.codec import Codec
 from laconic.collectives.integrations.fsdp2 import ZipAllGather, ZipReduceScatter
 from laconic.collectives.runtime.background import BackgroundWork, Work
 from laconic.errors import FormatError
-from tests.streams.cuda import CUDA, cuda
-from tests.streams.device import Device, Node
+from tests.streams.cuda import CUDA, counted_waits, cuda
 from tests.streams.echo import echo
 from tests.streams.fsdp2_unit import Unit
 
@@ -46,21 +44,6 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, codec: Codec, is_async: bool)
 def right(call: Call, x: Tensor, size: int) -> Tensor:
     """What `call` has to give where every rank has `x`."""
     return (x.float() * size).bfloat16() if call is scattered else torch.stack([x] * size)
-
-
-@contextmanager
-def counted_waits(device: Device) -> Iterator[list[Sequence[Node]]]:
-    """What the host waits for, each time that it is not over."""
-    waits: list[Sequence[Node]] = []
-    wait = device.wait
-
-    def count(nodes: Sequence[Node]) -> None:
-        if not device.is_known(nodes):
-            waits.append(nodes)
-        wait(nodes)
-
-    with mock.patch.object(device, "wait", count):
-        yield waits
 
 
 def numbers(numel: int = 512) -> Tensor:

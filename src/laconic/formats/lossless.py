@@ -55,8 +55,9 @@ def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None,
         code: "tiered" (fewest bits), "window" (fewest instructions, ZipCCL's 3-bit code), "raw", or "auto": tiered.
             With every code blocks that would not get shorter are stored as they are, and so is the whole message.
         capacity_nbytes: None for a message that is exactly as long as it needs to be. A number for one of that size
-            whatever the values are; then no sizes have to be exchanged and the host waits for nothing. A message that
-            does not fit has a header only; decoding it says so.
+            whatever the values are; then no sizes have to be exchanged, and on CUDA the host waits for nothing, not
+            even for the length. float64, complex128 and integers of 16 bits and more are coded in plain torch, for
+            which it waits in any case. A message that does not fit has a header only; decoding it says so.
         out: uint8 [at least the message's length] on x's device, contiguous, to be written at its beginning; not
             together with capacity_nbytes. `max_nbytes` is always enough. None for a new tensor.
 
@@ -85,6 +86,8 @@ def encode(x: Tensor, code: str = "auto", *, capacity_nbytes: int | None = None,
 def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor | None = None) -> Tensor:
     """Decode one message.
 
+    On CUDA the host waits twice: for the header, and for what decoding has found.
+
     Args:
         buffer: uint8 [nbytes], exactly one message with the zeros up to its capacity.
         expect: a tensor or an `Expect` whose dtype and shape the message must have; nothing larger is ever allocated.
@@ -96,67 +99,68 @@ def decode(buffer: Tensor, expect: Tensor | Expect | None = None, *, out: Tensor
 
     Raises:
         FormatError: the bytes are not one whole, undamaged message, or not the expected one; or `out` does not fit it
-            or overlaps it. A message whose payload is damaged leaves `out` undefined.
+            or overlaps it. A message whose header or payload is damaged leaves `out` undefined.
     """
     if out is not None:
         check_has_bytes(out, "out")
-    header = read_header(buffer)
-    if header.code == "too long":  # its shape is not vouched for by anything that is there
-        raise DamagedMessage(Status.TOO_LONG)
-    if expect is not None and (header.dtype, header.shape) != (expect.dtype, tuple(expect.shape)):
-        raise DamagedMessage(
-            Status.MISMATCH,
-            f"the message holds {header.dtype} {header.shape}, but {expect.dtype} {tuple(expect.shape)} is expected;"
-            " sender and receiver must mean the same tensor",
-        )
+    header = _parse(buffer)
+    try:
+        _check_wanted(header, expect, out)
+    except FormatError:
+        _check_front(buffer, header)  # a damaged header is called that
+        raise
     if out is None:
         out = huge_pages.empty(header.shape, header.dtype, buffer.device)
-    elif (out.dtype, tuple(out.shape)) != (header.dtype, header.shape):
-        raise FormatError(
-            f"out is {out.dtype} {tuple(out.shape)}, but the message holds {header.dtype} {header.shape};"
-            " give a tensor of that dtype and shape, or none"
-        )
     elif _overlap(buffer, out):
         raise FormatError("out and the message overlap in memory, but decoding overwrites out; give memory of its own")
-    _raise_for(lossless_decode_(out, buffer))
+    number = int(lossless_decode_(out, buffer))  # which has the checksum of the header, too
+    if number != Status.SOUND:
+        raise DamagedMessage(number)
     return out
 
 
 def decode_into(buffer: Tensor, out: Tensor) -> None:
     """Decode one message into `out`: the message's dtype and number of elements, contiguous, any shape.
 
+    On CUDA the host waits once.
+
     Raises:
         FormatError: see `decode`; `out` is then undefined.
     """
     check_has_bytes(out, "out")
-    _check_is_one_message(buffer, out.numel(), out.dtype)
-    _raise_for(lossless_decode_(out, buffer))
+    _check_bytes(buffer)
+    _check_decoded(buffer, lossless_decode_(out, buffer), out.numel(), out.dtype)
 
 
-def decode_add(buffer: Tensor, total: Tensor) -> None:
+def decode_add(buffer: Tensor, total: Tensor, dtype: torch.dtype | None = None) -> None:
     """Decode one message and add its values to `total` in fp32, in one pass: total[i] = fp32(total[i] + fp32(value i)).
 
-    `total` is contiguous float32 with the message's number of elements, any shape.
+    On CUDA the host waits once.
+
+    Args:
+        buffer: as in `decode`.
+        total: contiguous float32 with the message's number of elements, any shape.
+        dtype: the message's, if another one has to be refused.
 
     Raises:
         FormatError: see `decode`; `total` is then undefined.
     """
     check_has_bytes(total, "total")
-    _check_is_one_message(buffer, total.numel(), None)
-    _raise_for(lossless_decode_add_(total, buffer))
+    _check_bytes(buffer)
+    _check_decoded(buffer, lossless_decode_add_(total, buffer), total.numel(), dtype)
 
 
 def read_header(buffer: Tensor) -> Header:
     """The header of the message in uint8 [nbytes], after checking all of it but the payload.
+
+    On CUDA the host waits twice: for the header, and for the lists behind it.
 
     Raises:
         FormatError: the buffer is not one whole message by its lengths, or the checksum of header and block lists
             differs; the message names the field.
     """
     header = _parse(buffer)
-    front = buffer[: header.payload_offset].cpu()
-    if front_checksum(front) != header.header_sum:
-        raise DamagedMessage(Status.HEADER_SUM)
+    _check_front(buffer, header)
     return header
 
 
@@ -198,9 +202,31 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and min(first[1], second[1]) > 0 and first[0] + first[1] > second[0]
 
 
-def _check_is_one_message(buffer: Tensor, numel: int, dtype: torch.dtype | None) -> None:
-    """The header's own errors, which name fields; the op would give a number."""
-    header = _parse(buffer)
+def _check_wanted(header: Header, expect: Tensor | Expect | None, out: Tensor | None) -> None:
+    if header.code == "too long":  # its shape is not vouched for by anything that is there
+        raise DamagedMessage(Status.TOO_LONG)
+    if expect is not None and (header.dtype, header.shape) != (expect.dtype, tuple(expect.shape)):
+        raise DamagedMessage(
+            Status.MISMATCH,
+            f"the message holds {header.dtype} {header.shape}, but {expect.dtype} {tuple(expect.shape)} is expected;"
+            " sender and receiver must mean the same tensor",
+        )
+    if out is not None and (out.dtype, tuple(out.shape)) != (header.dtype, header.shape):
+        raise FormatError(
+            f"out is {out.dtype} {tuple(out.shape)}, but the message holds {header.dtype} {header.shape};"
+            " give a tensor of that dtype and shape, or none"
+        )
+
+
+def _check_decoded(buffer: Tensor, status: Tensor, numel: int, dtype: torch.dtype | None) -> None:
+    """Check what an op found in a message; the header's own errors, which name fields, come before its number."""
+    front = buffer[:MAX_FRONT_NBYTES]
+    if front.is_cpu:
+        there, number = bytes(front.tolist()), int(status)
+    else:  # in one copy
+        both = bytes(torch.cat((front, status.view(1).view(torch.uint8))).tolist())
+        there, number = both[:-4], int.from_bytes(both[-4:], "little")
+    header = _header_of(there, buffer)
     found = header.numel // (1 + header.dtype.is_complex)
     if found != numel or dtype not in (None, header.dtype):
         wanted = f"{numel} elements" + (f" of {dtype}" if dtype is not None else "")
@@ -209,16 +235,26 @@ def _check_is_one_message(buffer: Tensor, numel: int, dtype: torch.dtype | None)
             f"the message holds {found} elements of {header.dtype}, but it is decoded into {wanted};"
             " sender and receiver must mean the same tensor",
         )
+    if number != Status.SOUND:
+        raise DamagedMessage(number)
 
 
-def _parse(buffer: Tensor) -> Header:
+def _check_bytes(buffer: Tensor) -> None:
     check_has_bytes(buffer, "the message")
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise FormatError(
             f"the message is {buffer.dtype} with shape {tuple(buffer.shape)} and strides {buffer.stride()}, but it must"
             " be contiguous uint8 [nbytes]; view its bytes as torch.uint8"
         )
-    header = parse_header(bytes(buffer[:MAX_FRONT_NBYTES].tolist()), buffer.numel())
+
+
+def _parse(buffer: Tensor) -> Header:
+    _check_bytes(buffer)
+    return _header_of(bytes(buffer[:MAX_FRONT_NBYTES].tolist()), buffer)
+
+
+def _header_of(front: bytes, buffer: Tensor) -> Header:
+    header = parse_header(front, buffer.numel())
     if header.capacity_nbytes != buffer.numel():
         raise DamagedMessage(
             Status.LENGTH,
@@ -227,6 +263,7 @@ def _parse(buffer: Tensor) -> Header:
     return header
 
 
-def _raise_for(status: Tensor) -> None:
-    if (number := int(status)) != Status.SOUND:
-        raise DamagedMessage(number)
+def _check_front(buffer: Tensor, header: Header) -> None:
+    """Check that a header that has been parsed is the one that was written."""
+    if front_checksum(buffer[: header.payload_offset].cpu()) != header.header_sum:
+        raise DamagedMessage(Status.HEADER_SUM)
