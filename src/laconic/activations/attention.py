@@ -256,7 +256,7 @@ class _Attention(torch.autograd.Function):
         ctx.memo, ctx.run = memo, run
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[3:])
-        return tuple(_same_storage(value) for value in values)
+        return tuple(value.detach() for value in values)
 
     @staticmethod
     @first_derivative
@@ -273,13 +273,6 @@ class _Attention(torch.autograd.Function):
         num_codes = sum(ctx.run.counts)
         num_random = len(ctx.needs_input_grad) - 3 - len(dleaves) - num_codes
         return (None, None, None, *dleaves[:3], *[None] * num_codes, *dleaves[3:], *[None] * num_random)
-
-
-def _same_storage(x: Tensor) -> Tensor:
-    """`x` as a tensor of its own, not a view, so that views of it lead back to it and to its note."""
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
-        x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
-    )
 
 
 def _output(second: Any) -> Tensor:

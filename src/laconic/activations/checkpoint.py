@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import in_range
 from laconic.activations.replacement import Replacement
@@ -70,6 +71,9 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         function: whose tensors inside are not saved.
         args: its arguments by position; tensors and any nest of tuples, lists and dicts with tensors among them.
         kwargs: its arguments by name, likewise.
+
+    Raises:
+        ModelError: a CUDA graph is captured, and the function draws on the device.
     """
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_no_nest)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -83,7 +87,11 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         args, kwargs = tree_unflatten(filled, spec)
         return function(*args, **kwargs)
 
-    return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+    if not any(is_captured(x.device) for x in tensors):
+        return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+    # A graph that is captured has no random state that torch could note.
+    undrawn = without_draws()(run)
+    return torch.utils.checkpoint.checkpoint(undrawn, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _is_no_nest(value: Any) -> bool:

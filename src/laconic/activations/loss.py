@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -407,5 +408,5 @@ def check_range(labels: Tensor, num_entries: int, ignore_index: int) -> None:
     rule = f"but it must be in [0, {num_entries}), the vocabulary, or {ignore_index} (ignore_index)"
     if labels.is_cuda:
         torch._assert_async(fits.all(), f"a label is out of range, {rule}")
-    elif labels.device.type != "meta" and not bool(fits.all()):
+    elif not labels.is_meta and not isinstance(labels, FakeTensor) and not bool(fits.all()):
         raise DataError(f"a label is {int(labels[~fits][0])}, {rule}")

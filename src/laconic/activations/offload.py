@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from laconic.activations.cuda_graph import is_captured
+from laconic.errors import ModelError
+
 __all__ = ["AHEAD", "Offloader", "offloader_of"]
 
 AHEAD = 8
@@ -111,7 +114,16 @@ class CudaCopier:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def send(self, tensors: Tensors) -> tuple[Tensors, torch.cuda.Event]:
-        """Copy to pinned memory on the outgoing stream, after the work of the current stream."""
+        """Copy to pinned memory on the outgoing stream, after the work of the current stream.
+
+        Raises:
+            ModelError: a CUDA graph is captured.
+        """
+        if is_captured(self._device):
+            raise ModelError(
+                "a site is offloaded to host memory while a CUDA graph is captured, but a replay would copy to memory"
+                " that has been given away; plan the site without offload, or call it outside of the graph"
+            )
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from laconic.activations.cuda_graph import is_captured, without_draws
 
 __all__ = ["Replay", "forgets", "forgetting", "swapped_parameters"]
 
@@ -57,7 +60,8 @@ class Replay:
 
     `run` calls a function for the first time. `again` wants its state back: the states of the random generators (uint8,
     on the CPU), or none if the function drew nothing. Whoever saves tensors for backward saves them too, so that they
-    are counted and freed like any of those.
+    are counted and freed like any of those. While a CUDA graph is captured, a function that draws on the device is
+    refused (see laconic.activations.cuda_graph).
 
     Args:
         device: where the computation runs.
@@ -73,10 +77,15 @@ class Replay:
         self._cache = torch.is_autocast_cache_enabled()
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The value of `function()`, and the state for `again`."""
+        """The value of `function()`, and the state for `again`.
+
+        Raises:
+            ModelError: a CUDA graph is captured, and the function draws on the device.
+        """
         before = self.generators()
-        value = function()
-        drew = any(not torch.equal(old, new) for old, new in zip(before, self.generators(), strict=True))
+        with without_draws() if is_captured(self._device) else nullcontext():
+            value = function()
+        drew = any(_bytes(old) != _bytes(new) for old, new in zip(before, self.generators(), strict=True))
         return value, before if drew else ()
 
     @contextmanager
@@ -84,13 +93,14 @@ class Replay:
         """While the block runs, code draws and casts as in `run`; then the random state is as before the block."""
         with ExitStack() as stack:
             if state:
-                devices = [self._device] if self._device.type == "cuda" else []
+                devices = [self._device] if len(state) > 1 else []
                 stack.enter_context(torch.random.fork_rng(devices=devices))
                 torch.set_rng_state(state[0])
                 if devices:
                     torch.cuda.set_rng_state(state[1], self._device)
             for kind, (enabled, dtype) in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             for part, training in self._modes:
                 if part.training != training:
                     stack.callback(setattr, part, "training", part.training)
@@ -98,7 +108,16 @@ class Replay:
             yield
 
     def generators(self) -> tuple[Tensor, ...]:
-        """States of the random generators that code on the device may draw from, uint8 on the CPU."""
-        if self._device.type == "cuda":
-            return torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
-        return (torch.get_rng_state(),)
+        """States of the random generators that code on the device may draw from, uint8 on the CPU.
+
+        Without that of a CUDA device while a graph is captured, or if there is none and its tensors are fake.
+        """
+        host = torch.get_rng_state()
+        if self._device.type != "cuda" or not torch.cuda.is_initialized() or is_captured(self._device):
+            return (host,)
+        return host, torch.cuda.get_rng_state(self._device)
+
+
+def _bytes(state: Tensor) -> bytes:
+    # Not by torch, which under FakeTensorMode would ask a fake tensor.
+    return ctypes.string_at(state.data_ptr(), state.numel())
