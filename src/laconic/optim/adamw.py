@@ -124,7 +124,9 @@ class AdamW8bit(torch.optim.Optimizer):
         Raises:
             FormatError: a gradient cannot be used; nothing has changed then.
             TrainingError: a gradient in codes has not been reduced yet.
+            ConfigError: a CUDA graph is captured; or lr is not finite.
         """
+        _check_not_captured()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -348,6 +350,16 @@ def _check_group(group: Mapping[str, Any]) -> None:
         if not 0 <= number < below:
             rule = "finite and at least 0" if below == math.inf else "at least 0 and below 1"
             raise ConfigError(f"{field} is {number}, but it must be {rule}")
+
+
+def _check_not_captured() -> None:
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "AdamW8bit.step() is called while a CUDA graph is captured, whose replays would all repeat the number of"
+            " this step and its lr; capture forward and backward only, and call step() after each replay"
+        )
 
 
 _REFUSED = {
