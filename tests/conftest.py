@@ -77,3 +77,13 @@ def _no_accelerator_stays() -> Iterator[None]:
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def forked_workers() -> Iterator[None]:
+    """Engines of this process start their workers without a fresh interpreter."""
+    from laconic.infer import control
+    from tests.distributed.forked import forked_programs
+
+    with forked_programs(control):
+        yield

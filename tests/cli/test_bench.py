@@ -10,6 +10,8 @@ import pytest
 from laconic.cli.main import main
 from tests.infer.models import make
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TINY = ["--requests", "3", "--max-new-tokens", "3", "--max-prompt-tokens", "8", "--rounds", "1", "--rates", "50"]
 
 

@@ -34,7 +34,10 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "torch.testing",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "laconic.infer.attention_worker",
+    "laconic.infer.expert_share",
     "laconic.train.run",
 ]
 
@@ -45,19 +48,20 @@ def run_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: 
     Like torch.multiprocessing.spawn, but the processes are forked from one that has imported torch and laconic once
     for the whole session and done nothing else. Its environment variables are those of the first call.
     """
-    _forkserver()
+    forkserver_context()
     mp.start_processes(work, args=args, nprocs=num_ranks, join=True, start_method="forkserver")
 
 
 def start_ranks(work: Callable[..., object], args: tuple[object, ...], num_ranks: int) -> list[BaseProcess]:
     """Start the same processes without waiting for them."""
-    processes = [_forkserver().Process(target=work, args=(rank, *args)) for rank in range(num_ranks)]
+    processes = [forkserver_context().Process(target=work, args=(rank, *args)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     return processes
 
 
-def _forkserver() -> ForkServerContext:
+def forkserver_context() -> ForkServerContext:
+    """Starts processes that are forked from one that has imported torch and laconic."""
     context: ForkServerContext = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
@@ -156,7 +160,7 @@ class ForkedCommand:
         folder.mkdir()
         self._folder = folder
         variables = environment() if variables is None else variables
-        self._process = _forkserver().Process(target=_command, args=(arguments, folder, dict(variables)))
+        self._process = forkserver_context().Process(target=_command, args=(arguments, folder, dict(variables)))
         self._process.start()
 
     def kill(self) -> None:

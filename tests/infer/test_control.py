@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore
 
@@ -23,7 +22,7 @@ from laconic.infer.control import RankConnections, check_world, master_store
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
 from laconic.train.distributed.world import RankInfo
-from tests.distributed.processes import ROOT, Ending, environment, finish, free_port, start, wait_until
+from tests.distributed.processes import ROOT, Ending, environment, finish, free_port, is_running, start, wait_until
 from tests.infer.models import generated, make
 
 HELLO: dict[str, Any] = {"rank": 1, "pid": 77, "host": "other"}
@@ -201,4 +200,4 @@ def test_a_rank_that_is_killed_ends_the_launch_by_name(model: Path) -> None:
     assert endings[0].code == 1
     assert f"expert worker 0 (rank 1, pid {pids[1]} on {socket.gethostname()}) broke its connection" in endings[0].err
     assert endings[1].code == -signal.SIGKILL
-    wait_until(lambda: not psutil.pid_exists(pids[0]), 20)
+    wait_until(lambda: not is_running(pids[0]), 20)
