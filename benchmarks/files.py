@@ -8,12 +8,12 @@ checkpoints: ten steps of training, and ten of fine-tuning with a small learning
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.kit.peers import installed
 from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark, dtype_name, kernels_note
+from laconic.cli.main import main
 from laconic.formats.archive import unzip, zip_path
 
 _SMALL = {"hidden-size": 64, "intermediate-size": 192, "num-hidden-layers": 2, "num-attention-heads": 2}
@@ -78,15 +79,21 @@ def _trained(run: Path, small: bool, optimizer: str) -> Path:
 def _train(run: Path, small: bool, optimizer: str, steps: int, extra: list[str]) -> None:
     fixed = f"--nproc 1 --steps {steps} --checkpoint.every 10 --checkpoint.keep 9 --checkpoint.zip --eval-every 0"
     shape = f"--sequence-length {32 if small else 128} --batch-size 4 --optimizer.kind {optimizer}"
-    command = [sys.executable, "-m", "laconic", "train", "--run-dir", str(run), *extra, *fixed.split(), *shape.split()]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _laconic("train", "--run-dir", str(run), *extra, *fixed.split(), *shape.split())
+
+
+def _laconic(*arguments: str) -> None:
+    """Carry out a command of laconic in this process, which has imported all that it needs."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as errors:
+        code = main(arguments)
+    if code:
+        raise RuntimeError(f"laconic {' '.join(arguments)} ended with {code}:\n{errors.getvalue()}")
 
 
 def _exported(root: Path, run: Path, step: int) -> Path:
     out = root / f"hf-{run.name}-{step}"
     if not out.exists():
-        command = ["-m", "laconic", "export", str(run), str(out), "--checkpoint", str(step)]
-        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+        _laconic("export", str(run), str(out), "--checkpoint", str(step))
     return out / "model.safetensors"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.test_benchmarks import run
+from tests.benchmark_runs import run
 
 
 @pytest.mark.slow

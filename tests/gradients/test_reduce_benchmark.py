@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ops.test_benchmarks import run
+from tests.benchmark_runs import run
 
 
 @pytest.mark.slow

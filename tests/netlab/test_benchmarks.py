@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from netlab import why_not
-from tests.ops.test_benchmarks import run
+from tests.benchmark_runs import run
 
 ROWS = {
     "network": ["32 KB", "256 KB", "fp32", "bf16", "q8"],

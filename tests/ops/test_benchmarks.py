@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,25 +10,13 @@ import pytest
 import torch
 
 from benchmarks import gpu_ops
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+from tests.benchmark_runs import run, run_command
 
 
 @pytest.mark.slow
 def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
     report = tmp_path / "kernels.md"
-    result = run("kernels", "--smoke", "--threads", "1", "--out", str(report))
+    result = run_command("kernels", "--smoke", "--threads", "1", "--out", str(report))
     assert result.returncode == 0, result.stderr
     text = report.read_text()
     assert result.stdout == text
@@ -41,7 +27,7 @@ def test_kernel_benchmark_writes_its_tables(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lossless_benchmark_writes_its_tables() -> None:
-    result = run("lossless", "--smoke", "--threads", "1")
+    result = run("lossless", "--smoke")
     assert result.returncode == 0, result.stderr
     for row in ("memcpy", "window", "tiered", "portable, tiered decode_add", "8 KiB"):
         assert f"\n| {row} | " in result.stdout
@@ -49,7 +35,7 @@ def test_lossless_benchmark_writes_its_tables() -> None:
 
 @pytest.mark.slow
 def test_lossless_ratio_benchmark_compares_real_tensors_with_their_entropy() -> None:
-    result = run("lossless-ratio", "--smoke", "--threads", "1")
+    result = run("lossless-ratio", "--smoke")
     assert result.returncode == 0, result.stderr
     rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
     for name in ("tokens for experts, bf16", "weights, bf16", "Gaussian, fp32", "llama, weights in nf4, blocks of 64"):
@@ -60,7 +46,7 @@ def test_lossless_ratio_benchmark_compares_real_tensors_with_their_entropy() -> 
 
 @pytest.mark.slow
 def test_optimizer_benchmark_writes_its_tables() -> None:
-    result = run("optim", "--smoke", "--threads", "1")
+    result = run("optim", "--smoke")
     assert result.returncode == 0, result.stderr
     for row in ("torch AdamW, fused", "AdamW8bit, gradient in 12 bits", "outliers | AdamW8bit"):
         assert f"\n| {row} | " in result.stdout
@@ -68,7 +54,7 @@ def test_optimizer_benchmark_writes_its_tables() -> None:
 
 @pytest.mark.slow
 def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
-    result = run("loss", "--smoke", "--threads", "1")
+    result = run("loss", "--smoke")
     assert result.returncode == 0, result.stderr
     for row in ("plain", "chunked", "chunked, hidden states at int8"):
         assert result.stdout.count(f"\n| {row} | ") == 2
@@ -76,7 +62,7 @@ def test_loss_benchmark_compares_the_plain_and_the_chunked_head() -> None:
 
 @pytest.mark.slow
 def test_model_step_benchmark_compares_whole_models() -> None:
-    result = run("model-step", "--smoke", "--threads", "1")
+    result = run("model-step", "--smoke")
     assert result.returncode == 0, result.stderr
     assert "llama, hidden 64, 2 layers" in result.stdout
     for row in ("exact", "checkpointing", "laconic, 4 bits", "laconic, 4 bits, chunked loss"):
@@ -85,7 +71,7 @@ def test_model_step_benchmark_compares_whole_models() -> None:
 
 @pytest.mark.slow
 def test_planning_benchmark_compares_peaks_and_times_choices() -> None:
-    result = run("planning", "--smoke", "--threads", "1")
+    result = run("planning", "--smoke")
     assert result.returncode == 0, result.stderr
     for row in ("fp32: 16 bits, attention exact, loss exact", "bf16: 8 bits, attention nf4, loss chunked"):
         assert f"\n| {row} | " in result.stdout
@@ -124,6 +110,6 @@ def test_tables_of_the_gpu_benchmark_hold_on_any_device() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_gpu_benchmark_refuses_a_machine_without_a_gpu() -> None:
-    result = run("gpu", "--smoke")
+    result = run_command("gpu", "--smoke")
     assert result.returncode == 1
     assert "benchmarks.gpu needs a CUDA device, and torch sees none on this machine" in result.stderr

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from math import comb
-from pathlib import Path
 from statistics import median
 from typing import get_args
 
@@ -34,6 +31,7 @@ from laconic.schedule.inference_orders import (
     word_seconds,
 )
 from laconic.schedule.streams import simulate
+from tests.benchmark_runs import run
 from tests.schedule.test_inference import blocks, workloads
 
 _seconds = st.integers(0, 4).map(float) | st.floats(0, 10)
@@ -174,14 +172,7 @@ def test_slices_gain_where_few_samples_fit(most: int, gain: float) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_writes_its_tables() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "infer-orders", "--smoke"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    result = run("infer-orders", "--smoke")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("\n| balanced | ") == result.stdout.count("\n| skewed | ") == 5
     assert result.stdout.count("\n| experts differ by layer | 60 | ") == 2

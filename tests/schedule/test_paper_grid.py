@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from benchmarks import moe_pipeline
+from tests.benchmark_runs import run
 
 
 def _means(cluster: moe_pipeline._Cluster, papers_rule: bool) -> list[float]:
@@ -31,14 +29,7 @@ def test_mean_speedups_are_those_of_the_paper() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_writes_its_tables() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "moe-pipeline", "--smoke"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    result = run("moe-pipeline", "--smoke")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("\n| A (48 A6000) | as printed, per element | ") == 1
     assert result.stdout.count("\n| B (32 RTX2080Ti) | 1 to 16 | ") == 1

@@ -15,7 +15,7 @@ from benchmarks.afi_networks import AFI_NAME, AT_BUDGET, NETWORKS, build, stages
 from benchmarks.fashion_mnist import fashion_mnist
 from laconic.errors import DataError
 from netlab import why_not
-from tests.ops.test_benchmarks import run
+from tests.benchmark_runs import run
 
 SETUP = afi.Setup(train_images=64, test_images=64, epochs=1, random_images=True)
 
