@@ -8,7 +8,8 @@ from typing import Protocol
 
 import pytest
 
-from netlab import Lab, why_not
+from netlab import Lab, program, why_not
+from tests.distributed.forked import forked_programs
 
 
 class MakeLab(Protocol):
@@ -20,6 +21,13 @@ class MakeLab(Protocol):
         num_nodes: int | None = None,
         node_bits_per_second: float | None = None,
     ) -> Lab: ...
+
+
+@pytest.fixture
+def forked_ranks() -> Iterator[None]:
+    """Programs on hosts are forked; those whose interpreter ends by an error are under test with that end."""
+    with forked_programs(program):
+        yield
 
 
 @pytest.fixture

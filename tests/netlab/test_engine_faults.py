@@ -20,6 +20,8 @@ from tests.infer.models import generated, make
 from tests.netlab.conftest import MakeLab
 from tests.netlab.engine_ranks import Task
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 Fault = Callable[[Lab, list[Program]], None]
 SILENCE_SECONDS = 6
 

@@ -17,6 +17,8 @@ from tests.infer.models import make
 from tests.netlab.conftest import MakeLab
 from tests.netlab.inference_ranks import Task
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def run(lab: Lab, task: Task) -> tuple[dict[str, Any], int]:
     """What rank 0 found, and the bytes that its host sent."""

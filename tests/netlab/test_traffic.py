@@ -13,6 +13,8 @@ from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
 from tests.netlab.ranks_once import NUMEL
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 NBYTES = 2 * NUMEL
 
 
