@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from laconic.activations.offload import offloader_of
@@ -271,6 +272,8 @@ def _factories(device: Device) -> dict[str, Any]:
             if not (device is not None and torch.device(device).type == "cuda") and not pin_memory:
                 return real(*args, device=device, **kwargs)
             found = real(*args, device="cpu", **kwargs)
+            if isinstance(found, FakeTensor):  # shapes only
+                return real(*args, device=device, **kwargs)
             if name.startswith("empty"):
                 return owner.allocate_empty(found, pinned=pin_memory)
             assert not pin_memory
