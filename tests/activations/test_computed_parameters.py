@@ -70,6 +70,16 @@ def test_a_parametrized_weight_is_computed_as_often_as_without_us(caplog: pytest
     assert record.message.startswith("1 was parametrized after compress_activations, so it stays exact")
 
 
+def test_every_model_says_once_that_it_was_parametrized(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(16, 64)
+        laconic.compress_activations(model, bits=8, example_inputs={"input": x})
+        parametrizations.spectral_norm(model[0])
+        for _ in range(2):
+            model(x).sum().backward()
+    assert len([record for record in caplog.records if "parametrized" in record.message]) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks the old way
 def test_an_adapter_that_parametrizes_experts_while_they_run_is_trained() -> None:
     pytest.importorskip("peft")

@@ -7,7 +7,6 @@ code runs unchanged.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ class SiteForward(Replacement):
         self.site = site
         self.format = format
         self.origin: str | None = None
+        self._has_warned = False
         self._parameters = frozenset(name for name, p in module._parameters.items() if p is not None)
 
     def parameter(self, name: str) -> Tensor | None:
@@ -58,8 +58,13 @@ class SiteForward(Replacement):
         """
         if "parametrizations" not in self.module._modules:
             return False
-        if not torch.compiler.is_compiling():
-            _warn_parametrized(self.site.name)
+        if not self._has_warned and not torch.compiler.is_compiling():
+            self._has_warned = True
+            logging.getLogger("laconic").warning(
+                "%s was parametrized after compress_activations, so it stays exact; call decompress_activations(model) "
+                "and compress_activations(model) to have this in the report",
+                self.site.name,
+            )
         return True
 
     def keeps(self, x: Tensor) -> bool:
@@ -101,15 +106,6 @@ class SiteForward(Replacement):
         if not torch.compiler.is_compiling():
             self.origin = functions.origin_of(y)
         return y
-
-
-@cache
-def _warn_parametrized(name: str) -> None:
-    logging.getLogger("laconic").warning(
-        "%s was parametrized after compress_activations, so it stays exact; call decompress_activations(model) and "
-        "compress_activations(model) to have this in the report",
-        name,
-    )
 
 
 class NormForward(SiteForward):
