@@ -29,7 +29,6 @@ from tests.train.runs import AGOQ, StopAfter, resumed, tiny_config
 SMOOTH = {"optimizer.eps": 1e-2, "activations.bits": 16}
 FSDP = {"parallel": "fsdp"}
 ZIP = {"checkpoint.zip": True}
-LONG = {"steps": 100, "eval_every": 0, "checkpoint.every": 10, "nproc": 2}
 DROPOUT = {"model.extra": {"attention_dropout": 0.3}}
 
 # name: changes to the tiny configuration; each is run in one piece, and with a stop after step 3 as "<name>-broken".
@@ -78,10 +77,6 @@ class Pair:
             assert self.train(broken, stop_after=3, on_rank=1) == 130
             torch.manual_seed(self.world.rank + 77)
             assert self.train(resumed(broken)) == 0
-
-    def long_run(self) -> None:
-        """What the runs of `test_faults` would be if nothing happened to them."""
-        self.train(tiny_config(self.folder, "long", LONG))
 
     def smooth_runs(self) -> None:
         """Runs whose losses differ by rounding only, whatever the parallelism."""
@@ -182,6 +177,4 @@ def everything(world: World, folder: Path) -> None:
 
 def more(world: World, folder: Path) -> None:
     """What takes long besides."""
-    pair = Pair(folder, world)
-    pair.interrupted_runs(SLOW_RUNS)
-    pair.long_run()
+    Pair(folder, world).interrupted_runs(SLOW_RUNS)

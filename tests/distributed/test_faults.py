@@ -12,15 +12,18 @@ import pytest
 
 from laconic.train.checkpoint.save_load import find_checkpoint
 from laconic.train.config.toml import save_config
+from laconic.train.distributed.world import World
 from laconic.train.report.run_dir import latest_name
-from tests.distributed.pair import LONG
+from tests.distributed.pair import DROPOUT, Pair
 from tests.distributed.processes import (
     ForkedCommand,
     environment,
     finish,
     free_port,
+    is_running,
     num_steps,
     rank_environment,
+    run_joined,
     start,
     start_training,
     wait_until,
@@ -28,17 +31,34 @@ from tests.distributed.processes import (
 )
 from tests.train.runs import ALONE, exact_metrics, tiny_config
 
+LONG = {"steps": 100, "eval_every": 0, "checkpoint.every": 10, "nproc": 2}
 
-def long_config(pair: Path, name: str, **changes: Any) -> Any:
-    return tiny_config(pair, name, LONG | changes)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """The same folder, with what two runs are if nothing happens to them."""
+    run_joined(_undisturbed, (folder,), 2)
+    return folder
+
+
+def _undisturbed(world: World, folder: Path) -> None:
+    pair = Pair(folder, world)
+    pair.train(tiny_config(folder, "long", LONG))
+    pair.train(tiny_config(folder, "ddp", DROPOUT))
+
+
+def long_config(folder: Path, name: str, **changes: Any) -> Any:
+    return tiny_config(folder, name, LONG | changes)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(
-    pair_with_more: Path, tmp_path: Path
-) -> None:
-    pair = pair_with_more
-    config = long_config(pair, "killed")
+def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(undisturbed: Path, tmp_path: Path) -> None:
+    config = long_config(undisturbed, "killed")
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: num_steps(config.run_dir) >= 15)
     workers = workers_of(launcher)
@@ -52,20 +72,20 @@ def test_a_killed_rank_is_named_and_resume_continues_as_if_nothing_happened(
     assert not workers[0].is_running() or workers[0].status() == psutil.STATUS_ZOMBIE
     advice = re.search(r"continue after step-(\d+) with: laconic (train --resume .*)", ending.err)
     assert advice is not None
-    assert latest_name(pair / "killed") == f"step-{advice[1]}"
+    assert latest_name(undisturbed / "killed") == f"step-{advice[1]}"
     assert int(advice[1]) >= 10
 
     ending = finish(start(["-m", "laconic", *shlex.split(advice[2])], environment()))
     assert ending.code == 0, ending.err
-    assert exact_metrics(config.run_dir) == exact_metrics(pair / "long")
+    assert exact_metrics(config.run_dir) == exact_metrics(undisturbed / "long")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, pair: Path, tmp_path: Path) -> None:
-    config = long_config(pair, f"stopped-{code}", parallel="fsdp")
+def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, folder: Path, tmp_path: Path) -> None:
+    config = long_config(folder, f"stopped-{code}", parallel="fsdp")
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: num_steps(config.run_dir) >= 3)
     launcher.send_signal(number)
@@ -76,20 +96,20 @@ def test_a_stop_request_saves_and_leaves(number: signal.Signals, code: int, pair
     assert find_checkpoint(Path(str(config.run_dir)), ALONE).step == num_steps(config.run_dir) < 100
 
 
-def test_a_stop_request_before_the_first_step_just_leaves(pair: Path, tmp_path: Path) -> None:
-    config = long_config(pair, "too-early")
+def test_a_stop_request_before_the_first_step_just_leaves(folder: Path, tmp_path: Path) -> None:
+    config = long_config(folder, "too-early")
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: len(workers_of(launcher)) == 2)
     launcher.send_signal(signal.SIGINT)
     ending = finish(launcher, timeout_seconds=20)
     assert ending.code == 130
     assert "Traceback" not in ending.err
-    assert not (pair / "too-early").exists()
+    assert not (folder / "too-early").exists()
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_leaves_at_once(pair: Path, tmp_path: Path) -> None:
-    config = long_config(pair, "at-once", **{"checkpoint.every": 0})
+def test_a_second_interrupt_leaves_at_once(folder: Path, tmp_path: Path) -> None:
+    config = long_config(folder, "at-once", **{"checkpoint.every": 0})
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: num_steps(config.run_dir) >= 3)
     workers = workers_of(launcher)
@@ -101,7 +121,7 @@ def test_a_second_interrupt_leaves_at_once(pair: Path, tmp_path: Path) -> None:
     ending = finish(launcher, timeout_seconds=20)
     assert ending.code == 130
     assert "nothing was saved" in ending.err
-    assert latest_name(pair / "at-once") is None
+    assert latest_name(folder / "at-once") is None
 
 
 def _has_stopped_stepping(run_dir: str) -> bool:
@@ -114,8 +134,8 @@ def _has_stopped_stepping(run_dir: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_hung_rank_is_given_up_on_and_named(pair: Path, tmp_path: Path) -> None:
-    config = long_config(pair, "hung", rank_timeout_seconds=3.0)
+def test_a_hung_rank_is_given_up_on_and_named(folder: Path, tmp_path: Path) -> None:
+    config = long_config(folder, "hung", rank_timeout_seconds=3.0)
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: num_steps(config.run_dir) >= 12)
     workers_of(launcher)[1].suspend()
@@ -126,49 +146,48 @@ def test_a_hung_rank_is_given_up_on_and_named(pair: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_workers_do_not_outlive_their_launcher(pair: Path, tmp_path: Path) -> None:
-    config = long_config(pair, "orphans", steps=100_000)
+def test_workers_do_not_outlive_their_launcher(folder: Path, tmp_path: Path) -> None:
+    config = long_config(folder, "orphans", steps=100_000)
     launcher = start_training(config, tmp_path / "config.toml")
     wait_until(lambda: num_steps(config.run_dir) >= 3)
     workers = workers_of(launcher)
     launcher.kill()
     finish(launcher)
-    _, alive = psutil.wait_procs(workers.values(), timeout=20)
-    assert not alive
+    wait_until(lambda: not any(is_running(worker.pid) for worker in workers.values()), timeout_seconds=20)
 
 
 @pytest.mark.slow
-def test_an_error_in_the_workers_is_told_once(pair: Path, tmp_path: Path) -> None:
-    config = long_config(pair, "no-data", **{"data.paths": ("/nowhere/at/all.txt",)})
+def test_an_error_in_the_workers_is_told_once(folder: Path, tmp_path: Path) -> None:
+    config = long_config(folder, "no-data", **{"data.paths": ("/nowhere/at/all.txt",)})
     ending = finish(start_training(config, tmp_path / "config.toml"))
     assert ending.code == 2
     assert ending.err.count("/nowhere/at/all.txt") == 1
     assert "Traceback" not in ending.err
-    assert not (pair / "no-data").exists()
+    assert not (folder / "no-data").exists()
 
 
 @pytest.mark.slow
-def test_torchrun_runs_the_same_command(pair: Path, tmp_path: Path) -> None:
-    config = tiny_config(pair, "torchrun", {"model.extra": {"attention_dropout": 0.3}, "nproc": 5})
+def test_torchrun_runs_the_same_command(undisturbed: Path, tmp_path: Path) -> None:
+    config = tiny_config(undisturbed, "torchrun", {"model.extra": {"attention_dropout": 0.3}, "nproc": 5})
     save_config(config, tmp_path / "config.toml")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "laconic", "train"]
     # PYTHONWARNINGS is not ours to set for torchrun itself.
     ending = finish(start([*command, "--config", str(tmp_path / "config.toml")], environment(PYTHONWARNINGS="default")))
     assert ending.code == 0, ending.err
-    assert exact_metrics(config.run_dir) == exact_metrics(pair / "ddp")
+    assert exact_metrics(config.run_dir) == exact_metrics(undisturbed / "ddp")
 
 
-def test_a_world_that_never_meets_is_reported(pair: Path, tmp_path: Path) -> None:
-    save_config(long_config(pair, "lonely", rank_timeout_seconds=2.0), tmp_path / "config.toml")
+def test_a_world_that_never_meets_is_reported(folder: Path, tmp_path: Path) -> None:
+    save_config(long_config(folder, "lonely", rank_timeout_seconds=2.0), tmp_path / "config.toml")
     command = ["train", "--config", str(tmp_path / "config.toml")]
     ending = ForkedCommand(command, tmp_path / "printed", rank_environment(0, 2, free_port())).finish(60)
     assert ending.code == 2
     assert re.search(r"WORLD_SIZE is 2, but rank 0 on .* could not meet that many processes .* within 2 s", ending.err)
-    assert not (pair / "lonely").exists()
+    assert not (folder / "lonely").exists()
 
 
-def test_a_taken_master_port_is_named(pair: Path, tmp_path: Path) -> None:
-    save_config(long_config(pair, "taken"), tmp_path / "config.toml")
+def test_a_taken_master_port_is_named(folder: Path, tmp_path: Path) -> None:
+    save_config(long_config(folder, "taken"), tmp_path / "config.toml")
     command = ["train", "--config", str(tmp_path / "config.toml")]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -180,8 +199,8 @@ def test_a_taken_master_port_is_named(pair: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_grow_fails_the_save_and_leaves_no_latest(pair: Path, tmp_path: Path) -> None:
-    config = tiny_config(pair, "small-files", {"checkpoint.every": 2})
+def test_a_file_that_cannot_grow_fails_the_save_and_leaves_no_latest(folder: Path, tmp_path: Path) -> None:
+    config = tiny_config(folder, "small-files", {"checkpoint.every": 2})
     save_config(config, tmp_path / "config.toml")
     limit_nbytes = 60_000  # the metrics fit, a shard does not
     program = (
@@ -191,4 +210,4 @@ def test_a_file_that_cannot_grow_fails_the_save_and_leaves_no_latest(pair: Path,
     ending = finish(start(["-c", program, "train", "--config", str(tmp_path / "config.toml")], environment()))
     assert ending.code == 2, ending.err
     assert re.search(r"error: checkpoint .*step-00000002: .*File too large", ending.err)
-    assert list((pair / "small-files" / "checkpoints").iterdir()) == []
+    assert list((folder / "small-files" / "checkpoints").iterdir()) == []

@@ -43,8 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_more(folder: Path) -> Path:
-    """The same folder, with the slow runs as well."""
+def more_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the slow runs, and those of one to compare with."""
+    folder = tmp_path_factory.mktemp("more")
+    train_alone(tiny_config(folder, "alone", SMOOTH))
+    train_alone(tiny_config(folder, "alone-agoq", LAYERS | AGOQ))
     for world_size in (2, 4):
         run_joined(more, (folder,), world_size)
     return folder
@@ -54,7 +57,7 @@ def with_more(folder: Path) -> Path:
 def runs(request: pytest.FixtureRequest, name: str) -> Path:
     """The folder with the run `name`."""
     is_slow = name in SLOW_SMOOTH_RUNS or name in SLOW_BROKEN_RUNS
-    found: Path = request.getfixturevalue("with_more" if is_slow else "folder")
+    found: Path = request.getfixturevalue("more_folder" if is_slow else "folder")
     return found
 
 
