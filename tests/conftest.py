@@ -16,9 +16,21 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+_FIRST = (
+    "netlab",
+    "tests/activations/test_families.py",
+    "tests/distributed/test_torch_suite.py",
+    "tests/distributed/test_spread_runs.py",
+    "tests/distributed/test_faults.py",
+    "tests/ops/test_interpreted.py",
+)
+"""Groups that take longest, in the slow suite minutes each: one that begins last keeps two of three workers waiting."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share an expensive fixture, or the machine's network, run in the same worker of pytest-xdist."""
+    groups = {}
     for item in items:
         file = item.nodeid.partition("::")[0]
         if file.startswith("tests/netlab/"):
@@ -28,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             group = file
         item.add_marker(pytest.mark.xdist_group(group))
+        groups[item] = group
+    items.sort(key=lambda item: _FIRST.index(groups[item]) if groups[item] in _FIRST else len(_FIRST))
 
 
 @pytest.hookimpl(wrapper=True)
