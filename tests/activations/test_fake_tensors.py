@@ -62,7 +62,7 @@ def values_of(node: fx.Node) -> list[Any]:
         (4, {"attention": "int8"}),
         pytest.param(5, {"attention": "exact"}, marks=pytest.mark.slow),
         pytest.param(6, {"attention": "nf4"}, marks=pytest.mark.slow),
-        (8, {"attention": "recompute", "loss": "chunked"}),
+        pytest.param(8, {"attention": "recompute", "loss": "chunked"}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_run_without_values(bits: int, options: dict[str, Any]) -> None:
@@ -87,6 +87,7 @@ def test_steps_run_without_values(bits: int, options: dict[str, Any]) -> None:
     assert torch.isfinite(laconic.ops.dequantize_blockwise(codes, scales, length=64)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_layer_has_our_ops_as_single_nodes() -> None:
     graphs: list[fx.Graph] = []

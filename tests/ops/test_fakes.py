@@ -165,27 +165,38 @@ def test_no_result_has_a_size_or_a_layout_that_depends_on_values(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_the_fake_result_is_like_the_real_one(name: str, data: st.DataObject) -> None:
+    check_fake(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARGUMENTS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_fake_result_is_like_the_real_one_in_many_cases(name: str, data: st.DataObject) -> None:
+    check_fake(name, data)
+
+
+def check_fake(name: str, data: st.DataObject) -> None:
     op, arguments = op_of(name), ARGUMENTS[name](data.draw)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, arguments)
         fake = op(*fakes)
         on_cuda = tree_map(lambda x: on_device(x, "cuda:0") if isinstance(x, Tensor) else x, fakes)
         fake_on_cuda = op(*on_cuda)
-    # opcheck compares what an op leaves alone by multiplying, which torch does not do in fp8.
-    checks = ("test_faketensor",) if in_fp8(arguments) else ("test_schema", "test_faketensor")
-    torch.library.opcheck(op, arguments, test_utils=checks)
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    if all(x.numel() for x in tensors):  # torch fails to copy some that have no elements
+        # It compares what an op leaves alone by products, which fp8 has not.
+        has_fp8 = any("float8" in str(x.dtype) for x in tensors)
+        checks = ("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
+        torch.library.opcheck(op, arguments, test_utils=checks)
     before = looks(arguments)
     real = op(*arguments)
     assert looks(fake) == looks(real)
     assert looks(fake_on_cuda) == looks(real, "cuda:0")
     assert looks(fakes) == looks(arguments) == before  # what an op writes to keeps its layout
-
-
-def in_fp8(values: Any) -> bool:
-    return any(isinstance(x, Tensor) and "float8" in str(x.dtype) for x in tree_leaves(values))
 
 
 def on_device(x: Tensor, device: str) -> Tensor:
