@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from laconic import collectives
 from laconic.collectives import audit
-from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine import call as engine_call
 from laconic.collectives.engine.two_level import TwoLevel
+from laconic.collectives.policy.selector import use_rates
 from laconic.collectives.runtime.background import Work
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave
+from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import run_ranks
 
 # 11.5 bits hold Gaussian bfloat16 in long messages and nothing else: the rest travels twice.
@@ -270,6 +273,31 @@ class Checks:
                 everyone = x.new_empty(self.world, length)
                 collectives.all_gather(everyone, mine, self.group, codec=Raw())
                 assert same(everyone, mine.expand_as(everyone))
+
+    def auto_with_a_capacity(self) -> None:
+        rates = made_up_rates(bytes_per_second=12.5e6)
+        use_rates(replace(rates, links=dict.fromkeys(("node", "across", "all"), rates.links["across"])))
+        x = values((self.world, self.world * 100_000), torch.bfloat16)
+        for codec in (Auto(capacity_bits=14.0), Auto(capacity_bits=4.0)):  # all fits, and nothing
+            audit.reset()
+            everyone = x.new_empty(x.shape)
+            collectives.all_gather(everyone, x[self.rank], self.group, codec=codec)
+            assert same(everyone, x)
+            mine, total = x.new_empty(100_000), rank_order_sum(x)
+            collectives.reduce_scatter(mine, x[self.rank].clone(), self.group, codec=codec, async_op=True).wait()
+            assert same(mine, total.view(self.world, -1)[self.rank])
+            whole = x[self.rank].clone()
+            collectives.all_reduce(whole, self.group, codec=codec)
+            assert same(whole, total)
+            names = {entry.codec for entry in audit.snapshot().entries}
+            assert self.world == 1 or names == {f"tiered-{codec.capacity_bits:g}-bits"}
+            if self.world == 2:  # raw, because nobody prepared the group for sends
+                if self.rank == 0:
+                    collectives.send(whole, self.ranks[1], self.group, codec=codec)
+                else:
+                    collectives.recv(whole.zero_(), self.ranks[0], self.group, codec=codec)
+                assert same(whole, total)
+        use_rates(None)
 
     def what_was_sent_is_recorded(self) -> None:
         if self.world == 1:

@@ -11,13 +11,14 @@ from laconic.collectives.api import (
     reduce_scatter,
     scatter,
 )
-from laconic.collectives.codec import Blockwise, Codec, Lossless, Raw
+from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.point_to_point import recv, send
 from laconic.collectives.process_group.group import ProcessGroupLaconic, ProcessGroupOptions
 from laconic.collectives.runtime.background import Work
 
 __all__ = [
+    "Auto",
     "Blockwise",
     "Codec",
     "Lossless",

@@ -5,10 +5,10 @@ ranks, and all ranks of a group make the same calls in the same order. Each func
 async_op=True the collective goes on in the background and tensors must be left alone until `wait()`, else it is over
 already. wait() returns the output and raises the call's error.
 
-`codec="auto"` asks the cost model; `Raw()`, `Lossless()` or `Blockwise(format)` decides for it. Lossless codecs never
-change a bit of a result: float32, bfloat16 and float16 are summed in fp32 in the order of ranks and rounded once to the
-tensor's type, whatever the codec. docs/collectives.md has the orders, the messages and the errors after a rank has
-failed.
+`codec="auto"` asks the cost model, as `Auto(capacity_bits=...)` does; `Raw()`, `Lossless()` or `Blockwise(format)`
+decides for it. Lossless codecs never change a bit of a result: float32, bfloat16 and float16 are summed in fp32 in the
+order of ranks and rounded once to the tensor's type, whatever the codec. docs/collectives.md has the orders, the
+messages and the errors after a rank has failed.
 """
 
 from __future__ import annotations

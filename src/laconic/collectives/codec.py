@@ -20,7 +20,18 @@ from laconic.formats import BlockFormat, BlockTensor, lossless
 from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG, DamagedMessage, Status
 
-__all__ = ["Blockwise", "Codec", "Lossless", "Raw", "bytes_of", "check_codec", "is_unread", "setting_of"]
+__all__ = [
+    "Auto",
+    "Blockwise",
+    "Codec",
+    "Lossless",
+    "Raw",
+    "bytes_of",
+    "check_codec",
+    "is_auto",
+    "is_unread",
+    "setting_of",
+]
 
 
 class Codec(Protocol):
@@ -285,6 +296,32 @@ class Lossless:
         if status not in (Status.SOUND, Status.TOO_LONG):
             raise DamagedMessage(status)
         return status == Status.SOUND
+
+
+@dataclass(frozen=True)
+class Auto(Lossless):
+    """As the codec "auto", with a capacity: the cost model decides for each message whether and how it is coded.
+
+    Coded messages have the length that `capacity_bits` gives them, so that on CUDA the host waits for them late and
+    once; for raw ones it does not wait. The model takes codes with the ratio that was measured, and no message goes
+    around a ring.
+
+    Raises:
+        FormatError: there is no capacity, or no message fits it.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.code != "auto" or self.capacity_bits is None:
+            raise FormatError(
+                f"Auto has code {self.code!r} and capacity_bits {self.capacity_bits}, but it chooses the code itself"
+                " and needs a capacity; write Auto(capacity_bits=11.5), or the string 'auto' for none"
+            )
+
+
+def is_auto(codec: Codec | str) -> bool:
+    """Whether the cost model decides what travels."""
+    return isinstance(codec, str | Auto)
 
 
 def is_unread(codec: Codec) -> TypeGuard[Lossless]:

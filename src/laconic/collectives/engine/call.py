@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.collectives import audit
-from laconic.collectives.codec import Codec, Lossless, Raw, bytes_of, check_codec, setting_of
+from laconic.collectives.codec import Auto, Codec, Lossless, Raw, bytes_of, check_codec, is_auto, setting_of
 from laconic.collectives.engine import uncoded
 from laconic.collectives.engine.chunks import (
     all_gather_chunk,
@@ -154,7 +154,7 @@ class Exchange:
             "codec": setting_of(self.codec),
             "version": WIRE_VERSION,
         }
-        said = note(self.group, self.device) if isinstance(self.codec, str) and has_tags(self.device) else b""
+        said = note(self.group, self.device) if is_auto(self.codec) and has_tags(self.device) else b""
         announcement = Announcement(common, split_sizes, said)
         return Wire(self.group, Peers(self.ranks, others), announcement, self.dtype, self.device)
 
@@ -365,8 +365,7 @@ class Exchange:
         return True
 
     def _needs_sync(self, numel: int) -> bool:
-        is_auto = isinstance(self.codec, str)
-        return is_auto and needs_sync(self.function, numel, self.dtype, self.group, device=self.device)
+        return is_auto(self.codec) and needs_sync(self.function, numel, self.dtype, self.group, device=self.device)
 
     def _find_route(self, numel: int) -> Route:
         return find_route(self.codec, self.function, numel, self.dtype, self.group, self.device)
@@ -460,20 +459,22 @@ def find_route(
     """Find the route of a call; the same on all its ranks.
 
     Args:
-        codec: a codec, or "auto" for the one that is predicted to be fastest.
+        codec: a codec, or "auto" or an `Auto` for the one that is predicted to be fastest.
         operation: "all_gather", ...
         numel: elements of one rank's input, a number that all ranks share.
         dtype: of the tensor.
         group: the group on which the call runs.
         device: where the tensor is.
     """
-    if not isinstance(codec, str):
+    if not isinstance(codec, str | Auto):
         return Route(codec, None, "asked for")
     choice = choose(operation, numel, dtype, group, device=device)
     if choice.codec == RAW:
         return Route(Raw(), None, choice.reason, 0.0, choice, numel)
-    found = Lossless(choice.codec)
-    return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice, numel, choice.ring)
+    capacity_bits = codec.capacity_bits if isinstance(codec, Auto) else None
+    found = Lossless(choice.codec, capacity_bits)
+    ring = choice.ring and capacity_bits is None  # each rank of a ring decodes, and so would wait
+    return Route(found, choice.num_chunks, choice.reason, choice.saved_seconds, choice, numel, ring)
 
 
 def sync(wire: Wire) -> None:

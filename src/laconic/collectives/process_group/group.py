@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 from laconic.autoload import register
 from laconic.collectives import api, audit
 from laconic.collectives.arguments import check_group_rank
-from laconic.collectives.codec import Codec, check_codec, setting_of
+from laconic.collectives.codec import Codec, check_codec, is_auto, setting_of
 from laconic.collectives.policy.raw_calls import RawCalls
 from laconic.collectives.policy.selector import foresee, prepare
 from laconic.collectives.process_group.backends import compare, connect, forget
@@ -429,7 +429,7 @@ class ProcessGroupLaconic(_Base):
             reason = TOO_SMALL
         elif reduce_op is not None and _op(reduce_op) is None:
             reason, lasts = _OTHER_OP, False
-        elif isinstance(self.options.codec, str):
+        elif is_auto(self.options.codec):
             numel = _LARGE_NUMEL if any_size else message.numel()
             choice = foresee(operation, numel, message.dtype, self._backend_group, device=message.device)
             reason = choice.reason if choice.codec == RAW else None
