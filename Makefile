@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Three workers for two cores, because tests with processes of their own wait for these; a file stays in one worker, and
-# files come in their order, so that long ones start early.
+# files come in the order of tests/conftest.py, the longest first.
 PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 # The tests start hundreds of processes that import the same files: each of them would compile all of these again.
 unexport PYTHONDONTWRITEBYTECODE
