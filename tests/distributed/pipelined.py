@@ -1,7 +1,7 @@
 """What the processes of a pipeline do together.
 
 As in `tests.distributed.pair`, each scenario is a run in a folder, and the tests read what it left there. Two processes
-do one part of them and four the other.
+do most of them; four processes are slow.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ SMOOTH_RUNS: Runs = {
     "2-1f1b": TWO,
     "2-interleaved": INTERLEAVED,
     "2-untied": TWO | UNTIED | CHUNKED,
-    "4-interleaved-fsdp": INTERLEAVED | FSDP,
 }
 BROKEN_RUNS: Runs = {
     "2-1f1b-nf4": TWO | DROPOUT,
     "2-interleaved-agoq": INTERLEAVED | DROPOUT | AGOQ,
-    "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
 }
 # Other combinations of the same.
-SLOW_SMOOTH_RUNS: Runs = {"2-gpipe": GPIPE, "4-ddp": TWO, "4-1f1b": FOUR, "4-fsdp": TWO | FSDP | CHUNKED}
+SLOW_SMOOTH_RUNS: Runs = {
+    "2-gpipe": GPIPE,
+    "4-ddp": TWO,
+    "4-1f1b": FOUR,
+    "4-fsdp": TWO | FSDP | CHUNKED,
+    "4-interleaved-fsdp": INTERLEAVED | FSDP,
+}
 SLOW_BROKEN_RUNS: Runs = {
+    "4-fsdp-agoq": TWO | FSDP | LAYERS | AGOQ,
     "4-ddp-agoq": TWO | LAYERS | AGOQ,
     "4-ddp-q8": TWO | LAYERS | {"gradients.reduce": "q8"},
     "4-fsdp-bf16": TWO | FSDP | LAYERS | {"precision": "bf16"},
@@ -112,7 +117,6 @@ def everything(world: World, folder: Path) -> None:
     scenarios = Pipelined(folder, world)
     scenarios.smooth_runs(SMOOTH_RUNS)
     scenarios.interrupted_runs(BROKEN_RUNS)
-    if world.size == 2:
-        scenarios.changed_layouts()
-        scenarios.not_finite()
-        scenarios.refusals()
+    scenarios.changed_layouts()
+    scenarios.not_finite()
+    scenarios.refusals()

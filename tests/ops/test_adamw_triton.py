@@ -86,7 +86,7 @@ def test_every_code_is_found_as_the_reference_finds_it(signed: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "gradient_dtype", "bits"),
     [
-        (torch.float32, torch.float16, None),
+        slow_in_interpreter(torch.float32, torch.float16, None),
         slow_in_interpreter(torch.bfloat16, torch.float32, None),
         slow_in_interpreter(torch.float16, torch.bfloat16, None),
         slow_in_interpreter(torch.float32, torch.float32, 8),
