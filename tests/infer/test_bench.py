@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -126,7 +126,7 @@ def _starter(
 
 def test_plans_are_compared_in_turns(tmp_path: Path) -> None:
     log: list[str] = []
-    start = _starter(lambda plan: 0.01 if plan.kind == "naive" or plan.plan.num_micro_batches == 1 else 0.001, log)
+    start = _starter(lambda plan: 0.02 if plan.kind == "naive" or plan.plan.num_micro_batches == 1 else 0.001, log)
     found = compare(start, ["unsplit", "naive", "pppipe"], PROMPTS, 5, rates=[100.0, 400.0], rounds=3)
     unsplit, naive, pppipe = found.results
     assert str(pppipe.plan) == "pppipe r1=2"
@@ -134,8 +134,7 @@ def test_plans_are_compared_in_turns(tmp_path: Path) -> None:
     assert (found.num_requests, found.num_prompt_tokens, found.num_new_tokens) == (3, 6, 15)
     assert [each.same_answers for each in found.results] == [3, 2, 3]
     assert all(len(each.tokens_per_second) == 3 for each in found.results)
-    # A busy machine may hold one round up.
-    assert median(pppipe.tokens_per_second) > median(naive.tokens_per_second)
+    assert min(pppipe.tokens_per_second) > max(naive.tokens_per_second)
     assert all(list(each.latency) == [100.0, 400.0] for each in found.results)
     assert pppipe.latency[100.0][0].per_token[0] < unsplit.latency[100.0][0].per_token[0]
     rounds = log[2 * 3 * len(PROMPTS) :: len(PROMPTS)]  # after the sweep of two candidates, thrice each

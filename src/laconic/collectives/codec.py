@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat, BlockTensor, lossless
 from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG, DamagedMessage, Status
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = [
     "Auto",
@@ -319,7 +322,7 @@ class Auto(Lossless):
             )
 
 
-def is_auto(codec: Codec | str) -> bool:
+def is_auto(codec: Codec | str) -> TypeIs[str | Auto]:
     """Whether the cost model decides what travels."""
     return isinstance(codec, str | Auto)
 

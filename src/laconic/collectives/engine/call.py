@@ -466,7 +466,7 @@ def find_route(
         group: the group on which the call runs.
         device: where the tensor is.
     """
-    if not isinstance(codec, str | Auto):
+    if not is_auto(codec):
         return Route(codec, None, "asked for")
     choice = choose(operation, numel, dtype, group, device=device)
     if choice.codec == RAW:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from laconic.collectives import audit
 from laconic.collectives.arguments import check_group_rank
-from laconic.collectives.codec import Auto, Codec, Lossless, Raw
+from laconic.collectives.codec import Codec, Lossless, Raw, is_auto
 from laconic.collectives.policy.selector import foresee
 from laconic.collectives.process_group.work_handles import AfterWork, PeerWork
 from laconic.collectives.runtime.device_streams import Ready
@@ -150,7 +150,7 @@ class P2P:
             return None, NO_CODE
         if x.nbytes < max(1, self._min_nbytes):
             return None, TOO_SMALL
-        if not isinstance(self._codec, str | Auto):
+        if not is_auto(self._codec):
             return None if isinstance(self._codec, Raw) else self._codec, _ASKED_FOR
         choice = foresee("send", x.numel(), x.dtype, self._group)
         return None if choice.codec == RAW else Lossless(choice.codec), choice.reason
