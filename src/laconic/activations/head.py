@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -37,7 +36,7 @@ from laconic.activations.sites import Site
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
 
-__all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head", "warn_inactive"]
+__all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head"]
 
 _IGNORED = -100
 """The label of tokens that do not count, in every Hugging Face loss for causal language models."""
@@ -191,6 +190,7 @@ class CausalForward(ModelReplacement):
         self.place = place
         self.loss_function = _attribute(module, "loss_function")
         self.is_running = False
+        self._warned: set[str] = set()
 
     def install(self) -> None:
         """Replace the forwards of the model and of the model below the head."""
@@ -214,6 +214,12 @@ class CausalForward(ModelReplacement):
         finally:
             self.is_running = False
 
+    def warn(self, reason: str) -> None:
+        """Warn that the chunked loss is not used, once per model and reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logging.getLogger("laconic").warning("loss='chunked' is inactive: %s", reason)
+
     def _request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
         """The request to the projection for this call, None if the original computes the loss."""
         if not torch.is_grad_enabled() or is_transformed():
@@ -224,7 +230,7 @@ class CausalForward(ModelReplacement):
         reason = self._obstacle(arguments)
         if reason is not None:
             if self.module.training:
-                warn_inactive(reason)
+                self.warn(reason)
             return None
         options = {name: arguments.get(name) for name in self.place.options}
         labels = options.get("shift_labels")
@@ -281,17 +287,11 @@ class BodyForward(ModelReplacement):
         """The original forward; warns in training if the head is bypassed."""
         past_head = self.causal.enabled and not self.causal.is_running
         if past_head and self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            warn_inactive(
+            self.causal.warn(
                 "the loss is computed from hidden states past the model's own head, as TRL's SFTTrainer does; how much"
                 " it keeps is the host's choice there"
             )
         return self.original(*args, **kwargs)
-
-
-@cache
-def warn_inactive(reason: str) -> None:
-    """Warn once that the chunked loss is not used."""
-    logging.getLogger("laconic").warning("loss='chunked' is inactive: %s", reason)
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -7,8 +7,7 @@ package; the backend hangs or fails as it always does.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -218,15 +217,19 @@ def scatter(
 
 def send(tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool = True) -> Work[Tensor]:
     """Send to group rank `peer`, which calls `recv` with as many elements of that dtype."""
-    with _naming("send", group, peer):
+    try:
         work = group.send([_movable(tensor)], peer, _tag(tensor))
+    except RuntimeError as error:
+        raise broken_off("send", group, error, peer) from error
     return _carried("send", work, tensor, group, async_op, peer)
 
 
 def recv(tensor: Tensor, group: dist.ProcessGroup, peer: int, async_op: bool = True) -> Work[Tensor]:
     """Receive what group rank `peer` sends."""
-    with _naming("recv", group, peer):
+    try:
         work = group.recv([_movable(tensor)], peer, _tag(tensor))
+    except RuntimeError as error:
+        raise broken_off("recv", group, error, peer) from error
     return _carried("recv", work, tensor, group, async_op, peer)
 
 
@@ -237,18 +240,11 @@ def _carried(
     if async_op and work is not None:
         return _BackendWork(work, output, group, name, peer)
     if work is not None:
-        with _naming(name, group, peer):
+        try:
             work.wait()
+        except RuntimeError as error:
+            raise broken_off(name, group, error, peer) from error
     return done(output)
-
-
-@contextmanager
-def _naming(name: str, group: dist.ProcessGroup, peer: int | None) -> Iterator[None]:
-    """What the backend raises inside, as the error that names the rank it is due to."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise broken_off(name, group, error, peer) from error
 
 
 def _movable(x: Tensor) -> Tensor:

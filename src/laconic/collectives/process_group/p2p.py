@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ class P2P:
     def __init__(self, group: dist.ProcessGroup, codec: Codec | str, min_nbytes: int) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
+        self._size = len(self._ranks)
         # With a capacity, a message might have to be sent twice; without, it is as long as it needs to be.
         self._codec = replace(codec, capacity_bits=None) if isinstance(codec, Lossless) else codec
         self._min_nbytes = min_nbytes
@@ -108,27 +108,31 @@ class P2P:
 
     def send_raw(self, x: Tensor, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         """Pass `tensors`, the message of `x`, to the backend."""
-        check_group_rank("dst", dst, len(self._ranks))  # gloo reads past its list of peers
-        explain = partial(self._explain, "send", x.numel(), x.dtype, dst)
+        self._check_rank("dst", dst)
+        call = "send", x.numel(), x.dtype, dst
         try:
-            return PeerWork(self._group.send(tensors, dst, tag), tensors, explain)
+            return PeerWork(self._group.send(tensors, dst, tag), tensors, self._explain, call)
         except RuntimeError as error:
-            raise explain(error) from error
+            raise self._explain(error, *call) from error
 
     def receive_raw(self, x: Tensor, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
         """Receive the message of `x` into `tensors`."""
         if src is not None:
-            check_group_rank("src", src, len(self._ranks))
-        explain = partial(self._explain, "recv", x.numel(), x.dtype, src)
+            self._check_rank("src", src)
+        call = "recv", x.numel(), x.dtype, src
         try:
-            if src is None:
-                return PeerWork(self._group.recv_anysource(tensors, tag), tensors, explain)
-            return PeerWork(self._group.recv(tensors, src, tag), tensors, explain)
+            work = self._group.recv_anysource(tensors, tag) if src is None else self._group.recv(tensors, src, tag)
+            return PeerWork(work, tensors, self._explain, call)
         except RuntimeError as error:
-            raise explain(error) from error
+            raise self._explain(error, *call) from error
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        """Refuse what is no rank of the group: gloo reads past its list of peers."""
+        if not 0 <= rank < self._size:
+            check_group_rank(name, rank, self._size)
 
     def _explain(
-        self, function: str, numel: int, dtype: torch.dtype, peer: int | None, error: RuntimeError
+        self, error: RuntimeError, function: str, numel: int, dtype: torch.dtype, peer: int | None
     ) -> Exception:
         """Make an error that names the operation and the rank that broke it off."""
         if isinstance(error, LaconicError) or is_own(error):

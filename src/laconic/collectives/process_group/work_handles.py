@@ -153,20 +153,27 @@ def after(work: dist.Work, do: Callable[[], object], tensors: Sequence[Tensor]) 
 
 
 class PeerWork(TensorsWork):
-    """A send or receive of the backend; `explain` turns its error into one that names the peer."""
+    """A send or receive of the backend, whose error becomes one that names the peer.
+
+    Args:
+        work: the backend's.
+        tensors: the message.
+        explain: makes the error of the backend's and `call`.
+        call: what the error names of the call.
+    """
 
     def __init__(
-        self, work: dist.Work, tensors: Sequence[Tensor], explain: Callable[[RuntimeError], Exception]
+        self, work: dist.Work, tensors: list[Tensor], explain: Callable[..., Exception], call: tuple[Any, ...]
     ) -> None:
-        super().__init__(tensors)
-        self._work, self._explain = work, explain
+        dist.Work.__init__(self)  # a frame less: short messages wait for this
+        self._tensors, self._work, self._explain, self._call = tensors, work, explain, call
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the backend; its RuntimeError becomes the error of `explain`."""
         try:
             return self._work.wait(timeout)
         except RuntimeError as error:
-            raise self._explain(error) from error
+            raise self._explain(error, *self._call) from error
 
     def is_completed(self) -> bool:
         """Whether the backend has finished."""
