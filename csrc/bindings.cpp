@@ -220,6 +220,31 @@ bool sum_rows(size_t isa, int64_t num_threads, uintptr_t rows, int type, int64_t
   return true;
 }
 
+// `packed`: gate's codes and scales, up's codes and scales. Without `grad` (0) the product goes to
+// the first of `results`, else the gradients of gate and up to both.
+void gated_blockwise(size_t isa, int64_t num_threads, const std::array<uintptr_t, 4>& packed,
+                     int scale_type, int64_t rows, int64_t length, int64_t block_size,
+                     uintptr_t grad, const std::array<uintptr_t, 2>& results, int type, int bits,
+                     uintptr_t codebook, const std::array<float, 3>& curve) {
+  const laconic::Gated task{pointer<const uint8_t>(packed[0]),
+                            pointer<const void>(packed[1]),
+                            pointer<const uint8_t>(packed[2]),
+                            pointer<const void>(packed[3]),
+                            static_cast<FloatType>(scale_type),
+                            length,
+                            block_size,
+                            bits,
+                            pointer<const laconic::Codebook>(codebook),
+                            {curve[0], curve[1], curve[2]},
+                            static_cast<FloatType>(type),
+                            pointer<const void>(grad),
+                            pointer<void>(results[0]),
+                            pointer<void>(results[1])};
+  const laconic::GatedKernels& kernels = *laconic::supported_isas().at(isa).gated;
+  run(rows, length, block_size, num_threads,
+      [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -239,6 +264,7 @@ NB_MODULE(_kernels, m) {
   m.def("accumulate_blockwise", &accumulate_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("lossless_encode", &lossless_encode, nb::call_guard<nb::gil_scoped_release>());
   m.def("lossless_decode", &lossless_decode, nb::call_guard<nb::gil_scoped_release>());
+  m.def("gated_blockwise", &gated_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
   m.def("square_sum_blockwise", &square_sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

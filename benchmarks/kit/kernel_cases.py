@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.ops import STATE_BLOCK_SIZE
-from laconic.ops.triton import accumulate, adamw, blockwise, lossless, reduce, rows
+from laconic.ops.triton import accumulate, adamw, blockwise, gated, lossless, reduce, rows
 
 __all__ = ["KernelCase", "kernel_cases"]
 
@@ -34,6 +34,7 @@ class KernelCase:
 def kernel_cases(n: int = 1 << 20) -> Iterator[KernelCase]:
     """Every case, on tensors of n elements; n is a multiple of 4096."""
     yield from _blockwise(n)
+    yield from _gated(n)
     yield from _gradients(n)
     yield from _optimizer(n)
     yield from _lossless(n)
@@ -72,6 +73,27 @@ def _blockwise(n: int) -> Iterator[KernelCase]:
         lambda: blockwise.quantize_blockwise(wide, "int8", 128, torch.float32, None),
         5 * n + n / 32,
     )
+
+
+def _gated(n: int) -> Iterator[KernelCase]:
+    """The product of a feed-forward block of 1024 columns, and the gradients of gate and up."""
+    grad = torch.zeros(n // 1024, 1024, dtype=_BF16)
+    for code, bits, activation in (("nf4", 4, "silu"), ("int8", 8, "silu"), ("nf4", 4, "gelu_tanh")):
+        codes, scales = _bytes(n * bits // 8).view(n // 1024, -1), torch.zeros(n // 1024, 16, dtype=_BF16)
+        packed = codes, scales, codes, scales
+        packed_nbytes = 2 * (n * bits / 8 + n / 32)
+        yield KernelCase(
+            "gated_product_blockwise",
+            f"{code}, {activation}",
+            lambda p=packed, c=code, a=activation: gated.gated_product_blockwise(*p, c, 64, 1024, _BF16, a),
+            packed_nbytes + 2 * n,
+        )
+        yield KernelCase(
+            "gated_backward_blockwise",
+            f"{code}, {activation}",
+            lambda p=packed, c=code, a=activation: gated.gated_backward_blockwise(grad, *p, c, 64, a),
+            packed_nbytes + 6 * n,
+        )
 
 
 def _store(n: int, bits: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -242,6 +242,25 @@ inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, flo
   }
 }
 
+inline bool is_finite(float scale) { return (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits; }
+
+// A block of any size and scale; `values` has room for kMaxBlock. The vector code rounds by integer
+// arithmetic that knows no NaN; only a scale of infinity or NaN makes one.
+template <class S, class T, int kBits>
+inline void dequantize_padded(const Codebook* codebook, const uint8_t* codes, float scale,
+                              int64_t size, T* values) {
+  uint8_t padded_codes[kMaxBlock] = {};
+  std::memcpy(padded_codes, codes, ceil_div(size * kBits, 8));
+  if (is_finite(scale)) {
+    dequantize_block<S, T, kBits>(codebook, padded_codes, scale,
+                                  ceil_div(size, S::kGroup) * S::kGroup, values);
+  } else {
+    constexpr int kGroup = Portable::kGroup;
+    dequantize_block<Portable, T, kBits>(codebook, padded_codes, scale,
+                                         ceil_div(size, kGroup) * kGroup, values);
+  }
+}
+
 template <class S, class T, int kBits>
 void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
   const int64_t codes_per_row = ceil_div(d.length * kBits, 8);
@@ -251,24 +270,12 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
     T* values = static_cast<T*>(d.values) + walk.row * d.length + walk.column;
     const float scale = load_scale(d.scales, d.scale_type, b);
     const int64_t size = walk.size();
-    // The vector code rounds by integer arithmetic that knows no NaN; only a scale of infinity or
-    // NaN makes one.
-    const bool finite = (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits;
-    if (__builtin_expect(finite && size % S::kGroup == 0, 1)) {
+    if (__builtin_expect(is_finite(scale) && size % S::kGroup == 0, 1)) {
       dequantize_block<S, T, kBits>(d.codebook, codes, scale, size, values);
       continue;
     }
     T padded[kMaxBlock];
-    uint8_t padded_codes[kMaxBlock] = {};
-    std::memcpy(padded_codes, codes, ceil_div(size * kBits, 8));
-    if (finite) {
-      dequantize_block<S, T, kBits>(d.codebook, padded_codes, scale,
-                                    ceil_div(size, S::kGroup) * S::kGroup, padded);
-    } else {
-      constexpr int kGroup = Portable::kGroup;
-      dequantize_block<Portable, T, kBits>(d.codebook, padded_codes, scale,
-                                           ceil_div(size, kGroup) * kGroup, padded);
-    }
+    dequantize_padded<S, T, kBits>(d.codebook, codes, scale, size, padded);
     std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
   }
 }

@@ -7,6 +7,7 @@
 #include "accumulate.h"
 #include "adamw.h"
 #include "blockwise.h"
+#include "gated.h"
 #include "lossless.h"
 #include "reduce.h"
 #include "rows.h"
@@ -21,6 +22,7 @@ struct Isa {
   const AdamWKernels* adamw;
   const LosslessKernels* lossless;
   const RowsKernels* rows;
+  const GatedKernels* gated;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

@@ -27,6 +27,8 @@ KNOWN_SPILLS = {"_write_kernel": 100}
 WIDEST = {
     "_quantize_blockwise_kernel": (128, None),
     "_dequantize_blockwise_kernel": (None, 128),
+    "_gated_product_kernel": (None, 128),
+    "_gated_backward_kernel": (128, 128),
     "_accumulate_kernel": (128, 128),
     "_square_kernel": (128, None),
     "_adamw_kernel": (128, 128),

@@ -17,6 +17,7 @@ from laconic.errors import FormatError
 from laconic.ops import native, reference, triton
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, bits_of
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
+from laconic.ops.gated_activations import CURVES
 from laconic.ops.reference import dequantize_dynamic, quantize_dynamic
 from laconic.ops.schemas import DTYPES, LIBRARY
 from laconic.ops.selection import warn_once
@@ -25,6 +26,8 @@ from laconic.ops.self_check import checked
 __all__ = [
     "quantize_blockwise",
     "dequantize_blockwise",
+    "gated_product_blockwise",
+    "gated_backward_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
     "accumulate_blockwise_",
@@ -42,6 +45,7 @@ __all__ = [
     "BITS",
     "BLOCK_SIZES",
     "DTYPES",
+    "GATED_ACTIVATIONS",
     "STATE_BLOCK_SIZE",
 ]
 
@@ -56,11 +60,15 @@ def _by_reference(op: str) -> Callable[..., Any]:
     return call
 
 
+GATED_ACTIVATIONS = frozenset(CURVES)
+"""Activations that the gated ops compute."""
+
 _CPU = torch.device("cpu")
 _on_cpu = native.SELECTION.implementation
 # Each op by family: plain torch for any device, C++ for CPU, Triton for CUDA.
 _FAMILIES = {
     "blockwise": ("quantize_blockwise", "dequantize_blockwise"),
+    "gated": ("gated_product_blockwise", "gated_backward_blockwise"),
     "reduce": ("sum_blockwise", "sum_requantize_blockwise"),
     "accumulate": ("accumulate_blockwise_", "square_sum_blockwise"),
     "adamw": ("adamw8bit_", "adamw8bit_multi_"),
@@ -78,6 +86,9 @@ for _family, _ops in _FAMILIES.items():
 
 _quantize_blockwise = torch.ops.laconic.quantize_blockwise.default
 _dequantize_blockwise = torch.ops.laconic.dequantize_blockwise.default
+_gated_product_blockwise = torch.ops.laconic.gated_product_blockwise.default
+_gated_product_blockwise_after = torch.ops.laconic.gated_product_blockwise_after.default
+_gated_backward_blockwise = torch.ops.laconic.gated_backward_blockwise.default
 _sum_blockwise = torch.ops.laconic.sum_blockwise.default
 _sum_requantize_blockwise = torch.ops.laconic.sum_requantize_blockwise.default
 _accumulate_blockwise_ = torch.ops.laconic.accumulate_blockwise_.default
@@ -90,8 +101,11 @@ _lossless_decode_add_ = torch.ops.laconic.lossless_decode_add_.default
 _sum_rows = torch.ops.laconic.sum_rows.default
 _dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
 
-# Whatever the device, it is the op without `after`; only a graph that orders its nodes sees a difference.
+# Whatever the device, they are the ops without `after`; only a graph that orders its nodes sees a difference.
 LIBRARY.impl("dequantize_blockwise_after", lambda *args: _dequantize_blockwise(*args[:-1]), "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "gated_product_blockwise_after", lambda *args: _gated_product_blockwise(*args[:-1]), "CompositeExplicitAutograd"
+)
 
 
 def quantize_blockwise(
@@ -158,6 +172,76 @@ def dequantize_blockwise(
     if after is not None and torch.compiler.is_compiling():
         return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after)
     return _dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+
+
+def gated_product_blockwise(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    *,
+    length: int,
+    activation: str,
+    code: str = "nf4",
+    block_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    after: Tensor | None = None,
+) -> Tensor:
+    """activation(gate) * up from what `quantize_blockwise` made of gate and up; neither is written to memory.
+
+    Args:
+        gate_codes, up_codes: uint8 [..., ceil(length * bits / 8)].
+        gate_scales, up_scales: [..., ceil(length / block_size)], float32, bfloat16 or float16, both alike.
+        length: size of the last dimension that was quantized.
+        activation: "silu", "quick_gelu" or "gelu_tanh".
+        code, block_size: as given to quantize_blockwise.
+        dtype: element type of the result: float32, bfloat16 or float16.
+        after: as in `dequantize_blockwise`.
+
+    Returns:
+        [..., length]: the dequantized gate and up in `dtype` (fp16: within its range), the activation in fp32 rounded
+        to `dtype`, and its product with up rounded to `dtype`. A block with scale NaN is all NaN.
+
+    Raises:
+        FormatError: an argument is outside of these values.
+    """
+    if after is not None and torch.compiler.is_compiling():
+        return _gated_product_blockwise_after(
+            gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation, after
+        )
+    return _gated_product_blockwise(
+        gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation
+    )
+
+
+def gated_backward_blockwise(
+    grad: Tensor,
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    *,
+    activation: str,
+    code: str = "nf4",
+    block_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, given that of activation(gate) * up: one pass, which rebuilds them in registers.
+
+    Args:
+        grad: [..., length], float32, bfloat16 or float16, any strides.
+        gate_codes, gate_scales, up_codes, up_scales, activation, code, block_size: as in `gated_product_blockwise`.
+
+    Returns:
+        round(round(grad * up) * activation'(gate)) and round(grad * round(activation(gate))), both [..., length] in the
+        dtype of grad, to which `round` rounds fp32. Any NaN becomes the quiet NaN without a payload.
+
+    Raises:
+        FormatError: an argument is outside of these values.
+    """
+    grad_gate, grad_up = _gated_backward_blockwise(
+        grad, gate_codes, gate_scales, up_codes, up_scales, code, block_size, activation
+    )
+    return grad_gate, grad_up
 
 
 def sum_blockwise(

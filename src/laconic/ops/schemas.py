@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from laconic.errors import FormatError
 from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
+from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, MAX_DIMS, dtype_names, max_nbytes
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "check_adamw8bit_multi",
     "check_dequantize_blockwise",
     "check_format",
+    "check_gated_backward_blockwise",
+    "check_gated_product_blockwise",
     "check_lossless_decode_",
     "check_lossless_decode_add_",
     "check_lossless_encode",
@@ -62,6 +65,21 @@ LIBRARY.define(
 LIBRARY.define(
     "dequantize_blockwise_after(Tensor codes, Tensor scales, str code, int block_size, SymInt length, ScalarType dtype,"
     " Tensor after) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "gated_product_blockwise(Tensor gate_codes, Tensor gate_scales, Tensor up_codes, Tensor up_scales, str code,"
+    " int block_size, SymInt length, ScalarType dtype, str activation) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "gated_product_blockwise_after(Tensor gate_codes, Tensor gate_scales, Tensor up_codes, Tensor up_scales, str code,"
+    " int block_size, SymInt length, ScalarType dtype, str activation, Tensor after) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+LIBRARY.define(
+    "gated_backward_blockwise(Tensor grad, Tensor gate_codes, Tensor gate_scales, Tensor up_codes, Tensor up_scales,"
+    " str code, int block_size, str activation) -> (Tensor grad_gate, Tensor grad_up)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
@@ -110,6 +128,9 @@ for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
     "dequantize_blockwise_after",
+    "gated_product_blockwise",
+    "gated_product_blockwise_after",
+    "gated_backward_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",
     "accumulate_blockwise_",
@@ -187,6 +208,62 @@ def check_dequantize_blockwise(
             f"codes end in {codes.shape[-1]} and scales in {scales.shape[-1]}, but length {length} in {code} with"
             f" block_size {block_size} takes {num_codes} and {num_scales}"
         )
+
+
+def check_gated_product_blockwise(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    activation: str,
+) -> None:
+    """Check the arguments of gated_product_blockwise.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
+    check_dequantize_blockwise(gate_codes, gate_scales, code, block_size, length, dtype)
+    pairs = (("codes", gate_codes, up_codes), ("scales", gate_scales, up_scales))
+    for name, gate, up in pairs:
+        if up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device:
+            raise FormatError(
+                f"up_{name} are {up.dtype} {tuple(up.shape)} on {up.device}, but they must be like gate_{name},"
+                f" {gate.dtype} {tuple(gate.shape)} on {gate.device}; pack both in one format"
+            )
+    if activation not in CURVES:
+        raise FormatError(f"activation is {activation!r}, but it must be one of {', '.join(CURVES)}")
+
+
+def check_gated_backward_blockwise(
+    grad: Tensor,
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    activation: str,
+) -> None:
+    """Check the arguments of gated_backward_blockwise.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
+    if grad.dim() == 0 or grad.device != gate_codes.device or grad.shape[:-1] != gate_codes.shape[:-1]:
+        raise FormatError(
+            f"grad has shape {tuple(grad.shape)} on {grad.device} and gate_codes {tuple(gate_codes.shape)} on"
+            f" {gate_codes.device}, but both must be on one device, have at least one dimension and agree in all but"
+            " the last"
+        )
+    if grad.dtype not in DTYPES:
+        raise FormatError(f"grad.dtype is {grad.dtype}, but it must be one of {_names(DTYPES)}")
+    check_gated_product_blockwise(
+        gate_codes, gate_scales, up_codes, up_scales, code, block_size, grad.shape[-1], grad.dtype, activation
+    )
 
 
 def check_sum_blockwise(
@@ -305,6 +382,57 @@ def _dequantize_blockwise_after_fake(
     codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype, after: Tensor
 ) -> Tensor:
     return _dequantize_blockwise_fake(codes, scales, code, block_size, length, dtype)
+
+
+@torch.library.register_fake("laconic::gated_product_blockwise", lib=LIBRARY)
+def _gated_product_blockwise_fake(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    activation: str,
+) -> Tensor:
+    check_gated_product_blockwise(
+        gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation
+    )
+    return gate_codes.new_empty((*gate_codes.shape[:-1], length), dtype=dtype)
+
+
+@torch.library.register_fake("laconic::gated_product_blockwise_after", lib=LIBRARY)
+def _gated_product_blockwise_after_fake(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    activation: str,
+    after: Tensor,
+) -> Tensor:
+    return _gated_product_blockwise_fake(
+        gate_codes, gate_scales, up_codes, up_scales, code, block_size, length, dtype, activation
+    )
+
+
+@torch.library.register_fake("laconic::gated_backward_blockwise", lib=LIBRARY)
+def _gated_backward_blockwise_fake(
+    grad: Tensor,
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    check_gated_backward_blockwise(grad, gate_codes, gate_scales, up_codes, up_scales, code, block_size, activation)
+    return grad.new_empty(grad.shape), grad.new_empty(grad.shape)
 
 
 @torch.library.register_fake("laconic::sum_blockwise", lib=LIBRARY)

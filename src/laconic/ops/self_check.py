@@ -51,6 +51,19 @@ def _dequantize(scale_dtype: torch.dtype, code: str, block_size: int, dtype: tor
     return codes, scales, code, block_size, 1024, dtype
 
 
+def _pair(scale_dtype: torch.dtype, code: str) -> Choices:
+    parts = (reference.quantize_blockwise(_random(4, 1024, seed=seed), code, 64, scale_dtype, None) for seed in (1, 2))
+    return tuple(tensor for part in parts for tensor in part)
+
+
+def _gated_product(scale_dtype: torch.dtype, code: str, dtype: torch.dtype, activation: str) -> Choices:
+    return *_pair(scale_dtype, code), code, 64, 1024, dtype, activation
+
+
+def _gated_backward(dtype: torch.dtype, scale_dtype: torch.dtype, code: str, activation: str) -> Choices:
+    return _random(4, 1024, seed=3).to(dtype), *_pair(scale_dtype, code), code, 64, activation
+
+
 def _store(n: int, has_residual: bool) -> Choices:
     num_blocks = -(-n // GRADIENT_BLOCK_SIZE)
     codes, scales = _bytes(n), _random(num_blocks, seed=1).abs()
@@ -145,6 +158,8 @@ _Op = tuple[Callable[..., Choices], Callable[[Choices], Choices]]
 _OPS: dict[str, _Op] = {
     "quantize_blockwise": (_quantize, lambda a: (a[0].dtype, a[1], a[2], a[3], a[4] is not None)),
     "dequantize_blockwise": (_dequantize, lambda a: (a[1].dtype, a[2], a[3], a[5])),
+    "gated_product_blockwise": (_gated_product, lambda a: (a[1].dtype, a[4], a[7], a[8])),
+    "gated_backward_blockwise": (_gated_backward, lambda a: (a[0].dtype, a[2].dtype, a[5], a[7])),
     "sum_blockwise": (_sum, lambda a: (a[2] is not None,)),
     "sum_requantize_blockwise": (_sum, lambda a: (a[2] is not None,)),
     "accumulate_blockwise_": (_accumulate, lambda a: (a[2] is not None, a[4].dtype)),
@@ -187,6 +202,8 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
             (fp16, "int8", 16, fp16, True),
         ],
         "dequantize_blockwise": [*((bf16, code, 64, bf16) for code in BITS), (fp32, "int8", 128, fp32)],
+        "gated_product_blockwise": [(bf16, "nf4", bf16, "silu"), (fp32, "int8", fp32, "gelu_tanh")],
+        "gated_backward_blockwise": [(bf16, bf16, "nf4", "silu"), (fp16, fp32, "int6", "quick_gelu")],
         "accumulate_blockwise_": [(False, bf16), (True, fp32)],
         "adamw8bit_": adamw,
         "adamw8bit_multi_": adamw,

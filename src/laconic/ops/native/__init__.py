@@ -7,6 +7,7 @@ schemas.py has checked.
 from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.native.adamw import adamw8bit_, adamw8bit_multi_
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
+from laconic.ops.native.gated import gated_backward_blockwise, gated_product_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
 from laconic.ops.native.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.native.reduce import sum_blockwise, sum_requantize_blockwise
@@ -18,6 +19,8 @@ __all__ = [
     "adamw8bit_",
     "adamw8bit_multi_",
     "dequantize_blockwise",
+    "gated_backward_blockwise",
+    "gated_product_blockwise",
     "lossless_decode_",
     "lossless_decode_add_",
     "lossless_encode",

@@ -12,12 +12,13 @@ from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, codebook_tensor
 from laconic.ops.native.library import FLOAT_TYPES, isa_number, kernels
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
-__all__ = ["dequantize_blockwise", "quantize_blockwise"]
+__all__ = ["codebook_address", "dequantize_blockwise", "quantize_blockwise"]
 
 _CPU = torch.device("cpu")
 
 
-def _codebook_address(code: str) -> int:
+def codebook_address(code: str) -> int:
+    """Where the tables of a 4-bit code lie; 0 for integers, which have none."""
     return 0 if code in ARITHMETIC else codebook_tensor(code, _CPU).data_ptr()
 
 
@@ -52,7 +53,7 @@ def quantize_blockwise(
         FLOAT_TYPES[scale_dtype],
         BITS[code],
         LEVEL_MAX[code],
-        _codebook_address(code),
+        codebook_address(code),
         seed is not None,
         seed or 0,
         first_index,
@@ -86,6 +87,6 @@ def dequantize_blockwise(
         values.data_ptr(),
         FLOAT_TYPES[dtype],
         BITS[code],
-        _codebook_address(code),
+        codebook_address(code),
     )
     return values

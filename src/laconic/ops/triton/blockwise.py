@@ -214,22 +214,19 @@ def _quantize_blockwise_kernel(
 
 
 @triton.jit
-def _dequantize_blockwise_kernel(
+def _levels(
     codes_ptr,
     codes_per_row,
-    scales_ptr,
-    length,
-    num_blocks,
-    values_ptr,
     table_ptr,
+    row,
+    first_column,
+    block_exists,
+    length,
     BITS: tl.constexpr,
-    TYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
 ):
-    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
-    scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
+    """The levels of a tile's codes [BLOCKS, BLOCK_SIZE] in fp32, before they are multiplied by their scales."""
     column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     exists = block_exists[:, None] & (column < length)
     if BITS == 8:
@@ -250,6 +247,31 @@ def _dequantize_blockwise_kernel(
         high = tl.load(codes_ptr + row[:, None] * codes_per_row + at + 1, mask=high_exists, other=0).to(tl.int32)
         code = (low | (high << 8)) >> (bit % 8).to(tl.int32)
         levels = ((code << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
+    return levels
+
+
+@triton.jit
+def _dequantize_blockwise_kernel(
+    codes_ptr,
+    codes_per_row,
+    scales_ptr,
+    length,
+    num_blocks,
+    values_ptr,
+    table_ptr,
+    BITS: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+):
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
+    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    levels = _levels(
+        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, BLOCK_SIZE, BLOCKS
+    )
     tl.store(values_ptr + row[:, None] * length + column, _narrow(levels * scale[:, None], TYPE), mask=exists)
 
 

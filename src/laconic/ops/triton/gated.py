@@ -1,0 +1,274 @@
+"""Gated products and their gradients from codes in Triton: the same bits as `reference/gated.py`.
+
+One program handles a tile of whole blocks of gate and of up; rebuilt values exist in registers only.
+"""
+
+# The parameters of kernels have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.ops.codebooks import BITS, codebook_tensor
+from laconic.ops.gated_activations import (
+    ACTIVATION_LIMIT,
+    CURVES,
+    EXP_COEFFICIENTS,
+    EXP_LIMIT,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+)
+from laconic.ops.schemas import check_gated_backward_blockwise, check_gated_product_blockwise
+from laconic.ops.triton.blockwise import (
+    _ROUNDER,
+    _ROUNDER_BITS,
+    _bits,
+    _levels,
+    _name,
+    _narrow,
+    _on_device,
+    _place,
+    _widen,
+    _widen_bits,
+)
+
+__all__ = ["gated_backward_blockwise", "gated_product_blockwise"]
+
+_TILE = 1024
+"""Elements per program; with 4 warps, each thread moves 16 bytes of bf16 in one access."""
+
+_ACTIVATION_LIMIT = tl.constexpr(ACTIVATION_LIMIT)
+_EXP_LIMIT = tl.constexpr(EXP_LIMIT)
+_LOG2_E = tl.constexpr(LOG2_E)
+_LN2_HIGH = tl.constexpr(LN2_HIGH)
+_LN2_LOW = tl.constexpr(LN2_LOW)
+_C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
+
+
+@triton.jit
+def _clamped(x, LIMIT: tl.constexpr):
+    """NaN stays, as it would not in tl.clamp."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
+def _exp(z):
+    shifted = z * _LOG2_E + _ROUNDER
+    k = shifted - _ROUNDER
+    f = z - k * _LN2_HIGH
+    f = f - k * _LN2_LOW
+    polynomial = _C0 * f + _C1
+    polynomial = polynomial * f + _C2
+    polynomial = polynomial * f + _C3
+    polynomial = polynomial * f + _C4
+    polynomial = polynomial * f + _C5
+    power = ((shifted.to(tl.int32, bitcast=True) - _ROUNDER_BITS + 127) << 23).to(tl.float32, bitcast=True)
+    return (polynomial * (f * f) + f + 1.0) * power
+
+
+@triton.jit
+def _sigmoid(inside, square, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
+    exponential = _exp(-_clamped(inside * (square * CUBIC + LINEAR), _EXP_LIMIT))
+    return tl.div_rn(tl.full(exponential.shape, 1.0, tl.float32), exponential + 1.0)
+
+
+@triton.jit
+def _rounded(value, TYPE: tl.constexpr):
+    return _widen_bits(_narrow(value, TYPE), TYPE)
+
+
+@triton.jit
+def _rebuilt(
+    codes_ptr,
+    scales_ptr,
+    codes_per_row,
+    table_ptr,
+    block,
+    row,
+    first_column,
+    block_exists,
+    length,
+    BITS: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The values of a tile in fp32, rounded to TYPE; those of fp16 within its range."""
+    scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
+    levels = _levels(
+        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, BLOCK_SIZE, BLOCKS
+    )
+    value = _rounded(levels * scale[:, None], TYPE)
+    if TYPE == "float16":
+        value = _clamped(value, 65504.0)
+    return value
+
+
+@triton.jit
+def _gated_product_kernel(
+    gate_codes_ptr,
+    gate_scales_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    codes_per_row,
+    length,
+    num_blocks,
+    product_ptr,
+    table_ptr,
+    LINEAR: tl.constexpr,
+    CUBIC: tl.constexpr,
+    BITS: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+):
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    gate = _rebuilt(
+        gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+    )  # fmt: skip
+    up = _rebuilt(
+        up_codes_ptr, up_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+    )  # fmt: skip
+    inside = _clamped(gate, _ACTIVATION_LIMIT)
+    sigmoid = _sigmoid(inside, inside * inside, LINEAR, CUBIC)
+    activated = _rounded(tl.where(gate < -_ACTIVATION_LIMIT, -_ACTIVATION_LIMIT, gate) * sigmoid, TYPE)
+    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    tl.store(product_ptr + row[:, None] * length + column, _narrow(activated * up, TYPE), mask=exists)
+
+
+@triton.jit
+def _gated_backward_kernel(
+    grad_ptr,
+    gate_codes_ptr,
+    gate_scales_ptr,
+    up_codes_ptr,
+    up_scales_ptr,
+    codes_per_row,
+    length,
+    num_blocks,
+    grad_gate_ptr,
+    grad_up_ptr,
+    table_ptr,
+    LINEAR: tl.constexpr,
+    CUBIC: tl.constexpr,
+    THREE_CUBIC: tl.constexpr,
+    BITS: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+):
+    block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
+    column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    exists = block_exists[:, None] & (column < length)
+    grad = _widen_bits(tl.load(grad_ptr + row[:, None] * length + column, mask=exists, other=0), TYPE)
+    gate = _rebuilt(
+        gate_codes_ptr, gate_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+    )  # fmt: skip
+    up = _rebuilt(
+        up_codes_ptr, up_scales_ptr, codes_per_row, table_ptr, block, row, first_column, block_exists, length,
+        BITS, TYPE, BLOCK_SIZE, BLOCKS,
+    )  # fmt: skip
+    inside = _clamped(gate, _ACTIVATION_LIMIT)
+    square = inside * inside
+    sigmoid = _sigmoid(inside, square, LINEAR, CUBIC)
+    activated = _rounded(tl.where(gate < -_ACTIVATION_LIMIT, -_ACTIVATION_LIMIT, gate) * sigmoid, TYPE)
+    derivative = sigmoid * ((1.0 - sigmoid) * (square * THREE_CUBIC + LINEAR) * inside + 1.0)
+    grad_gate = _narrow(_rounded(grad * up, TYPE) * derivative, TYPE)
+    tl.store(grad_gate_ptr + row[:, None] * length + column, grad_gate, mask=exists)
+    tl.store(grad_up_ptr + row[:, None] * length + column, _narrow(grad * activated, TYPE), mask=exists)
+
+
+def gated_product_blockwise(
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    activation: str,
+) -> Tensor:
+    """`reference.gated_product_blockwise` in Triton, the same bits."""
+    packed = gate_codes, gate_scales, up_codes, up_scales
+    check_gated_product_blockwise(*packed, code, block_size, length, dtype, activation)
+    product = gate_codes.new_empty((*gate_codes.shape[:-1], length), dtype=dtype)
+    linear, cubic, _ = CURVES[activation]
+    blocks, one_row = _TILE // block_size, length % block_size == 0
+    if gate_scales.numel():
+        with _on_device(gate_codes):
+            _gated_product_kernel[(triton.cdiv(gate_scales.numel(), blocks),)](
+                *_pointers(packed),
+                gate_codes.numel() if one_row else gate_codes.shape[-1],
+                product.numel() if one_row else length,
+                gate_scales.numel(),
+                _bits(product),
+                codebook_tensor(code, gate_codes.device),
+                LINEAR=linear,
+                CUBIC=cubic,
+                BITS=BITS[code],
+                TYPE=_name(dtype),
+                BLOCK_SIZE=block_size,
+                BLOCKS=blocks,
+                ONE_ROW=one_row,
+                enable_fp_fusion=False,
+            )
+    return product
+
+
+def gated_backward_blockwise(
+    grad: Tensor,
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    code: str,
+    block_size: int,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """`reference.gated_backward_blockwise` in Triton, the same bits."""
+    packed = gate_codes, gate_scales, up_codes, up_scales
+    check_gated_backward_blockwise(grad, *packed, code, block_size, activation)
+    grad, length = grad.contiguous(), grad.shape[-1]
+    grad_gate, grad_up = grad.new_empty(grad.shape), grad.new_empty(grad.shape)
+    linear, cubic, three_cubic = CURVES[activation]
+    blocks, one_row = _TILE // block_size, length % block_size == 0
+    if gate_scales.numel():
+        with _on_device(grad):
+            _gated_backward_kernel[(triton.cdiv(gate_scales.numel(), blocks),)](
+                _bits(grad),
+                *_pointers(packed),
+                gate_codes.numel() if one_row else gate_codes.shape[-1],
+                grad.numel() if one_row else length,
+                gate_scales.numel(),
+                _bits(grad_gate),
+                _bits(grad_up),
+                codebook_tensor(code, grad.device),
+                LINEAR=linear,
+                CUBIC=cubic,
+                THREE_CUBIC=three_cubic,
+                BITS=BITS[code],
+                TYPE=_name(grad.dtype),
+                BLOCK_SIZE=block_size,
+                BLOCKS=blocks,
+                ONE_ROW=one_row,
+                enable_fp_fusion=False,
+            )
+    return grad_gate, grad_up
+
+
+def _pointers(packed: tuple[Tensor, ...]) -> list[Tensor]:
+    """Codes and scales as kernels take them: contiguous, bf16 as its bits."""
+    tensors = [tensor.contiguous() for tensor in packed]
+    return [_bits(tensor) if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors]
