@@ -8,7 +8,7 @@ quantization of AGoQ. Everything else that a gradient needs (inverse root mean s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative
-from laconic.activations.kept import Kept, Tensors, attach, derive, found, keep, take_all
+from laconic.activations.gated import gated_product
+from laconic.activations.kept import Gate, Kept, Tensors, attach, derive, found, keep, take_all
 from laconic.activations.traceable import argument_class, traceable
+from laconic.ops import GATED_ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize", "origin_of"]
 
@@ -300,25 +302,43 @@ def activate(x: Tensor, value: Tensor, activation: str, format: Packing) -> Tens
         format: how x is packed if it is not saved already.
     """
     kept = keep(x, format, "mlp")
-    y: Tensor = _Activate.apply(x, kept, activation, (value,), *kept.tensors)
-    attach(y, derive(ACTIVATIONS[activation].forward, (kept,), (), "mlp"))
+    forward = ACTIVATIONS[activation].forward
+    again = derive(forward, (kept,), (), "mlp")
+    if kept.format is None or activation not in GATED_ACTIVATIONS or x.dim() == 0:
+        y: Tensor = _Activate.apply(x, kept, activation, (value,), False, *kept.tensors)
+        attach(y, again)
+        return y
+    y, edge = _Activate.apply(x, kept, activation, (value,), True, *kept.tensors)
+    attach(y, replace(again, gate=Gate(kept, activation, forward, edge)))
     return y
 
 
 class _Activate(torch.autograd.Function):
+    """The activation; with `has_edge` also an output without memory whose gradient is that of x (see `Gate`)."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Kept, activation: str, value: tuple[Tensor], *saved: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, kept: Kept, activation: str, value: tuple[Tensor], has_edge: bool, *saved: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         kept.memo.announce()
         ctx.memo, ctx.origin, ctx.activation = kept.memo, kept.origin, ACTIVATIONS[activation]
         ctx.save_for_backward(*saved)
-        return value[0].detach()
+        if not has_edge:
+            return value[0].detach()
+        ctx.set_materialize_grads(False)
+        return value[0].detach(), torch.empty_strided(x.shape, [0] * x.dim(), dtype=x.dtype, device=x.device)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, of_edge: Tensor | None = None) -> tuple[Tensor | None, ...]:
         saved: Tensors = ctx.saved_tensors
-        x = ctx.memo.take(saved, after=grad)
-        return (ctx.activation.backward(grad, x), *[None] * (3 + len(saved)))
+        dx = of_edge
+        if grad is None:
+            ctx.memo.leave()
+        else:
+            dx = ctx.activation.backward(grad, ctx.memo.take(saved, after=grad))
+            dx = dx if of_edge is None else dx + of_edge
+        return (dx, *[None] * (4 + len(saved)))
 
 
 @traceable
@@ -332,6 +352,9 @@ def multiply(a: Tensor, b: Tensor, format: Packing) -> Tensor:
     if found(a) is None and found(b) is None:
         return a * b
     kept = keep(a, format, "mlp"), keep(b, format, "mlp")
+    product = gated_product(a, b, kept)
+    if product is not None:
+        return product
     saved = [tensor for part in kept for tensor in part.tensors]
     y: Tensor = _Multiply.apply(a, b, kept, *saved)
     attach(y, derive(torch.mul, kept, (), "mlp"))

@@ -37,10 +37,11 @@ from torch import Tensor
 
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.offload import offloader_of
-from laconic.formats import BlockTensor
+from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
 __all__ = [
+    "Gate",
     "Kept",
     "Memo",
     "attach",
@@ -70,8 +71,8 @@ _SAVES_ITS_OUTPUT = (
 class Memo:
     """Rebuilds a value once for all its readers in a backward pass.
 
-    Readers `announce` themselves in forward and `take` once in backward; the last one frees the value. In further
-    passes over a retained graph every `take` rebuilds.
+    Readers `announce` themselves in forward and `take` once in backward, or `leave`; the last one frees the value. In
+    further passes over a retained graph every `take` rebuilds.
 
     Args:
         rebuild: from the saved tensors, and the incoming gradient, to the value.
@@ -91,6 +92,15 @@ class Memo:
             for memo in self._inner:
                 memo.announce()
         self._readers += 1
+
+    def leave(self) -> None:
+        """Do without the value, in backward, as a reader that announced itself."""
+        self._readers -= 1
+        if self._readers == 0 and self._value is None:
+            for memo in self._inner:
+                memo.leave()
+        if self._readers <= 0:
+            self._value = None
 
     def take(self, tensors: Tensors, after: Tensor | None = None) -> Tensor:
         """The value, rebuilt from the saved `tensors` unless an earlier reader had it rebuilt.
@@ -118,13 +128,33 @@ def in_range(value: Tensor) -> Tensor:
 class Kept:
     """The saved `tensors` from which the `memo` rebuilds a value, and its `origin`, a kind of site.
 
-    Packed codes of the value itself say in how many `bits`; None for what is exact or computed from other values.
+    Packed codes of the value itself say in how many `bits`; None for what is exact or computed from other values. Codes
+    and scales that lie on the value's device say their `format`, and the output of an activation its `gate`.
     """
 
     tensors: Tensors
     memo: Memo
     origin: str
     bits: int | None = None
+    format: BlockFormat | None = None
+    gate: Gate | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an activation read, for a product that computes the gradient of this itself.
+
+    Attributes:
+        kept: packs the activation's input.
+        activation: its name.
+        forward: computes it.
+        edge: shape and dtype of the input and no memory; its gradient is that of the input.
+    """
+
+    kept: Kept
+    activation: str
+    forward: Callable[[Tensor], Tensor]
+    edge: Tensor
 
 
 class _Note:
@@ -228,7 +258,7 @@ def pack(x: Tensor, format: Packing, origin: str) -> Kept:
         codes, scales = tensors if fetch is None else fetch(tensors)
         return BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after)
 
-    return Kept(saved, Memo(dequantize), origin, _bits(format))
+    return Kept(saved, Memo(dequantize), origin, _bits(format), block_format if fetch is None else None)
 
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:

@@ -108,6 +108,7 @@ def sizes_of(config: Mapping[str, Any], family: str | None = None) -> dict[str, 
         "logit_softcap": capped[_LOGITS],
         "rotary_size": int(head_dim * _rotary_share(config, traits)),
         **biases,
+        "exact_gelu": _activation(config, traits) == "gelu",
         "parallel": bool(value("use_parallel_residual", False)),
         "num_experts": required("num_local_experts") if traits.experts else 0,
         "experts_per_token": size("num_experts_per_tok", optional=True) or 2 if traits.experts else 0,
@@ -170,6 +171,11 @@ def _refuse_another_structure(config: Mapping[str, Any], family: str) -> None:
         )
 
 
+def _activation(config: Mapping[str, Any], traits: Family) -> Any:
+    """The name of the feed-forward block's activation."""
+    return config.get("hidden_activation") or config.get("hidden_act") or traits.defaults.get("hidden_act", "silu")
+
+
 def _refuse_what_is_not_predicted(config: Mapping[str, Any], family: str) -> None:
     """Refuse settings of a known family that change bytes in ways that nothing here accounts for.
 
@@ -177,9 +183,7 @@ def _refuse_what_is_not_predicted(config: Mapping[str, Any], family: str) -> Non
         PlanError: there is such a setting.
     """
     traits = FAMILIES[family]
-    activation = (
-        config.get("hidden_activation") or config.get("hidden_act") or traits.defaults.get("hidden_act", "silu")
-    )
+    activation = _activation(config, traits)
     reasons = [
         ("hidden_act", activation not in _ACTIVATIONS, f"it must be one of {', '.join(_ACTIVATIONS)}"),
         ("quantization_config", config.get("quantization_config"), "weights must be unquantized"),

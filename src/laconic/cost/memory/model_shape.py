@@ -32,6 +32,7 @@ class ModelShape:
         rotary_size: features of a head that are rotated, None for the family's share.
         qkv_bias, output_bias, mlp_bias: whether linears have biases; None for the family's default.
         parallel: whether attention and feed-forward block read the same residual stream; None for the family's default.
+        exact_gelu: whether the activation is GELU by erf, whose gradients are not made from codes.
         num_experts, experts_per_token: of a mixture of experts, 0 elsewhere.
 
     Raises:
@@ -56,6 +57,7 @@ class ModelShape:
     output_bias: bool | None = None
     mlp_bias: bool | None = None
     parallel: bool | None = None
+    exact_gelu: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
 

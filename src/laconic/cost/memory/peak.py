@@ -39,6 +39,7 @@ class PeakPoint:
         packed_nbytes: added to it if a feed-forward block is not exact.
         again_nbytes: added to it if a layer runs again.
         casts: whether autocast's copies of weights are alive, which exact units include already.
+        rebuilt_nbytes: added to `packed_nbytes` if a feed-forward block is offloaded or recomputed.
     """
 
     name: str
@@ -50,13 +51,17 @@ class PeakPoint:
     packed_nbytes: int
     again_nbytes: int
     casts: bool
+    rebuilt_nbytes: int = 0
 
     def workspace(self, stages: Sequence[Stage], choices: Mapping[str, Choice], recomputed: Collection[int]) -> int:
         """Bytes of workspace for these choices."""
         total = self.workspace_nbytes
         units = [unit for stage in stages for unit in stage.units() if unit.layer not in recomputed]
-        if any(unit.is_feed_forward and choices.get(unit.name, EXACT) != EXACT for unit in units):
+        feed_forward = {choices.get(unit.name, EXACT) for unit in units if unit.is_feed_forward}
+        if feed_forward - {EXACT}:
             total += self.packed_nbytes
+        if any(choice.offload or choice.recompute for choice in feed_forward):
+            total += self.rebuilt_nbytes
         if any(layer in recomputed for stage in stages for layer in stage.layers):
             total += self.again_nbytes
         if self.casts:
@@ -83,10 +88,14 @@ def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
     cast = precision.autocast
     forward = (3 * residual + (2 * element if cast else 0)) * narrow + casts
     packed_forward = 3 * wide * element
-    # Backward: rebuilt gate, up, activation and product, the gradients of product and of two of the others.
+    # Backward: the gradients of gate, up and their product, which one operation makes from codes; without it also three
+    # of gate, up, activation and product, rebuilt.
+    from_codes = shape.traits.gated and not shape.traits.experts and not shape.exact_gelu
+    gradients, rebuilt = 3 * wide * element, 3 * wide * element
     attention = 4 * tokens * (shape.query_size + shape.key_size) * element
     backward = max(2 * wide * element + 2 * narrow * residual, attention)
-    packed_backward = 6 * wide * element + narrow * residual - backward
+    packed_backward = gradients + (0 if from_codes else rebuilt) + narrow * residual - backward
+    without_codes = rebuilt if from_codes else 0
     # The loss. Forward: logits as the model gives them, the fp32 copy of a tile; backward: their gradient, and those of
     # a tile's log-probabilities and fp32 logits.
     logits, copies_nbytes = tokens * shape.vocab_size, element + (4 if element != 4 else 0)
@@ -112,10 +121,18 @@ def peak_points(job: Job, stages: Sequence[Stage]) -> list[PeakPoint]:
         with_head = start + (head if stage.is_last else 0)
         with_head = with_head if waits else min(all_gradients, with_head)
         found.append(PeakPoint("forward", index, False, False, start, forward, packed_forward, again, cast))
-        found.append(PeakPoint("backward", index, False, False, with_head, backward, packed_backward, again, False))
+        found.append(
+            PeakPoint(
+                "backward", index, False, False, with_head, backward, packed_backward, again, False, without_codes
+            )
+        )
         if stage.is_last:
             found.append(PeakPoint("loss", index, True, False, start, loss + casts, 0, 0, cast))
             found.append(PeakPoint("loss", index, True, False, start, loss_backward, 0, 0, False))
         if start == 0:
-            found.append(PeakPoint("end", index, False, True, all_gradients, backward, packed_backward, again, False))
+            found.append(
+                PeakPoint(
+                    "end", index, False, True, all_gradients, backward, packed_backward, again, False, without_codes
+                )
+            )
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from laconic.cost.memory.job import Job, Stage, recomputed_nbytes
 from laconic.cost.memory.peak import PeakPoint, peak_points
@@ -70,14 +70,15 @@ class _Rule:
 # feed-forward block is packed, and the peak; bytes in _SCALE bytes.
 _Again = tuple[str, int, int | None]
 _ANY_AGAIN, _ANY_MLP, _PEAK = "any layer runs again", "any feed-forward block is packed", "peak"
+_ANY_REBUILT = "any feed-forward block is offloaded or recomputed"
 
 
-def _one_if_any(flag: Hashable, columns: Mapping[Hashable, float]) -> _Rule:
+def _one_if_any(flag: Hashable, columns: Mapping[Any, float]) -> _Rule:
     """A column of 0 and 1 has to be 1 if any of `columns`, given with their upper bounds, is not 0."""
     return _Rule({flag: -sum(columns.values())} | dict.fromkeys(columns, 1), -inf, 0)
 
 
-def _packed(groups: Iterable[_Group]) -> dict[Hashable, float]:
+def _packed(groups: Iterable[_Group]) -> dict[tuple[_Group, _Option], float]:
     """The options of groups that are not exact, with the most units that can have them."""
     return {(group, option): len(group.units) for group in groups for option in group.options if option.choice != EXACT}
 
@@ -172,7 +173,11 @@ class IntegerProgram:
             _again(stage, kind): len(layers) for stage in self._stages for kind, layers in _kinds(stage).items()
         }
         yield _one_if_any(_ANY_AGAIN, again)
-        yield _one_if_any(_ANY_MLP, _packed(g for g in self._groups if g.units[0].is_feed_forward))
+        feed_forward = [group for group in self._groups if group.units[0].is_feed_forward]
+        yield _one_if_any(_ANY_MLP, _packed(feed_forward))
+        packed = _packed(feed_forward).items()
+        rebuilt = {key: most for key, most in packed if key[1].choice.offload or key[1].choice.recompute}
+        yield _one_if_any(_ANY_REBUILT, rebuilt)
         for stage in self._stages:
             yield from self._arguments_are_held(stage)
 
@@ -220,6 +225,7 @@ class IntegerProgram:
                     nbytes[_arguments(stage)] = state[stage.index] * _SCALE
                 nbytes[_ANY_AGAIN] = point.again_nbytes
                 nbytes[_ANY_MLP] = point.packed_nbytes
+                nbytes[_ANY_REBUILT] = point.rebuilt_nbytes
                 fixed = point.workspace_nbytes + sum(n * self._fixed[index] for index, n in state.items())
                 fixed -= 0 if point.loss_is_kept else self._loss[point.stage]
                 terms: dict[Hashable, float] = {key: value / tp / _SCALE for key, value in nbytes.items()}
@@ -256,7 +262,7 @@ class IntegerProgram:
                 upper[_again(stage, kind)] = len(layers) if self._layers_may_run_again else 0
                 upper[_holds(stage, kind)] = 1
             upper[_arguments(stage)] = inf
-        upper |= {_ANY_AGAIN: 1, _ANY_MLP: 1, _PEAK: budget}
+        upper |= {_ANY_AGAIN: 1, _ANY_MLP: 1, _ANY_REBUILT: 1, _PEAK: budget}
         at = {key: index for index, key in enumerate(upper)}
         matrix = np.zeros((len(self._rules), len(at)))
         for row, rule in zip(matrix, self._rules, strict=True):

@@ -1,0 +1,120 @@
+"""The product of an activation and another tensor, both packed, with a backward that never stores what it rebuilds.
+
+[Note: gated products] The graph of act(gate) * up has two ways back to gate: through the activation's output, as
+torch has it, and through the edge, an output of the activation without memory (`Gate`). Backward takes the edge: one
+op reads codes and the incoming gradient and writes the gradients of gate and up, and the activation's own backward has
+nothing left to do but to hand the gradient on. While somebody holds the activation's output, for its gradient or for
+anything else, backward takes the way through it, step by step; what has hooks gets no edge at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.activations.derivatives import first_derivative
+from laconic.activations.kept import Kept, Memo, Tensors, attach, in_range
+from laconic.formats import BlockFormat, BlockTensor
+from laconic.ops import gated_backward_blockwise, gated_product_blockwise
+
+__all__ = ["gated_product"]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """How activation(gate) * up was made of two factors: `activated` is the number of the one that is activation(gate).
+
+    `output` refers to that factor, which backward has to give a gradient as long as somebody holds it; None in a
+    compiled graph, whose tensors nobody holds.
+    """
+
+    activated: int
+    output: weakref.ref[Tensor] | None
+    activation: str
+    forward: Callable[[Tensor], Tensor]
+    format: BlockFormat
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def rebuild(self, codes: Tensors, after: Tensor | None) -> Tensor:
+        """The product."""
+        return gated_product_blockwise(
+            *codes,
+            length=self.shape[-1],
+            activation=self.activation,
+            code=self.format.code,
+            block_size=self.format.block_size,
+            dtype=self.dtype,
+            after=after,
+        )
+
+    def gate_and_up(self, codes: Tensors) -> tuple[Tensor, Tensor]:
+        """The two packed tensors."""
+        gate_codes, gate_scales, up_codes, up_scales = codes
+        gate = BlockTensor(gate_codes, gate_scales, self.format, self.shape, self.dtype)
+        up = BlockTensor(up_codes, up_scales, self.format, self.shape, self.dtype)
+        return in_range(gate.dequantize()), in_range(up.dequantize())
+
+    def gradients(self, grad: Tensor, codes: Tensors) -> tuple[Tensor, Tensor]:
+        """Those of gate and up."""
+        return gated_backward_blockwise(
+            grad, *codes, activation=self.activation, code=self.format.code, block_size=self.format.block_size
+        )
+
+
+def gated_product(a: Tensor, b: Tensor, kept: tuple[Kept, Kept]) -> Tensor | None:
+    """a * b, where one of them is an activation whose input is packed like the other one; None where that is not so.
+
+    Args:
+        a, b: [..., features].
+        kept: what is kept for each.
+    """
+    for activated, factor in enumerate((a, b)):
+        gate, other = kept[activated].gate, kept[1 - activated]
+        if gate is None or other.format is None or other.format != gate.kept.format:
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype or gate.edge.dtype != a.dtype or gate.edge.shape != a.shape:
+            continue
+        if factor.retains_grad or factor._backward_hooks:
+            continue
+        how = _Product(
+            activated,
+            None if torch.compiler.is_compiling() else weakref.ref(factor),
+            gate.activation,
+            gate.forward,
+            other.format,
+            a.shape,
+            a.dtype,
+        )
+        codes = (*gate.kept.tensors, *other.tensors)
+        y: Tensor = _GatedProduct.apply(a, b, gate.edge, how, *codes)
+        attach(y, Kept(codes, Memo(how.rebuild), "mlp"))
+        return y
+    return None
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, edge: Tensor, how: _Product, *codes: Tensor) -> Tensor:
+        ctx.how, ctx.origin = how, "mlp"
+        ctx.save_for_backward(*codes)
+        return a * b
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _Product = ctx.how
+        codes: Tensors = ctx.saved_tensors
+        of_output = of_edge = None
+        if how.output is None or how.output() is None:
+            of_edge, of_up = how.gradients(grad, codes)
+        else:
+            gate, up = how.gate_and_up(codes)
+            of_output, of_up = grad * up, grad * how.forward(gate)
+        factors = (of_output, of_up) if how.activated == 0 else (of_up, of_output)
+        return (*factors, of_edge, *[None] * (1 + len(codes)))
