@@ -21,6 +21,9 @@ from tests.activations.models import loss_of, make_ids, make_model
 QUANTIZE = torch.ops.laconic.quantize_blockwise.default
 DEQUANTIZE = torch.ops.laconic.dequantize_blockwise.default
 DEQUANTIZE_AFTER = torch.ops.laconic.dequantize_blockwise_after.default
+PRODUCT = torch.ops.laconic.gated_product_blockwise.default
+PRODUCT_AFTER = torch.ops.laconic.gated_product_blockwise_after.default
+GATED_BACKWARD = torch.ops.laconic.gated_backward_blockwise.default
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +105,8 @@ def test_a_compiled_layer_has_our_ops_as_single_nodes() -> None:
     loss_of(model, make_ids()).backward()
     forward, backward = graphs
     assert ours(forward) == {QUANTIZE}
-    assert ours(backward) == {DEQUANTIZE, DEQUANTIZE_AFTER}  # without `after` where code runs again
+    # Without `after` where code runs again.
+    assert ours(backward) == {DEQUANTIZE, DEQUANTIZE_AFTER, PRODUCT_AFTER, GATED_BACKWARD}
     for graph in graphs:  # nothing else makes bytes, so no compiler has looked inside of an op
         for node in graph.nodes:
             is_codes = any(isinstance(x, Tensor) and x.dtype == torch.uint8 for x in values_of(node))
@@ -124,6 +128,7 @@ def test_a_whole_step_is_one_graph_of_static_sizes(attention: str) -> None:
             return loss, *torch.autograd.grad(loss, list(parameters.values()))
 
         graph = make_fx(step)(parameters, torch.empty(2, 32, dtype=torch.int64)).graph
-    assert {QUANTIZE} < ours(graph) <= {QUANTIZE, DEQUANTIZE, DEQUANTIZE_AFTER}
+    assert {QUANTIZE, PRODUCT, GATED_BACKWARD} < ours(graph)
+    assert ours(graph) <= {QUANTIZE, DEQUANTIZE, DEQUANTIZE_AFTER, PRODUCT, GATED_BACKWARD}
     for node in graph.nodes:
         assert not any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in values_of(node)), node

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from laconic.ops.codebooks import BITS, BLOCK_SIZES
+from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, max_nbytes
 from tests.ops.adamw_cases import OPTIONS, as_lists, new_case, quantized
 from tests.ops.cases import DTYPES
@@ -26,6 +27,7 @@ from tests.ops.test_rows import entries
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 SCALES = st.sampled_from(DTYPES)
+ACTIVATIONS = st.sampled_from(sorted(CURVES))
 
 
 def tensor(draw: Draw, dtypes: tuple[torch.dtype, ...] = DTYPES, max_dims: int = 3) -> Tensor:
@@ -62,6 +64,26 @@ def dequantize(draw: Draw) -> tuple[Any, ...]:
     if draw(st.booleans()):  # the op takes any strides
         codes, scales = (torch.stack((part, part), -1)[..., 0] for part in (codes, scales))
     return codes, scales, code, block_size, x.shape[-1] if x.dim() else 1, draw(SCALES)
+
+
+def gated_codes(draw: Draw) -> tuple[Tensor, tuple[Any, ...], str, int]:
+    """Gate and up, packed alike: one of them, the codes of both, their code and its block size."""
+    x, code, block_size, scale_dtype, _ = quantize(draw)
+    x = x if x.dim() else x.reshape(1)
+    codes, scales = torch.ops.laconic.quantize_blockwise(x, code, block_size, scale_dtype, None)
+    if draw(st.booleans()):  # the op takes any strides
+        codes, scales = (torch.stack((part, part), -1)[..., 0] for part in (codes, scales))
+    return x, (codes, scales, codes.clone(), scales.clone()), code, block_size
+
+
+def gated_product(draw: Draw) -> tuple[Any, ...]:
+    x, codes, code, block_size = gated_codes(draw)
+    return *codes, code, block_size, x.shape[-1], draw(SCALES), draw(ACTIVATIONS)
+
+
+def gated_backward(draw: Draw) -> tuple[Any, ...]:
+    x, codes, code, block_size = gated_codes(draw)
+    return x, *codes, code, block_size, draw(ACTIVATIONS)
 
 
 def store(n: int, bits: int) -> list[Tensor | None]:
@@ -126,6 +148,9 @@ ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "quantize_blockwise": quantize,
     "dequantize_blockwise": dequantize,
     "dequantize_blockwise_after": lambda draw: (*dequantize(draw), tensor(draw)),
+    "gated_product_blockwise": gated_product,
+    "gated_product_blockwise_after": lambda draw: (*gated_product(draw), tensor(draw)),
+    "gated_backward_blockwise": gated_backward,
     "sum_blockwise": shards,
     "sum_requantize_blockwise": shards,
     "accumulate_blockwise_": accumulate,
