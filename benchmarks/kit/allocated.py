@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
+from laconic.train.memory import step_peak
 from laconic.train.model_split import mean_loss
 
 __all__ = ["allocated_nbytes", "peak_nbytes", "peak_of_step"]
@@ -85,13 +85,4 @@ def peak_of_step(model: nn.Module, ids: Tensor, bf16: bool, micro_batches: int, 
 
     step()
     model.zero_grad(set_to_none=True)
-    gc.collect()  # the profiler miscounts what was made before it and goes while it watches
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        step()
-    now = peak = 0
-    assert watched.profiler is not None
-    for event in watched.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
+    return step_peak.peak_nbytes(step, ids.device)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic.cli.plan_measured import measure, plan_measured
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.saved_tensors import EXACT, Choice
@@ -28,11 +29,16 @@ _MOST = 10**9
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
-    options = _parser().parse_args(args)
+    parser = _parser()
+    options = parser.parse_args(args)
+    if options.measure is not None:
+        return measure(options, parser)
     if options.calibrate is not None:
         return _calibrate(options)
     if not 0 <= options.reserve < 1:
         raise PlanError(f"reserve is {options.reserve}, but it must be at least 0 and below 1")
+    if options.measured is not None:
+        return plan_measured(options, parser)
     budget = None if options.memory is None else int(parse_nbytes(options.memory) * (1 - options.reserve))
     job = _job(options)
     chosen = _chosen(options, job, budget)
@@ -204,6 +210,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="FILE", help="write the plan as JSON, for laconic train --plan FILE")
     add("--chart", metavar="FILE", help="write a picture, for example plan.png")
     add("--json", action="store_true", help="print the plan as JSON instead of tables")
+    add = parser.add_argument_group(
+        "measured table", "for models without formulas: vision, encoders, state spaces, any model with sites"
+    ).add_argument
+    add("--measure", metavar="FILE", help="measure MODEL's blocks, write the table to FILE and stop")
+    add(
+        "--measure-batches",
+        type=integer,
+        nargs=3,
+        default=[4, 8, 12],
+        metavar="N",
+        help="samples of the batches to measure (default: 4 8 12)",
+    )
+    add("--image-size", type=integer, metavar="N", help="pixels of a side (default: the configuration's, or 224)")
+    add("--measured", metavar="FILE", help="plan with this table instead of formulas; --batch counts its samples")
     add = parser.add_argument_group("calibration").add_argument
     add("--calibrate", metavar="FILE", help="measure the model's sensitivities, write them to FILE and stop")
     add("--data", nargs="+", metavar="PATH", help="text to measure on (default: the Python standard library)")

@@ -133,7 +133,10 @@ def _text_model(config: Mapping[str, Any], family: str | None) -> tuple[Mapping[
             raise PlanError(f"model_type is missing in the model's configuration; {known}; name one with --family")
         family = str(given)
         if family not in FAMILIES:
-            raise PlanError(f"model_type is {family!r}, but {known}; bytes of other families would be a guess")
+            raise PlanError(
+                f"model_type is {family!r}, but {known}; bytes of other families would be a guess, so measure them with"
+                " laconic plan MODEL --measure FILE"
+            )
         return config, family
     if family not in FAMILIES:
         raise PlanError(f"family is {family!r}, but {known}")

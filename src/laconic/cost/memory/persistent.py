@@ -6,7 +6,7 @@ from collections import Counter
 
 from laconic.cost.memory.job import Job, Stage
 
-__all__ = ["gradient_nbytes", "persistent_nbytes"]
+__all__ = ["gradient_nbytes", "persistent_nbytes", "tensor_nbytes"]
 
 
 def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
@@ -26,6 +26,21 @@ def persistent_nbytes(job: Job, stages: list[Stage]) -> dict[str, int]:
         else:
             total["optimizer"] += 2 * numel * (element if settings.optimizer == "adamw" else 4)
     return dict(total)
+
+
+def tensor_nbytes(rows: int, columns: int, element_nbytes: int, optimizer: str) -> dict[str, int]:
+    """Bytes of one parameter on one device, of its dense gradient and of its two moments.
+
+    Args:
+        rows, columns: of the parameter; vectors have one column.
+        element_nbytes: of the parameter and its gradient.
+        optimizer: "adamw" or "adamw8bit".
+    """
+    numel = rows * columns
+    moments = 2 * numel * (element_nbytes if optimizer == "adamw" else 4)
+    if optimizer == "adamw8bit" and _has_8bit_moments(rows, columns):
+        moments = _adamw8bit_nbytes(rows, columns)
+    return {"parameters": numel * element_nbytes, "gradients": numel * element_nbytes, "optimizer": moments}
 
 
 def gradient_nbytes(numel: int, bits: int, parameter_nbytes: int = 4) -> int:

@@ -10,7 +10,7 @@ from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["plan_text"]
+__all__ = ["columns", "plan_text"]
 
 
 def _describe_job(job: Job) -> str:
@@ -84,7 +84,7 @@ def _memory_table(chosen: Chosen) -> str:
     for rank in ranks:
         by_site.update({kind: n for kind, n in rank.activations_nbytes.items() if kind != "logits"})
     sites = ", ".join(f"{kind} {amount(n)}" for kind, n in by_site.most_common() if n)
-    return f"{_columns(header, rows)}\n({unit}; activations of all ranks by site: {sites})"
+    return f"{columns(header, rows)}\n({unit}; activations of all ranks by site: {sites})"
 
 
 def _choice_table(job: Job, chosen: Chosen) -> str:
@@ -101,7 +101,7 @@ def _choice_table(job: Job, chosen: Chosen) -> str:
         cells = [_counted(found.get(kind, Counter())) for kind in ("norm", "attention", "mlp", "other")]
         layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])
         rows.append([str(stage.index), layers, *cells, str(again) if again else "-"])
-    return _columns(header, rows, left=True)
+    return columns(header, rows, left=True)
 
 
 def _counted(names: Counter[str]) -> str:
@@ -110,7 +110,8 @@ def _counted(names: Counter[str]) -> str:
     return " + ".join(f"{count} {name}" for name, count in sorted(names.items())) or "-"
 
 
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
+    """A table in plain ASCII, its columns aligned to the right, or to the left."""
     table = [header, *rows]
     widths = [max(len(row[index]) for row in table) for index in range(len(header))]
     lines = [

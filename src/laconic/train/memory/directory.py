@@ -1,0 +1,128 @@
+"""A Hugging Face model of any kind from its directory, and batches made up for it, to be measured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.errors import ConfigError, ModelError, PlanError
+from laconic.train.model import check_config, no_progress_bars
+from laconic.train.model_source import find_weights
+
+__all__ = ["load_any", "made_up_batches"]
+
+_IMAGE_SIZE = 224
+"""Of models whose configuration names none, as convolutional networks."""
+
+
+def load_any(path: str, dtype: torch.dtype) -> nn.Module:
+    """The model that config.json names under `architectures`, with the directory's weights, or random ones without.
+
+    Raises:
+        ConfigError: `path` is no directory with a config.json.
+        ModelError: transformers has no such class or cannot build or load it.
+    """
+    import transformers
+
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model is {path!r}, but it must be a directory with a config.json to be measured")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"model {path!r} has no config that transformers can read: {error}") from error
+    check_config(config, f"model {path!r}")
+    name = next(iter(config.architectures or ()), None)
+    kind = getattr(transformers, str(name), None)
+    if kind is None:
+        raise ModelError(
+            f"model {path!r} names {name!r} under architectures in its config.json, which transformers does not have;"
+            " name the class that is trained there, such as ViTForImageClassification"
+        )
+    try:
+        with torch.random.fork_rng(devices=[]), no_progress_bars():
+            torch.manual_seed(0)
+            if find_weights(directory) is None:
+                model: nn.Module = kind(config)
+            else:
+                model = kind.from_pretrained(path, config=config, local_files_only=True, weights_only=True)
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:
+        raise ModelError(f"model {path!r} cannot be built as {name}: {error}") from error
+    return nn.Module.to(model, dtype)
+
+
+def made_up_batches(
+    model: nn.Module, sequence_length: int, image_size: int | None = None
+) -> Callable[[int], Mapping[str, Any]]:
+    """Random images or tokens with labels that the model's forward takes: keyword arguments for so many samples.
+
+    Args:
+        model: of transformers.
+        sequence_length: tokens of a sample of text.
+        image_size: pixels of a side; None takes the configuration's, or 224.
+
+    Raises:
+        PlanError: the forward takes neither `pixel_values` nor `input_ids`, or refuses all kinds of labels.
+    """
+    config: Any = model.config
+    accepted = set(inspect.signature(type(model).forward).parameters)
+    device, dtype = next((p.device, p.dtype) for p in model.parameters())
+    if "pixel_values" in accepted and "input_ids" not in accepted:
+        found = image_size or getattr(config, "image_size", None) or _IMAGE_SIZE
+        height, width = found if isinstance(found, list | tuple) else (found, found)
+        channels = getattr(config, "num_channels", 3)
+
+        def data(samples: int, generator: torch.Generator) -> dict[str, Any]:
+            return {"pixel_values": torch.randn(samples, channels, height, width, generator=generator).to(dtype)}
+
+        shape = tuple[int, ...]((height, width))
+    elif "input_ids" in accepted and "pixel_values" not in accepted:
+        vocab = config.get_text_config().vocab_size
+
+        def data(samples: int, generator: torch.Generator) -> dict[str, Any]:
+            ids = torch.randint(min(8, vocab - 1), vocab, (samples, sequence_length), generator=generator)
+            return {"input_ids": ids} | ({"use_cache": False} if "use_cache" in accepted else {})
+
+        shape = (sequence_length,)
+    else:
+        raise PlanError(
+            f"{type(model).__name__} takes neither images nor tokens alone, so its batches cannot be made up; measure"
+            " it in Python with laconic.train.memory.measure.measure_table(model, inputs)"
+        )
+    num_labels = max(2, int(getattr(config, "num_labels", 2) or 2))
+
+    def labels(kind: str, given: Mapping[str, Any], samples: int, generator: torch.Generator) -> Tensor | None:
+        if kind == "tokens":
+            ids: Tensor = given["input_ids"]
+            return ids
+        classes = {"classes": (samples,), "class of each token": (samples, *shape), "none": None}[kind]
+        return None if classes is None else torch.randint(num_labels, classes, generator=generator)
+
+    def make(kind: str, samples: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(samples)
+        given = data(samples, generator)
+        target = labels(kind, given, samples, generator) if "labels" in accepted else None
+        given |= {} if target is None else {"labels": target}
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+    kinds = ("tokens", "classes", "class of each token", "none") if "input_ids" in accepted else ("classes", "none")
+    reasons = []
+    for kind in kinds if "labels" in accepted else ("none",):
+        try:
+            with torch.no_grad():
+                model(**make(kind, 2))
+        except Exception as error:  # a model may refuse for any reason
+            reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            continue
+        return lambda samples, kind=kind: make(kind, samples)  # type: ignore[misc]
+    raise PlanError(
+        f"{type(model).__name__} runs on no batch that was made up ({reasons[0]}); measure it in Python with"
+        " laconic.train.memory.measure.measure_table(model, inputs)"
+    )
