@@ -245,6 +245,24 @@ void gated_blockwise(size_t isa, int64_t num_threads, const std::array<uintptr_t
       [&](int64_t first, int64_t last) { kernels.run(task, first, last); });
 }
 
+void pack_bits(size_t isa, int64_t num_threads, uintptr_t x, int itemsize, uint64_t magnitude,
+               int64_t length, uintptr_t codes) {
+  const laconic::BitsKernels& kernels = *laconic::supported_isas().at(isa).bits;
+  const laconic::PackBits task{pointer<const void>(x), itemsize, magnitude, length,
+                               pointer<uint8_t>(codes)};
+  run(1, length, laconic::kBitsGroup, num_threads,
+      [&](int64_t first, int64_t last) { kernels.pack(task, first, last); });
+}
+
+void unpack_bits(size_t isa, int64_t num_threads, uintptr_t codes, int64_t length, int itemsize,
+                 uint64_t zero, uint64_t one, uintptr_t values) {
+  const laconic::BitsKernels& kernels = *laconic::supported_isas().at(isa).bits;
+  const laconic::UnpackBits task{
+      pointer<const uint8_t>(codes), length, itemsize, zero, one, pointer<void>(values)};
+  run(1, length, laconic::kBitsGroup, num_threads,
+      [&](int64_t first, int64_t last) { kernels.unpack(task, first, last); });
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -266,5 +284,7 @@ NB_MODULE(_kernels, m) {
   m.def("lossless_decode", &lossless_decode, nb::call_guard<nb::gil_scoped_release>());
   m.def("gated_blockwise", &gated_blockwise, nb::call_guard<nb::gil_scoped_release>());
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
+  m.def("pack_bits", &pack_bits, nb::call_guard<nb::gil_scoped_release>());
+  m.def("unpack_bits", &unpack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("square_sum_blockwise", &square_sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

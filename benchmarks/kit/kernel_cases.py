@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laconic.ops import STATE_BLOCK_SIZE
 from laconic.ops.triton import accumulate, adamw, blockwise, gated, lossless, reduce, rows
+from laconic.ops.triton import bits as one_bit
 
 __all__ = ["KernelCase", "kernel_cases"]
 
@@ -39,6 +40,7 @@ def kernel_cases(n: int = 1 << 20) -> Iterator[KernelCase]:
     yield from _optimizer(n)
     yield from _lossless(n)
     yield from _rows(n)
+    yield from _bits(n)
 
 
 def _bytes(n: int) -> Tensor:
@@ -217,3 +219,12 @@ def _rows(n: int) -> Iterator[KernelCase]:
             lambda w=weights: rows.sum_rows(source, index, offsets, w),
             3 * n + 24 * num_sums + (8 * num_sums if weights is not None else 0),
         )
+
+
+def _bits(n: int) -> Iterator[KernelCase]:
+    codes = _bytes(n // 8)
+    for name, dtype in (("bf16", _BF16), ("fp32", torch.float32), ("bool", torch.bool)):
+        x = torch.zeros(n, dtype=dtype)
+        moved = n * dtype.itemsize + n / 8
+        yield KernelCase("pack_bits", name, lambda x=x: one_bit.pack_bits(x), moved)
+        yield KernelCase("unpack_bits", name, lambda d=dtype: one_bit.unpack_bits(codes, n, d, 0.0, 1.0), moved)

@@ -6,6 +6,7 @@
 
 #include "accumulate.h"
 #include "adamw.h"
+#include "bits.h"
 #include "blockwise.h"
 #include "gated.h"
 #include "lossless.h"
@@ -23,6 +24,7 @@ struct Isa {
   const LosslessKernels* lossless;
   const RowsKernels* rows;
   const GatedKernels* gated;
+  const BitsKernels* bits;
 };
 
 // Those that this CPU runs, slowest first; "portable" always comes first.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker
-from laconic.activations.exact_codes import Layout, pack_bits, unpack_bits
+from laconic.activations.exact_codes import Layout, as_mask
 
 SHAPE = (6, 10, 14, 11)
 VALUES = SHAPE[0] * SHAPE[1] * SHAPE[2] * SHAPE[3]
@@ -160,17 +160,6 @@ def test_pooling_reads_no_value_of_its_input() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(numel=st.integers(1, 4000), seed=st.integers(0, 2**16), density=st.floats(0, 1))
-def test_bits_come_back(numel: int, seed: int, density: float) -> None:
-    mask = torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < density
-    codes = pack_bits(mask)
-    assert codes.dtype is torch.uint8
-    assert codes.numel() == -(-numel // 8)
-    assert torch.equal(unpack_bits(codes, numel), mask)
-    assert [bool(codes[index // 8] >> (index % 8) & 1) for index in range(numel)] == mask.tolist()
-
-
-@settings(max_examples=50, deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -222,10 +211,15 @@ def test_windows_wider_than_their_input_come_back(
 
 @pytest.mark.parametrize("pair", [(0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, 1.4285714626312256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_bits_come_back_as_values(pair: tuple[float, float], dtype: torch.dtype) -> None:
-    mask = torch.rand(1003, generator=torch.Generator().manual_seed(0)) < 0.3
+def test_masks_come_back_as_values(pair: tuple[float, float], dtype: torch.dtype) -> None:
+    mask = torch.rand(17, 59, generator=torch.Generator().manual_seed(0)) < 0.3
     expected = torch.where(mask, torch.tensor(pair[1], dtype=dtype), torch.tensor(pair[0], dtype=dtype))
-    assert torch.equal(unpack_bits(pack_bits(mask), 1003, dtype, pair), expected)
+    for bits, layout in ((mask, Layout.of(expected)), (mask.T, Layout.of(expected.T))):
+        coded = as_mask(bits, layout, pair[1], pair[0])
+        assert [code.numel() for code in coded.tensors] == [126]
+        value = coded.decode(coded.tensors)
+        assert value.stride() == layout.stride
+        assert torch.equal(value, expected if bits is mask else expected.T)
 
 
 @pytest.mark.parametrize(

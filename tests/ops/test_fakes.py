@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from laconic.ops.codebooks import BITS, BLOCK_SIZES
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, max_nbytes
+from laconic.ops.schemas import MASK_DTYPES
 from tests.ops.adamw_cases import OPTIONS, as_lists, new_case, quantized
 from tests.ops.cases import DTYPES
 from tests.ops.test_rows import entries
@@ -144,6 +145,11 @@ def rows(draw: Draw) -> tuple[Any, ...]:
     return values, index, offsets, draw(st.sampled_from([None, weights]))
 
 
+def unpack(draw: Draw) -> tuple[Any, ...]:
+    x = tensor(draw, MASK_DTYPES)
+    return torch.ops.laconic.pack_bits(x), x.numel(), draw(st.sampled_from(MASK_DTYPES)), 0.0, 1.0
+
+
 ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "quantize_blockwise": quantize,
     "dequantize_blockwise": dequantize,
@@ -161,6 +167,8 @@ ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "lossless_decode_": decode,
     "lossless_decode_add_": decode_add,
     "sum_rows": rows,
+    "pack_bits": lambda draw: (tensor(draw, MASK_DTYPES),),
+    "unpack_bits": unpack,
 }
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.ops import pack_bits, unpack_bits
 from laconic.ops.constants import constant_tensor
 
-__all__ = ["Coded", "Layout", "as_mask", "as_offsets", "as_shape", "pack_bits", "unpack_bits"]
+__all__ = ["Coded", "Layout", "as_mask", "as_offsets", "as_shape"]
 
 
 @dataclass(frozen=True)
@@ -70,49 +71,20 @@ class Coded:
     decode: Callable[[tuple[Tensor, ...]], Tensor]
 
 
-_SPREAD = 0x0102040810204080
-"""A product with it moves the lowest bits of the eight bytes of a word next to each other, into the highest byte."""
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """Eight values of a bool tensor [n] in a byte, the first in the lowest bit: uint8 [ceil(n / 8)]."""
-    values = mask.view(torch.uint8)
-    if mask.numel() % 8:
-        values = torch.nn.functional.pad(values, (0, -mask.numel() % 8))
-    return (values.view(torch.int64) * _SPREAD).bitwise_right_shift_(56).to(torch.uint8)
-
-
-def unpack_bits(codes: Tensor, numel: int, dtype: torch.dtype = torch.bool, pair: Pair = (False, True)) -> Tensor:
-    """A tensor [numel] of `dtype`: the first of `pair` where `pack_bits` was given False, else the second."""
-    # Whole rows of eight: one copy for each code, and no tensor of bits in between.
-    return _values_of_codes(dtype, pair, codes.device).index_select(0, codes.int()).view(-1)[:numel]
-
-
-Pair = tuple[float, float]
-"""Values that stand for False and for True."""
-
-
-@constant_tensor
-def _values_of_codes(dtype: torch.dtype, pair: Pair, device: torch.device) -> Tensor:
-    """[256, 8]: for every byte the values of its eight bits."""
-    bits = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
-    return torch.tensor(pair, dtype=dtype)[bits].to(device)
-
-
 def as_mask(mask: Tensor, layout: Layout, true: float, false: float) -> Coded:
     """One bit per value for a tensor that is `true` or `false`.
 
     Args:
-        mask: bool, of the shape and in the memory order of `layout`.
-        layout: of the tensor that `decode` returns.
+        mask: of the shape and in the memory order of `layout`; what is not zero stands for `true`.
+        layout: of the tensor that `decode` returns; its dtype is one of `MASK_DTYPES`.
         true, false: its values.
     """
     numel = mask.numel()
 
     def decode(tensors: tuple[Tensor, ...]) -> Tensor:
-        return layout.unflatten(unpack_bits(tensors[0], numel, layout.dtype, (false, true)))
+        return layout.unflatten(unpack_bits(tensors[0], length=numel, dtype=layout.dtype, zero=false, one=true))
 
-    return Coded((pack_bits(layout.flatten(mask)),), decode)
+    return Coded((pack_bits(layout.flatten(mask.detach())),), decode)
 
 
 def as_shape(x: Tensor) -> Coded:

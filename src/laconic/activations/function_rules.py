@@ -163,10 +163,10 @@ class Call:
         return None if step is None else as_mask(step[0], Layout.of(tensor), *step[1:])
 
     def _step(self, x: Tensor) -> tuple[Tensor, float, float] | None:
-        """For a derivative that is a step: where x passes, a value that does, and one that does not."""
+        """For a derivative that is a step: a mask of what passes, a value that does, and one that does not."""
         match self.family:
             case "relu":
-                return x.bool(), 1.0, 0.0  # it saves its result, which is not negative
+                return x, 1.0, 0.0  # it saves its result, which is not negative
             case "leaky_relu":
                 return x > 0, 1.0, -1.0
             case "relu6" | "hardtanh":

@@ -38,6 +38,8 @@ __all__ = [
     "lossless_decode_",
     "lossless_decode_add_",
     "sum_rows",
+    "pack_bits",
+    "unpack_bits",
     "quantize_dynamic",
     "dequantize_dynamic",
     "kernels_in_use",
@@ -74,6 +76,7 @@ _FAMILIES = {
     "adamw": ("adamw8bit_", "adamw8bit_multi_"),
     "lossless": ("lossless_encode", "lossless_decode_", "lossless_decode_add_"),
     "rows": ("sum_rows",),
+    "bits": ("pack_bits", "unpack_bits"),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
@@ -99,6 +102,8 @@ _lossless_encode = torch.ops.laconic.lossless_encode.default
 _lossless_decode_ = torch.ops.laconic.lossless_decode_.default
 _lossless_decode_add_ = torch.ops.laconic.lossless_decode_add_.default
 _sum_rows = torch.ops.laconic.sum_rows.default
+_pack_bits = torch.ops.laconic.pack_bits.default
+_unpack_bits = torch.ops.laconic.unpack_bits.default
 _dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
 
 # Whatever the device, they are the ops without `after`; only a graph that orders its nodes sees a difference.
@@ -483,6 +488,42 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | Non
             NaN instead, so that the host does not wait for the device.
     """
     return _sum_rows(rows, index, offsets, weights)
+
+
+def pack_bits(x: Tensor) -> Tensor:
+    """One bit per value: whether it is not zero. NaN is not; minus zero is.
+
+    Args:
+        x: [...], bool, float32, bfloat16, float16 or float64, any strides; taken in contiguous order.
+
+    Returns:
+        uint8 [ceil(numel / 8)]: bit i % 8 of byte i // 8 belongs to value i; what is left over is zero.
+
+    Raises:
+        FormatError: an argument is outside of these values.
+    """
+    return _pack_bits(x)
+
+
+def unpack_bits(
+    codes: Tensor, *, length: int, dtype: torch.dtype = torch.bool, zero: float = 0.0, one: float = 1.0
+) -> Tensor:
+    """Turn the bits of `pack_bits` into values.
+
+    Args:
+        codes: uint8 [ceil(length / 8)].
+        length: number of values that were packed.
+        dtype: of the result: bool, float32, bfloat16, float16 or float64.
+        zero: the value where the bit is not set, rounded to `dtype`.
+        one: the value where it is set.
+
+    Returns:
+        [length].
+
+    Raises:
+        FormatError: an argument is outside of these values.
+    """
+    return _unpack_bits(codes, length, dtype, zero, one)
 
 
 def lossless_encode(x: Tensor, *, code: str = "tiered", capacity_nbytes: int | None = None) -> Tensor:

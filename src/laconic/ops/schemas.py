@@ -27,6 +27,7 @@ from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, MAX_DIMS, dtype_
 __all__ = [
     "DTYPES",
     "LIBRARY",
+    "MASK_DTYPES",
     "AdamWTensors",
     "check_accumulate_blockwise_",
     "check_adamw8bit",
@@ -38,17 +39,22 @@ __all__ = [
     "check_lossless_decode_",
     "check_lossless_decode_add_",
     "check_lossless_encode",
+    "check_pack_bits",
     "check_quantize_blockwise",
     "check_separate",
     "check_square_sum_blockwise",
     "check_sum_blockwise",
     "check_sum_rows",
+    "check_unpack_bits",
     "share_memory",
     "tensors_of_each",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types and scale types of the block-wise ops."""
+
+MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Element types that pack_bits reads and unpack_bits writes."""
 
 LIBRARY = torch.library.Library("laconic", "DEF")
 
@@ -124,6 +130,11 @@ LIBRARY.define(
     "sum_rows(Tensor rows, Tensor index, Tensor offsets, Tensor? weights) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+LIBRARY.define("pack_bits(Tensor x) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+LIBRARY.define(
+    "unpack_bits(Tensor codes, SymInt length, ScalarType dtype, float zero, float one) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
@@ -141,6 +152,8 @@ for _name in (
     "lossless_decode_",
     "lossless_decode_add_",
     "sum_rows",
+    "pack_bits",
+    "unpack_bits",
 ):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
@@ -811,3 +824,43 @@ def check_sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
 @torch.library.register_fake("laconic::sum_rows", lib=LIBRARY)
 def _sum_rows_fake(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     return rows.new_empty(check_sum_rows(rows, index, offsets, weights), rows.shape[1])
+
+
+def check_pack_bits(x: Tensor) -> int:
+    """Check the argument of pack_bits; return the number of bytes.
+
+    Raises:
+        FormatError: it breaks its rule; the message names field, value and rule.
+    """
+    if x.layout != torch.strided:
+        raise FormatError(f"x.layout is {x.layout}, but it must be strided; make x dense first")
+    if x.dtype not in MASK_DTYPES:
+        raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {_names(MASK_DTYPES)}; pass x != 0 instead")
+    return (x.numel() + 7) // 8
+
+
+def check_unpack_bits(codes: Tensor, length: int, dtype: torch.dtype) -> None:
+    """Check the arguments of unpack_bits.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
+    if dtype not in MASK_DTYPES:
+        raise FormatError(f"dtype is {dtype}, but it must be one of {_names(MASK_DTYPES)}")
+    if codes.dtype != torch.uint8:
+        raise FormatError(f"codes.dtype is {codes.dtype}, but it must be uint8, as pack_bits returns it")
+    if length < 0:
+        raise FormatError(f"length is {length}, but it must be at least 0")
+    if codes.dim() != 1 or codes.shape[0] != (length + 7) // 8:
+        raise FormatError(f"codes have shape {tuple(codes.shape)}, but length {length} takes ({(length + 7) // 8},)")
+
+
+@torch.library.register_fake("laconic::pack_bits", lib=LIBRARY)
+def _pack_bits_fake(x: Tensor) -> Tensor:
+    return x.new_empty(check_pack_bits(x), dtype=torch.uint8)
+
+
+@torch.library.register_fake("laconic::unpack_bits", lib=LIBRARY)
+def _unpack_bits_fake(codes: Tensor, length: int, dtype: torch.dtype, zero: float, one: float) -> Tensor:
+    check_unpack_bits(codes, length, dtype)
+    return codes.new_empty(length, dtype=dtype)

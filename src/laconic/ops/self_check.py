@@ -19,6 +19,7 @@ from laconic.ops import reference
 from laconic.ops.codebooks import BITS, GRADIENT_BLOCK_SIZE
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 from laconic.ops.lossless import EXPONENT_DTYPES
+from laconic.ops.schemas import MASK_DTYPES
 
 __all__ = ["OPS", "checked", "difference", "examples"]
 
@@ -146,6 +147,14 @@ def _sum_rows(dtype: torch.dtype, is_weighted: bool) -> Choices:
     return _random(6, 1024).to(dtype), index, torch.tensor([0, 2, 2, 6], device="cpu"), weights
 
 
+def _pack_bits(dtype: torch.dtype) -> Choices:
+    return (_random(1000).to(dtype),)
+
+
+def _unpack_bits(dtype: torch.dtype) -> Choices:
+    return _bytes(125), 1000, dtype, -1.0, 0.5
+
+
 # --- which choices a call makes ---
 
 
@@ -176,6 +185,8 @@ _OPS: dict[str, _Op] = {
     "lossless_decode_": (_decode, lambda a: (a[0].dtype,)),
     "lossless_decode_add_": (_decode_add, lambda a: ()),
     "sum_rows": (_sum_rows, lambda a: (a[0].dtype, a[3] is not None)),
+    "pack_bits": (_pack_bits, lambda a: (a[0].dtype,)),
+    "unpack_bits": (_unpack_bits, lambda a: (a[2],)),
 }
 
 OPS = tuple(_OPS)
@@ -215,6 +226,8 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
         "lossless_decode_": [(dtype,) for dtype in EXPONENT_DTYPES],
         "lossless_decode_add_": [()],
         "sum_rows": [(bf16, False), (fp32, True), (fp16, True)],
+        "pack_bits": [(dtype,) for dtype in MASK_DTYPES],
+        "unpack_bits": [(dtype,) for dtype in MASK_DTYPES],
     }
     for chosen in choices.get(op, [(False,), (True,)]):
         yield chosen, _OPS[op][0](*chosen)

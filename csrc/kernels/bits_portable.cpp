@@ -1,0 +1,7 @@
+#include "bits-inl.h"
+
+namespace laconic {
+
+const BitsKernels kBitsPortable = {pack_bits<PlainBits>, unpack_bits<PlainBits>};
+
+}  // namespace laconic

@@ -1,0 +1,126 @@
+"""One bit per value: the specification in numbers, the C++ kernels' bits, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from laconic.errors import FormatError
+from laconic.ops import native, pack_bits, reference, unpack_bits
+from laconic.ops.schemas import MASK_DTYPES
+from tests.ops.cases import every_pattern, same_bits
+
+PACK, UNPACK = torch.ops.laconic.pack_bits.default, torch.ops.laconic.unpack_bits.default
+
+PAIRS = [(0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, -0.0), (-0.0, 0.0), (1 / 0.7, 1e-40), (float("inf"), 1e300)]
+
+
+def mask_of(numel: int, dtype: torch.dtype, density: float = 0.4, seed: int = 0) -> Tensor:
+    """Values of both signs and zeros of both signs; NaN, infinity and the smallest number among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator, dtype=torch.float64)
+    x[::7], x[1::11], x[2::13] = float("nan"), -float("inf"), 5e-324
+    x = torch.where(torch.rand(numel, generator=generator) < density, x, -0.0 * x.sign().nan_to_num()).to(dtype)
+    return x
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (
+        same_bits(a, b)
+        if a.element_size() < 8
+        else (a.dtype is b.dtype and same_bits(a.view(torch.int32), b.view(torch.int32)))
+    )
+
+
+def test_worked_example() -> None:
+    x = torch.tensor([1.0, 0.0, -0.0, -2.0, float("nan"), 0.0, 0.0, 0.0, 0.0, 3.0])
+    codes = pack_bits(x)
+    assert codes.tolist() == [0b00011001, 0b10]
+    assert unpack_bits(codes, length=10).tolist() == [True, False, False, True, True, *[False] * 4, True]
+    values = unpack_bits(codes, length=10, dtype=torch.bfloat16, zero=6.0, one=3.0)
+    assert values.dtype is torch.bfloat16
+    assert values.tolist() == [3.0, 6.0, 6.0, 3.0, 3.0, 6.0, 6.0, 6.0, 6.0, 3.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MASK_DTYPES), st.integers(0, 700), st.floats(0, 1), st.integers(0, 99), st.sampled_from(PAIRS))
+def test_kernels_give_the_bits_of_the_reference(
+    dtype: torch.dtype, numel: int, density: float, seed: int, pair: tuple[float, float]
+) -> None:
+    x = mask_of(numel, dtype, density, seed)
+    codes = reference.pack_bits(x)
+    assert [bool(codes[index // 8] >> (index % 8) & 1) for index in range(numel)] == (x != 0).tolist()
+    values = reference.unpack_bits(codes, numel, dtype, *pair)
+    zero, one = torch.tensor(pair, dtype=dtype)
+    assert same(values, torch.where(x != 0, one, zero))
+    for isa in native.supported_isas():
+        assert same_bits(native.pack_bits(x, isa=isa), codes), isa
+        assert same(native.unpack_bits(codes, numel, dtype, *pair, isa=isa), values), isa
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_agree_on_every_number(dtype: torch.dtype) -> None:
+    x = every_pattern(dtype)
+    codes = reference.pack_bits(x)
+    assert codes.sum(dtype=torch.int64) > 0
+    for isa in native.supported_isas():
+        assert same_bits(native.pack_bits(x, isa=isa), codes)
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
+def test_threads_share_long_tensors(dtype: torch.dtype) -> None:
+    x, threads = mask_of(300_001, dtype), torch.get_num_threads()
+    codes = reference.pack_bits(x)
+    try:
+        torch.set_num_threads(2)
+        for isa in native.supported_isas():
+            assert same_bits(native.pack_bits(x, isa=isa), codes)
+            values = native.unpack_bits(codes, 300_001, dtype, 0.0, 1.0, isa=isa)
+            assert same(values, (x != 0).to(dtype))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_bytes_behind_the_last_are_left_alone() -> None:
+    for isa in native.supported_isas():
+        for numel in (1, 63, 64, 65, 127):
+            x = torch.ones(numel)
+            codes = native.pack_bits(x, isa=isa)
+            assert int(codes[-1]) == (1 << (numel - 8 * (len(codes) - 1))) - 1
+
+
+def test_values_need_not_be_contiguous() -> None:
+    x = mask_of(60, torch.float32).view(5, 12).T
+    assert torch.equal(pack_bits(x), pack_bits(x.contiguous()))
+    assert torch.equal(pack_bits(torch.tensor(2.0)), torch.tensor([1], dtype=torch.uint8))
+    codes = torch.stack([pack_bits(x)] * 2, -1)[:, 0]
+    assert torch.equal(unpack_bits(codes, length=60), (x != 0).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack_bits(torch.ones(3, dtype=torch.int32)), "x.dtype is torch.int32, but it must be one of bool, fl"),
+        (lambda: pack_bits(torch.ones(3).to_sparse()), "x.layout is torch.sparse_coo, but it must be strided"),
+        (lambda: unpack_bits(torch.ones(1), length=3), "codes.dtype is torch.float32, but it must be uint8"),
+        (lambda: unpack_bits(pack_bits(torch.ones(9)), length=8), r"shape \(2,\), but length 8 takes \(1,\)"),
+        (lambda: unpack_bits(pack_bits(torch.ones(9))[None], length=9), r"shape \(1, 2\), but length 9 takes \(2,\)"),
+        (lambda: unpack_bits(pack_bits(torch.ones(0)), length=-1), "length is -1, but it must be at least 0"),
+        (
+            lambda: unpack_bits(pack_bits(torch.ones(9)), length=9, dtype=torch.int8),
+            "dtype is torch.int8, but it must be one of",
+        ),
+    ],
+)
+def test_bad_argument_is_named(call: object, message: str) -> None:
+    with pytest.raises((FormatError, NotImplementedError), match=message):
+        call()  # type: ignore[operator]
+
+
+def test_opcheck_passes() -> None:
+    for x in (mask_of(100, torch.float32).requires_grad_(), mask_of(7, torch.bool)):
+        torch.library.opcheck(PACK, (x,))
+        torch.library.opcheck(UNPACK, (pack_bits(x), x.numel(), x.dtype, 0.0, 1.0))
