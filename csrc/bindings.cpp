@@ -43,7 +43,8 @@ void run(int64_t rows, int64_t length, int64_t block_size, int64_t num_threads, 
 void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type, int64_t rows,
                         int64_t row_stride, int64_t length, int64_t block_size, uintptr_t codes,
                         uintptr_t scales, int scale_type, int bits, float level_max,
-                        uintptr_t codebook, bool stochastic, int64_t seed, int64_t first_index) {
+                        uintptr_t codebook, bool stochastic, int64_t seed, int64_t first_index,
+                        uintptr_t center) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Quantize task{pointer<const void>(x),
                                static_cast<FloatType>(x_type),
@@ -58,14 +59,16 @@ void quantize_blockwise(size_t isa, int64_t num_threads, uintptr_t x, int x_type
                                pointer<const laconic::Codebook>(codebook),
                                stochastic,
                                static_cast<uint64_t>(seed),
-                               static_cast<uint64_t>(first_index)};
+                               static_cast<uint64_t>(first_index),
+                               pointer<const float>(center)};
   run(rows, length, block_size, num_threads,
       [&](int64_t first, int64_t last) { kernels.quantize(task, first, last); });
 }
 
 void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uintptr_t scales,
                           int scale_type, int64_t rows, int64_t length, int64_t block_size,
-                          uintptr_t values, int value_type, int bits, uintptr_t codebook) {
+                          uintptr_t values, int value_type, int bits, uintptr_t codebook,
+                          uintptr_t center) {
   const laconic::BlockwiseKernels& kernels = *laconic::supported_isas().at(isa).blockwise;
   const laconic::Dequantize task{pointer<const uint8_t>(codes),
                                  pointer<const void>(scales),
@@ -75,7 +78,8 @@ void dequantize_blockwise(size_t isa, int64_t num_threads, uintptr_t codes, uint
                                  pointer<void>(values),
                                  static_cast<FloatType>(value_type),
                                  bits,
-                                 pointer<const laconic::Codebook>(codebook)};
+                                 pointer<const laconic::Codebook>(codebook),
+                                 pointer<const float>(center)};
   run(rows, length, block_size, num_threads,
       [&](int64_t first, int64_t last) { kernels.dequantize(task, first, last); });
 }

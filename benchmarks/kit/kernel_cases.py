@@ -68,6 +68,19 @@ def _blockwise(n: int) -> Iterator[KernelCase]:
         lambda: blockwise.quantize_blockwise(x, "nf4", 64, _BF16, 1),
         2 * n + n / 2 + n / 32,
     )
+    center, codes, scales = torch.zeros(1024), _bytes(n // 2).view(-1, 512), torch.zeros(n // 1024, 16, dtype=_BF16)
+    yield KernelCase(
+        "quantize_blockwise",
+        "nf4, around a center",
+        lambda: blockwise.quantize_blockwise(x, "nf4", 64, _BF16, None, center),
+        2 * n + n / 2 + n / 32,
+    )
+    yield KernelCase(
+        "dequantize_blockwise",
+        "nf4, around a center",
+        lambda: blockwise.dequantize_blockwise(codes, scales, "nf4", 64, 1024, _BF16, center),
+        2 * n + n / 2 + n / 32,
+    )
     wide = torch.zeros(n // 1024, 1024)
     yield KernelCase(
         "quantize_blockwise",

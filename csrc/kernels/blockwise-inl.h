@@ -177,17 +177,25 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
     const uint64_t index = q.first_index + static_cast<uint64_t>(walk.row * q.length + walk.column);
     const int64_t size = walk.size();
     prefetch(x, size * sizeof(T));
-    if (size % S::kGroup == 0) {
+    if (q.center == nullptr && size % S::kGroup == 0) {
       quantize_block<S, T, Encoder, kStochastic>(q, encoder, x, size, b, index, codes);
       continue;
     }
-    T padded[kMaxBlock];
     uint8_t padded_codes[kMaxBlock];
     const int64_t padded_size = ceil_div(size, S::kGroup) * S::kGroup;
-    std::memcpy(padded, x, size * sizeof(T));
-    std::memset(static_cast<void*>(padded + size), 0, (padded_size - size) * sizeof(T));
-    quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index,
-                                               padded_codes);
+    if (q.center != nullptr) {
+      float centered[kMaxBlock];
+      for (int64_t i = 0; i < size; ++i) centered[i] = widen(x[i]) - q.center[walk.column + i];
+      std::memset(centered + size, 0, (padded_size - size) * sizeof(float));
+      quantize_block<S, float, Encoder, kStochastic>(q, encoder, centered, padded_size, b, index,
+                                                     padded_codes);
+    } else {
+      T padded[kMaxBlock];
+      std::memcpy(padded, x, size * sizeof(T));
+      std::memset(static_cast<void*>(padded + size), 0, (padded_size - size) * sizeof(T));
+      quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index,
+                                                 padded_codes);
+    }
     std::memcpy(codes, padded_codes, ceil_div(size * Encoder::kBits, 8));
     if (Encoder::kBits == 4 && size % 2 == 1) codes[size / 2] &= 0x0F;
   }
@@ -270,13 +278,23 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
     T* values = static_cast<T*>(d.values) + walk.row * d.length + walk.column;
     const float scale = load_scale(d.scales, d.scale_type, b);
     const int64_t size = walk.size();
-    if (__builtin_expect(is_finite(scale) && size % S::kGroup == 0, 1)) {
+    const bool whole = is_finite(scale) && size % S::kGroup == 0;
+    if (d.center != nullptr) {
+      float products[kMaxBlock];
+      if (whole) {
+        dequantize_block<S, float, kBits>(d.codebook, codes, scale, size, products);
+      } else {
+        dequantize_padded<S, float, kBits>(d.codebook, codes, scale, size, products);
+      }
+      const float* center = d.center + walk.column;
+      for (int64_t i = 0; i < size; ++i) values[i] = narrow<T>(products[i] + center[i]);
+    } else if (__builtin_expect(whole, 1)) {
       dequantize_block<S, T, kBits>(d.codebook, codes, scale, size, values);
-      continue;
+    } else {
+      T padded[kMaxBlock];
+      dequantize_padded<S, T, kBits>(d.codebook, codes, scale, size, padded);
+      std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
     }
-    T padded[kMaxBlock];
-    dequantize_padded<S, T, kBits>(d.codebook, codes, scale, size, padded);
-    std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
   }
 }
 

@@ -39,6 +39,7 @@ struct Quantize {
   bool stochastic;
   uint64_t seed;
   uint64_t first_index;  // linear index of the first element, for stochastic rounding
+  const float* center;   // `length` numbers, subtracted from each row first; null: none
 };
 
 struct Dequantize {
@@ -51,6 +52,7 @@ struct Dequantize {
   FloatType value_type;
   int bits;                  // per code: 4, 5, 6 or 8
   const Codebook* codebook;  // of 4 bits; null where codes are integers
+  const float* center;       // `length` numbers, added to each row; null: none
 };
 
 // Process blocks [first, last); block b is block b % blocks_per_row of row b / blocks_per_row.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import BlockFormat
-from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites, leaves
+from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites, leaves, packer
 from laconic.errors import ModelError
 from tests.activations.models import make_ids, make_model
 
@@ -231,12 +231,13 @@ def test_a_batch_norm_rebuilds_what_the_convolution_behind_it_reads() -> None:
 
 
 @pytest.mark.parametrize("norm", ["BatchNorm2d", "GroupNorm", "InstanceNorm2d", "eval"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_an_offset_of_many_deviations_is_no_error(norm: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_offset_of_many_deviations_is_no_error(norm: str, dtype: torch.dtype, channels_last: bool) -> None:
     make = {"GroupNorm": lambda: nn.GroupNorm(8, 8), "InstanceNorm2d": lambda: nn.InstanceNorm2d(8, affine=True)}
     model = nn.Sequential(make.get(norm, lambda: nn.BatchNorm2d(8))(), nn.Conv2d(8, 8, 1)).to(dtype)
     x = images(2, 32)[:, :1] + torch.tensor([0.0, 1, -3, 20, -50, 100, 300, -1000]).view(8, 1, 1)
-    x = x.to(dtype).requires_grad_()
+    x = x.to(dtype, memory_format=torch.channels_last if channels_last else torch.preserve_format).requires_grad_()
     model(x)
     model.train(norm != "eval")
     found = []
@@ -247,6 +248,31 @@ def test_an_offset_of_many_deviations_is_no_error(norm: str, dtype: torch.dtype)
         found.append(torch.autograd.grad(each(x), [x, *each.parameters()], weights))
     for got, expected in zip(found[1], found[0], strict=True):
         assert float((got - expected).float().norm()) < 0.25 * float(expected.float().norm())
+
+
+@pytest.mark.parametrize("channels", [1, 8, 20, 64])
+@pytest.mark.parametrize("size", [18, 19])
+def test_a_center_subtracted_by_the_op_leaves_the_bits_of_passes_of_their_own(
+    channels: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, 4, 1))
+    model = model.to(memory_format=torch.channels_last)
+    x = (images(4, size) + 5).to(memory_format=torch.channels_last)
+    laconic.compress_activations(model, example_inputs={"input": x})
+    fused, found = packer._period, []
+
+    def seen(*arguments: Any) -> Tensor | None:
+        found.append(fused(*arguments))
+        return found[-1]
+
+    gradients = []
+    for period in (seen, lambda *arguments: None):
+        monkeypatch.setattr(packer, "_period", period)
+        gradients.append(step(copy.deepcopy(model), x)[1])
+    divides = size == 18 or channels == 64  # 4 x 289 places are no multiple of 8, and a block holds 64 values
+    assert [period is not None for period in found] == [divides]
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
 
 
 def test_a_batch_norm_over_few_values_is_exact() -> None:

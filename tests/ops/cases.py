@@ -91,6 +91,14 @@ def awkward_tensors(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     yield "expanded", normal(1, 70).to(dtype).expand(3, 70)
 
 
+def center_of(length: int) -> Tensor:
+    """A center [length] for rows of the awkward tensors: of many sizes, every 50th not finite, not contiguous."""
+    generator = torch.Generator().manual_seed(length)
+    center = torch.randn(length, 2, generator=generator) * torch.exp2(8 * torch.randn(length, 2, generator=generator))
+    center[20::100], center[70::100] = float("nan"), -float("inf")
+    return center[:, 0]
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in shape, strides, type and every bit (NaN payloads and signs of zeros too)."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]

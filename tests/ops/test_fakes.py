@@ -56,20 +56,30 @@ def tensor(draw: Draw, dtypes: tuple[torch.dtype, ...] = DTYPES, max_dims: int =
 
 def quantize(draw: Draw) -> tuple[Any, ...]:
     code, block_size = draw(st.sampled_from(sorted(BITS))), draw(st.sampled_from(BLOCK_SIZES))
-    return tensor(draw), code, block_size, draw(SCALES), draw(st.sampled_from([None, 3]))
+    x = tensor(draw)
+    return x, code, block_size, draw(SCALES), draw(st.sampled_from([None, 3])), center_of(draw, x)
+
+
+def center_of(draw: Draw, x: Tensor) -> Tensor | None:
+    return torch.rand(x.shape[-1] if x.dim() else 1) if draw(st.booleans()) else None
 
 
 def dequantize(draw: Draw) -> tuple[Any, ...]:
-    x, code, block_size, scale_dtype, seed = quantize(draw)
+    x, code, block_size, scale_dtype, seed, center = quantize(draw)
     codes, scales = torch.ops.laconic.quantize_blockwise(x, code, block_size, scale_dtype, seed)
     if draw(st.booleans()):  # the op takes any strides
         codes, scales = (torch.stack((part, part), -1)[..., 0] for part in (codes, scales))
-    return codes, scales, code, block_size, x.shape[-1] if x.dim() else 1, draw(SCALES)
+    return codes, scales, code, block_size, x.shape[-1] if x.dim() else 1, draw(SCALES), center
+
+
+def dequantize_after(draw: Draw) -> tuple[Any, ...]:
+    *arguments, center = dequantize(draw)
+    return *arguments, tensor(draw), center
 
 
 def gated_codes(draw: Draw) -> tuple[Tensor, tuple[Any, ...], str, int]:
     """Gate and up, packed alike: one of them, the codes of both, their code and its block size."""
-    x, code, block_size, scale_dtype, _ = quantize(draw)
+    x, code, block_size, scale_dtype, _, _ = quantize(draw)
     x = x if x.dim() else x.reshape(1)
     codes, scales = torch.ops.laconic.quantize_blockwise(x, code, block_size, scale_dtype, None)
     if draw(st.booleans()):  # the op takes any strides
@@ -153,7 +163,7 @@ def unpack(draw: Draw) -> tuple[Any, ...]:
 ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "quantize_blockwise": quantize,
     "dequantize_blockwise": dequantize,
-    "dequantize_blockwise_after": lambda draw: (*dequantize(draw), tensor(draw)),
+    "dequantize_blockwise_after": dequantize_after,
     "gated_product_blockwise": gated_product,
     "gated_product_blockwise_after": lambda draw: (*gated_product(draw), tensor(draw)),
     "gated_backward_blockwise": gated_backward,

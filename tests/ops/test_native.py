@@ -22,6 +22,7 @@ from tests.ops.cases import (
     FIRST_INDEX,
     SEEDS,
     awkward_tensors,
+    center_of,
     every_pattern,
     implementations,
     same_bits,
@@ -49,6 +50,23 @@ def test_all_bits_are_the_references(dtype: torch.dtype, code: str, block_size: 
             for ops in NATIVE:
                 where = (name, scale_dtype, out, ops.name)
                 assert same_bits(ops.dequantize(codes, scales, code, block_size, length, out), back), where
+
+
+@pytest.mark.parametrize(("dtype", "code", "block_size"), grid(DTYPES, CODES, [16, 64]))
+def test_all_bits_are_the_references_around_a_center(dtype: torch.dtype, code: str, block_size: int) -> None:
+    for (name, x), seed in itertools.product(awkward_tensors(dtype), SEEDS):
+        length = x.shape[-1] if x.dim() else 1
+        center = center_of(length)
+        codes, scales = reference.quantize_blockwise(
+            x, code, block_size, torch.bfloat16, seed, center, first_index=FIRST_INDEX
+        )
+        back = reference.dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
+        for ops in NATIVE:
+            where = (name, seed, ops.name)
+            found = ops.quantize(x, code, block_size, torch.bfloat16, seed, center, first_index=FIRST_INDEX)
+            assert same_bits(found[0], codes), where
+            assert same_bits(found[1], scales), where
+            assert same_bits(ops.dequantize(codes, scales, code, block_size, length, dtype, center), back), where
 
 
 @pytest.mark.parametrize("code", CODES)

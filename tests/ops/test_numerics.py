@@ -315,6 +315,31 @@ def test_most_negative_code_can_be_read_but_is_never_written(
         assert not each_code(written, code, 2).eq(unwritten).any()
 
 
+# --- a center ---
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_center_keeps_what_tells_values_apart(ops: Implementation, code: str) -> None:
+    center = torch.linspace(-1e4, 1e4, 96)
+    x = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)) + center
+    centered = ops.quantize(x, code, 32, torch.float32, None, center)
+    back = ops.dequantize(*centered, code, 32, 96, torch.float32, center)
+    codes, scales = ops.quantize(x - center, code, 32, torch.float32, None)
+    assert torch.equal(back, ops.dequantize(codes, scales, code, 32, 96, torch.float32) + center)
+    assert (back - x).abs().max() < 1.0
+    far = ops.dequantize(*ops.quantize(x, code, 32, torch.float32, None), code, 32, 96, torch.float32)
+    assert (far - x).abs().max() > 20.0
+
+
+def test_a_center_is_subtracted_and_added_in_fp32(ops: Implementation) -> None:
+    # 0.5 is lost beside 512 in bf16, and 65504 + 65504 in fp16.
+    for dtype, value, center in ((torch.bfloat16, 512.0, 511.5), (torch.float16, 65504.0, -65504.0)):
+        x = torch.full((2, 16), value, dtype=dtype)
+        codes, scales = ops.quantize(x, "int8", 16, torch.float32, None, torch.full((16,), center))
+        assert scales.tolist() == [[(torch.tensor(value - center) / 127).item()]] * 2
+        assert torch.equal(ops.dequantize(codes, scales, "int8", 16, 16, dtype, torch.full((16,), center)), x)
+
+
 # --- stochastic rounding ---
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,12 +24,16 @@ DEQUANTIZE_AFTER = torch.ops.laconic.dequantize_blockwise_after.default
         ({"block_size": 48}, "block_size is 48, but it must be one of 16, 32, 64, 128, 256"),
         ({"scale_dtype": torch.float64}, "scale_dtype is torch.float64, but it must be one of float32, bfloat16"),
         ({"x": torch.ones(4, dtype=torch.int32)}, "x.dtype is torch.int32, but it must be one of float32"),
+        ({"center": torch.ones(4).double()}, "center.dtype is torch.float64, but it must be float32"),
+        ({"center": torch.ones(3)}, "center has shape (3,), but for rows of length 4 it is (4,)"),
+        ({"center": torch.ones(1, 4)}, "center has shape (1, 4), but for rows of length 4 it is (4,)"),
+        ({"center": torch.ones(4, device="meta")}, "center is on meta, but what it is the center of is on cpu"),
         ({"seed": 2**63}, "seed is 9223372036854775808, but it must be None or fit in 64 bits"),
     ],
 )
 def test_bad_argument_of_quantize_is_named(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"x": torch.ones(4), "code": "nf4", "block_size": 64} | change
-    with pytest.raises(FormatError, match=message.replace("(", r"\(")):
+    with pytest.raises(FormatError, match=re.escape(message)):
         quantize_blockwise(arguments.pop("x"), **arguments)
 
 
@@ -44,6 +50,8 @@ def test_bad_argument_of_quantize_is_named(change: dict[str, object], message: s
         ({"scales": torch.zeros(2)}, "but they must have at least one dimension and agree"),
         ({"scales": torch.zeros(2, 3)}, "scales in 3, but length 100 in nf4 with block_size 64 takes 50 and 2"),
         ({"length": 102}, "codes end in 50 and scales in 2, but length 102 in nf4 with block_size 64 takes 51 and 2"),
+        ({"center": torch.ones(64)}, r"center has shape \(64,\), but for rows of length 100 it is \(100,\)"),
+        ({"center": torch.ones(100).half()}, "center.dtype is torch.float16, but it must be float32"),
         ({"length": -1}, "length is -1, but it must be at least 0"),
     ],
 )
@@ -73,6 +81,11 @@ def test_opcheck_passes(code: str, seed: int | None) -> None:
         length = x.shape[-1] if x.dim() else 1
         torch.library.opcheck(DEQUANTIZE, (codes, scales, code, 32, length, torch.bfloat16))
         torch.library.opcheck(DEQUANTIZE_AFTER, (codes, scales, code, 32, length, torch.bfloat16, x))
+        if code == "nf4":
+            center = torch.randn(length)
+            torch.library.opcheck(QUANTIZE, (x, code, 32, torch.float16, seed, center))
+            torch.library.opcheck(DEQUANTIZE, (codes, scales, code, 32, length, torch.bfloat16, center))
+            torch.library.opcheck(DEQUANTIZE_AFTER, (codes, scales, code, 32, length, torch.bfloat16, x, center))
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -94,8 +107,11 @@ def test_fake_and_meta_results_have_the_real_shapes(code: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_call_gives_the_same_bits(dtype: torch.dtype) -> None:
     def there_and_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
-        codes, scales = quantize_blockwise(x * 2, code="nf4", block_size=32, seed=seed)
-        return dequantize_blockwise(codes, scales, length=x.shape[-1], block_size=32, dtype=x.dtype)
+        center = None if seed is None else x[0].float()
+        codes, scales = quantize_blockwise(x * 2, code="nf4", block_size=32, seed=seed, center=center)
+        return dequantize_blockwise(
+            codes, scales, length=x.shape[-1], block_size=32, dtype=x.dtype, after=x, center=center
+        )
 
     compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((4, 70), (4, 71), (7, 64)):

@@ -10,7 +10,16 @@ import torch
 from _pytest.mark.structures import ParameterSet
 
 from laconic.ops import BITS, kernels_in_use, reference
-from tests.ops.cases import BLOCK_SIZES, CODES, DTYPES, FIRST_INDEX, awkward_tensors, every_pattern, same_bits
+from tests.ops.cases import (
+    BLOCK_SIZES,
+    CODES,
+    DTYPES,
+    FIRST_INDEX,
+    awkward_tensors,
+    center_of,
+    every_pattern,
+    same_bits,
+)
 from tests.ops.interpreter import DEVICE, INTERPRETED, numpy_may_warn, on_device, slow_in_interpreter
 from tests.ops.shards import FACTORS, awkward_shards, shards_of, strided
 
@@ -34,22 +43,28 @@ def each_code_with(dtypes: Sequence[torch.dtype], fast: Sequence[str]) -> list[P
 def test_all_bits_are_the_references(dtype: torch.dtype, code: str) -> None:
     from laconic.ops.triton import blockwise
 
-    everything = list(itertools.product((None, 5), BLOCK_SIZES, DTYPES, DTYPES))
+    everything = list(itertools.product((None, 5), BLOCK_SIZES, DTYPES, DTYPES, (False, True)))
     for number, (name, x) in enumerate(awkward_tensors(dtype)):
         # The interpreter is slow: there each tensor takes every 37th choice, starting elsewhere each time.
-        for seed, block_size, scale_dtype, out in everything[number % 37 :: 37] if INTERPRETED else everything:
-            where = (name, seed, block_size, scale_dtype, out)
+        for seed, block_size, scale_dtype, out, is_centered in (
+            everything[number % 37 :: 37] if INTERPRETED else everything
+        ):
+            where = (name, seed, block_size, scale_dtype, out, is_centered)
+            length = x.shape[-1] if x.dim() else 1
+            center = center_of(length) if is_centered else None
+            there = None if center is None else center.to(DEVICE)
             codes, scales = reference.quantize_blockwise(
-                x, code, block_size, scale_dtype, seed, first_index=FIRST_INDEX
+                x, code, block_size, scale_dtype, seed, center, first_index=FIRST_INDEX
             )
             found_codes, found_scales = blockwise.quantize_blockwise(
-                x.to(DEVICE), code, block_size, scale_dtype, seed, first_index=FIRST_INDEX
+                x.to(DEVICE), code, block_size, scale_dtype, seed, there, first_index=FIRST_INDEX
             )
             assert same_bits(found_scales.cpu(), scales), where
             assert same_bits(found_codes.cpu(), codes), where
-            length = x.shape[-1] if x.dim() else 1
-            back = reference.dequantize_blockwise(codes, scales, code, block_size, length, out)
-            found = blockwise.dequantize_blockwise(codes.to(DEVICE), scales.to(DEVICE), code, block_size, length, out)
+            back = reference.dequantize_blockwise(codes, scales, code, block_size, length, out, center)
+            found = blockwise.dequantize_blockwise(
+                codes.to(DEVICE), scales.to(DEVICE), code, block_size, length, out, there
+            )
             assert same_bits(found.cpu(), back), where
 
 
@@ -119,8 +134,14 @@ def test_kernels_compile_without_fused_or_flushing_arithmetic(architecture: int,
             options={"enable_fp_fusion": False},
         ).asm["ptx"]
 
-    shape = {"BITS": BITS[code], "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False}
-    pointers = {"codes_ptr": "*u8", "scales_ptr": "*i16", "table_ptr": "*fp32", "seed_key": "i64"}
+    shape = {"BITS": BITS[code], "BLOCK_SIZE": 64, "BLOCKS": 32, "ONE_ROW": False, "CENTERED": code != "int5"}
+    pointers = {
+        "codes_ptr": "*u8",
+        "scales_ptr": "*i16",
+        "table_ptr": "*fp32",
+        "center_ptr": "*fp32",
+        "seed_key": "i64",
+    }
     rounding = {"STOCHASTIC": code == "int8", "SCALE_TYPE": "bfloat16", "LEVEL_MAX": 127.0}
     sum_shape = {"RESIDUAL": code == "nf4", "REQUANTIZE": True, "BLOCK_SIZE": 128, "BLOCKS": 8, "values_ptr": None}
     sum_types = {"codes": "*u8", "scales": "*fp32", "residual_codes": "*u8", "residual_scales": "*fp32"}

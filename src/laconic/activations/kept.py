@@ -241,10 +241,17 @@ def found_or_held(x: Tensor) -> Kept:
     return found(x) or Kept((x,), Memo(lambda tensors, after: tensors[0]), "linear")
 
 
-def pack(x: Tensor, format: Packing, origin: str) -> Kept:
-    """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so."""
+def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None) -> Kept:
+    """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
+
+    Args:
+        x: [..., L].
+        format: how to pack it.
+        origin: kind of the site that asks.
+        center: fp32 [L], subtracted from x before it is rounded; it stays on the device.
+    """
     block_format = format.format if isinstance(format, Offload) else format
-    packed = block_format.quantize(x.detach())
+    packed = block_format.quantize(x.detach(), center=center)
     dtype, shape = x.dtype, x.shape
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None
@@ -255,10 +262,14 @@ def pack(x: Tensor, format: Packing, origin: str) -> Kept:
         fetch = partial(offloader.fetch, handle=handle)
 
     def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
-        codes, scales = tensors if fetch is None else fetch(tensors)
-        return BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after)
+        codes, scales = tensors[:2] if fetch is None else fetch(tensors[:2])
+        center = None if len(tensors) == 2 else tensors[2]
+        return BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center)
 
-    return Kept(saved, Memo(dequantize), origin, _bits(format), block_format if fetch is None else None)
+    if center is not None:
+        saved = (*saved, center)
+    gated_format = block_format if fetch is None and center is None else None
+    return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format)
 
 
 def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:

@@ -8,6 +8,7 @@ norm, and of the relu behind it, is rebuilt from the packed input of the norm an
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -215,15 +216,19 @@ class Packer(TorchFunctionMode):
             return kept
         layout, x = Layout.of(tensor), tensor.detach()
         center = call.center(x)
-        if center is not None:
-            x = (x.float() if x.dtype == torch.float16 else x) - center  # a difference may leave the range of float16
-        flat = pack(layout.flatten(x), packing, "hooks")
+        period = None if center is None else _period(layout, center, format.block_size)
+        if period is not None:  # the op subtracts while it reads
+            flat = pack(layout.flatten(x).view(-1, len(period)), packing, "hooks", period)
+        else:
+            if center is not None:
+                x = (x.float() if x.dtype == torch.float16 else x) - center  # a difference may leave float16's range
+            flat = pack(layout.flatten(x), packing, "hooks")
         if self.checked and not isinstance(packing, Offload):
             # Infinities and NaN make the scale of their block NaN, which is below nothing.
             limit = torch.finfo(tensor.dtype).max / LEVEL_MAX[format.code]
             if not bool((flat.tensors[1].float() <= limit).all()):
                 return None
-        if center is None:
+        if center is None or period is not None:
             kept = derive(layout.unflatten, (flat,), (), "hooks")
         else:
             dtype = tensor.dtype
@@ -232,6 +237,21 @@ class Packer(TorchFunctionMode):
         if not tensor.is_leaf:
             attach(tensor, kept)
         return kept
+
+
+def _period(layout: Layout, center: Tensor, block_size: int) -> Tensor | None:
+    """Fp32 [a multiple of `block_size`], which repeats `center` [1, channels, ...] along a tensor in memory.
+
+    None where the channels of a tensor do not lie side by side, or the period does not divide it.
+    """
+    channels = center.numel()
+    if center.shape[0] != 1 or channels != layout.shape[1] or layout.stride[1] != 1:
+        return None
+    repeats = block_size // math.gcd(block_size, channels)
+    if layout.shape.numel() % (repeats * channels):
+        return None
+    each = center.float().view(-1)
+    return each if repeats == 1 else each.repeat(repeats)
 
 
 def _is_large(tensor: Tensor) -> bool:

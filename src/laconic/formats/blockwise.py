@@ -73,10 +73,13 @@ class BlockFormat:
         scales_nbytes = -(-length // self.block_size) * self.scale_dtype.itemsize
         return math.prod(leading) * (codes_nbytes + scales_nbytes)
 
-    def quantize(self, x: Tensor, seed: int | None = None) -> BlockTensor:
-        """Quantize `x` [...] (float32, bfloat16 or float16); an integer seed rounds stochastically."""
+    def quantize(self, x: Tensor, seed: int | None = None, center: Tensor | None = None) -> BlockTensor:
+        """Quantize `x` [..., L] (float32, bfloat16 or float16); an integer seed rounds stochastically.
+
+        `center` (fp32 [L]) is subtracted first; the result does not hold it, so `dequantize` takes it, too.
+        """
         codes, scales = quantize_blockwise(
-            x, code=self.code, block_size=self.block_size, scale_dtype=self.scale_dtype, seed=seed
+            x, code=self.code, block_size=self.block_size, scale_dtype=self.scale_dtype, seed=seed, center=center
         )
         return BlockTensor(codes, scales, self, x.shape, x.dtype)
 
@@ -96,8 +99,10 @@ class BlockTensor:
     dtype: torch.dtype
     """Element type of the original."""
 
-    def dequantize(self, dtype: torch.dtype | None = None, after: Tensor | None = None) -> Tensor:
-        """The values, in the original shape, as `dtype` (None: the original's).
+    def dequantize(
+        self, dtype: torch.dtype | None = None, after: Tensor | None = None, center: Tensor | None = None
+    ) -> Tensor:
+        """The values, in the original shape, as `dtype` (None: the original's), plus the `center` they were given.
 
         In a compiled graph they are not computed before `after` is (see laconic.ops.dequantize_blockwise).
         """
@@ -109,6 +114,7 @@ class BlockTensor:
             block_size=self.format.block_size,
             dtype=dtype or self.dtype,
             after=after,
+            center=center,
         )
         return values if self.shape else values.view(())
 

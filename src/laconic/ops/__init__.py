@@ -107,7 +107,11 @@ _unpack_bits = torch.ops.laconic.unpack_bits.default
 _dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
 
 # Whatever the device, they are the ops without `after`; only a graph that orders its nodes sees a difference.
-LIBRARY.impl("dequantize_blockwise_after", lambda *args: _dequantize_blockwise(*args[:-1]), "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "dequantize_blockwise_after",
+    lambda *args: _dequantize_blockwise(*args[:6], *args[7:]),  # without `after`
+    "CompositeExplicitAutograd",
+)
 LIBRARY.impl(
     "gated_product_blockwise_after", lambda *args: _gated_product_blockwise(*args[:-1]), "CompositeExplicitAutograd"
 )
@@ -120,6 +124,7 @@ def quantize_blockwise(
     block_size: int = 64,
     scale_dtype: torch.dtype = torch.bfloat16,
     seed: int | None = None,
+    center: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension, each with one scale.
 
@@ -132,6 +137,8 @@ def quantize_blockwise(
         scale_dtype: float32, bfloat16 or float16.
         seed: None rounds to nearest. An integer rounds stochastically, unbiased, with random numbers that depend on the
             seed and the element's linear index in x and on nothing else.
+        center: fp32 [L], or None for zeros. What is quantized is fp32(x - center), in the same pass, so that values far
+            from zero keep what tells them apart.
 
     Returns:
         Codes uint8 [..., ceil(L * bits / 8)] and scales [..., ceil(L / block_size)]. A block that holds NaN or
@@ -143,7 +150,7 @@ def quantize_blockwise(
     """
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise FormatError(f"seed is {seed}, but it must be None or fit in 64 bits, signed")
-    return _quantize_blockwise(x, code, block_size, scale_dtype, seed)
+    return _quantize_blockwise(x, code, block_size, scale_dtype, seed, center)
 
 
 def dequantize_blockwise(
@@ -155,6 +162,7 @@ def dequantize_blockwise(
     block_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     after: Tensor | None = None,
+    center: Tensor | None = None,
 ) -> Tensor:
     """Turn codes and scales of `quantize_blockwise` back into values.
 
@@ -167,16 +175,18 @@ def dequantize_blockwise(
         after: any tensor. A graph traced by torch.compile computes the values after this tensor, never before: given
             the incoming gradient, backward rebuilds them when it gets there, and forward cannot save them instead of
             the codes. Outside of compilation it changes nothing.
+        center: fp32 [length], or None for zeros; as given to quantize_blockwise.
 
     Returns:
-        [..., length]: fp32(level * scale), rounded to nearest even to `dtype`. A block with scale NaN is all NaN.
+        [..., length]: fp32(fp32(level * scale) + center), rounded to nearest even to `dtype`. A block with scale NaN is
+        all NaN.
 
     Raises:
         FormatError: an argument is outside of these values.
     """
     if after is not None and torch.compiler.is_compiling():
-        return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after)
-    return _dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+        return _dequantize_blockwise_after(codes, scales, code, block_size, length, dtype, after, center)
+    return _dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
 
 
 def gated_product_blockwise(

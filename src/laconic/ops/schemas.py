@@ -59,18 +59,18 @@ MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.f
 LIBRARY = torch.library.Library("laconic", "DEF")
 
 LIBRARY.define(
-    "quantize_blockwise(Tensor x, str code, int block_size, ScalarType scale_dtype, int? seed)"
+    "quantize_blockwise(Tensor x, str code, int block_size, ScalarType scale_dtype, int? seed, Tensor? center=None)"
     " -> (Tensor codes, Tensor scales)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
-    "dequantize_blockwise(Tensor codes, Tensor scales, str code, int block_size, SymInt length, ScalarType dtype)"
-    " -> Tensor",
+    "dequantize_blockwise(Tensor codes, Tensor scales, str code, int block_size, SymInt length, ScalarType dtype,"
+    " Tensor? center=None) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
     "dequantize_blockwise_after(Tensor codes, Tensor scales, str code, int block_size, SymInt length, ScalarType dtype,"
-    " Tensor after) -> Tensor",
+    " Tensor after, Tensor? center=None) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 LIBRARY.define(
@@ -180,7 +180,20 @@ def check_format(code: str, block_size: int, scale_dtype: torch.dtype, scale_fie
         raise FormatError(f"{scale_field} is {scale_dtype}, but it must be one of {_names(DTYPES)}")
 
 
-def check_quantize_blockwise(x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, int, int]:
+def _check_center(center: Tensor | None, length: int, device: torch.device) -> None:
+    if center is None:
+        return
+    if center.dtype != torch.float32:
+        raise FormatError(f"center.dtype is {center.dtype}, but it must be float32; convert center first")
+    if center.dim() != 1 or center.shape[0] != length:
+        raise FormatError(f"center has shape {tuple(center.shape)}, but for rows of length {length} it is ({length},)")
+    if center.device != device:
+        raise FormatError(f"center is on {center.device}, but what it is the center of is on {device}")
+
+
+def check_quantize_blockwise(
+    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, center: Tensor | None = None
+) -> tuple[int, int, int]:
     """Check the arguments of quantize_blockwise; return (length, codes per row, scales per row) of the last dimension.
 
     Raises:
@@ -190,11 +203,18 @@ def check_quantize_blockwise(x: Tensor, code: str, block_size: int, scale_dtype:
     if x.dtype not in DTYPES:
         raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {_names(DTYPES)}; convert x first")
     length = x.shape[-1] if x.dim() else 1
+    _check_center(center, length, x.device)
     return length, (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size
 
 
 def check_dequantize_blockwise(
-    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    center: Tensor | None = None,
 ) -> None:
     """Check the arguments of dequantize_blockwise.
 
@@ -221,6 +241,7 @@ def check_dequantize_blockwise(
             f"codes end in {codes.shape[-1]} and scales in {scales.shape[-1]}, but length {length} in {code} with"
             f" block_size {block_size} takes {num_codes} and {num_scales}"
         )
+    _check_center(center, length, codes.device)
 
 
 def check_gated_product_blockwise(
@@ -375,26 +396,44 @@ def check_accumulate_blockwise_(
 
 @torch.library.register_fake("laconic::quantize_blockwise", lib=LIBRARY)
 def _quantize_blockwise_fake(
-    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None
+    x: Tensor,
+    code: str,
+    block_size: int,
+    scale_dtype: torch.dtype,
+    seed: int | None,
+    center: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    _, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     return x.new_empty((*leading, num_codes), dtype=torch.uint8), x.new_empty((*leading, num_scales), dtype=scale_dtype)
 
 
 @torch.library.register_fake("laconic::dequantize_blockwise", lib=LIBRARY)
 def _dequantize_blockwise_fake(
-    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    center: Tensor | None = None,
 ) -> Tensor:
-    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
 
 
 @torch.library.register_fake("laconic::dequantize_blockwise_after", lib=LIBRARY)
 def _dequantize_blockwise_after_fake(
-    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype, after: Tensor
+    codes: Tensor,
+    scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    after: Tensor,
+    center: Tensor | None = None,
 ) -> Tensor:
-    return _dequantize_blockwise_fake(codes, scales, code, block_size, length, dtype)
+    return _dequantize_blockwise_fake(codes, scales, code, block_size, length, dtype, center)
 
 
 @torch.library.register_fake("laconic::gated_product_blockwise", lib=LIBRARY)

@@ -43,13 +43,18 @@ def _bytes(n: int, seed: int = 0) -> Tensor:
 # --- the arguments of an op, on the CPU, for each choice that is compiled into its kernels ---
 
 
-def _quantize(dtype: torch.dtype, code: str, block_size: int, scale_dtype: torch.dtype, has_seed: bool) -> Choices:
-    return _random(4, 1024).to(dtype), code, block_size, scale_dtype, 7 if has_seed else None
+def _quantize(
+    dtype: torch.dtype, code: str, block_size: int, scale_dtype: torch.dtype, has_seed: bool, is_centered: bool = False
+) -> Choices:
+    center = (_random(1024, seed=9),) if is_centered else ()
+    return _random(4, 1024).to(dtype), code, block_size, scale_dtype, 7 if has_seed else None, *center
 
 
-def _dequantize(scale_dtype: torch.dtype, code: str, block_size: int, dtype: torch.dtype) -> Choices:
+def _dequantize(
+    scale_dtype: torch.dtype, code: str, block_size: int, dtype: torch.dtype, is_centered: bool = False
+) -> Choices:
     codes, scales = reference.quantize_blockwise(_random(4, 1024), code, block_size, scale_dtype, None)
-    return codes, scales, code, block_size, 1024, dtype
+    return codes, scales, code, block_size, 1024, dtype, *((_random(1024, seed=9),) if is_centered else ())
 
 
 def _pair(scale_dtype: torch.dtype, code: str) -> Choices:
@@ -163,10 +168,15 @@ def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
     return tensors[0].dtype if tensors else torch.float32
 
 
+def _is_given(arguments: Choices, position: int) -> bool:
+    """Whether an argument that may be left out is there."""
+    return len(arguments) > position and arguments[position] is not None
+
+
 _Op = tuple[Callable[..., Choices], Callable[[Choices], Choices]]
 _OPS: dict[str, _Op] = {
-    "quantize_blockwise": (_quantize, lambda a: (a[0].dtype, a[1], a[2], a[3], a[4] is not None)),
-    "dequantize_blockwise": (_dequantize, lambda a: (a[1].dtype, a[2], a[3], a[5])),
+    "quantize_blockwise": (_quantize, lambda a: (a[0].dtype, a[1], a[2], a[3], a[4] is not None, _is_given(a, 5))),
+    "dequantize_blockwise": (_dequantize, lambda a: (a[1].dtype, a[2], a[3], a[5], _is_given(a, 6))),
     "gated_product_blockwise": (_gated_product, lambda a: (a[1].dtype, a[4], a[7], a[8])),
     "gated_backward_blockwise": (_gated_backward, lambda a: (a[0].dtype, a[2].dtype, a[5], a[7])),
     "sum_blockwise": (_sum, lambda a: (a[2] is not None,)),
@@ -211,8 +221,13 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
             *((bf16, code, 64, bf16, False) for code in BITS),
             (fp32, "nf4", 128, fp32, True),
             (fp16, "int8", 16, fp16, True),
+            (fp32, "nf4", 64, bf16, False, True),
         ],
-        "dequantize_blockwise": [*((bf16, code, 64, bf16) for code in BITS), (fp32, "int8", 128, fp32)],
+        "dequantize_blockwise": [
+            *((bf16, code, 64, bf16) for code in BITS),
+            (fp32, "int8", 128, fp32),
+            (bf16, "nf4", 64, fp32, True),
+        ],
         "gated_product_blockwise": [(bf16, "nf4", bf16, "silu"), (fp32, "int8", fp32, "gelu_tanh")],
         "gated_backward_blockwise": [(bf16, bf16, "nf4", "silu"), (fp16, fp32, "int6", "quick_gelu")],
         "accumulate_blockwise_": [(False, bf16), (True, fp32)],

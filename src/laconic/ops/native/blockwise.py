@@ -28,15 +28,17 @@ def quantize_blockwise(
     block_size: int,
     scale_dtype: torch.dtype,
     seed: int | None,
+    center: Tensor | None = None,
     *,
     isa: str | None = None,
     first_index: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`reference.quantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
-    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
+    center = None if center is None else center.contiguous()
     codes = huge_pages.empty((*leading, num_codes), torch.uint8)
     scales = torch.empty((*leading, num_scales), dtype=scale_dtype)
     kernels().quantize_blockwise(
@@ -57,6 +59,7 @@ def quantize_blockwise(
         seed is not None,
         seed or 0,
         first_index,
+        0 if center is None else center.data_ptr(),
     )
     return codes, scales
 
@@ -68,12 +71,14 @@ def dequantize_blockwise(
     block_size: int,
     length: int,
     dtype: torch.dtype,
+    center: Tensor | None = None,
     *,
     isa: str | None = None,
 ) -> Tensor:
     """`reference.dequantize_blockwise` in C++, the same bits; `isa` overrides the instruction set."""
-    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
     codes, scales = codes.contiguous(), scales.contiguous()
+    center = None if center is None else center.contiguous()
     values = huge_pages.empty((*codes.shape[:-1], length), dtype)
     kernels().dequantize_blockwise(
         isa_number(isa),
@@ -88,5 +93,6 @@ def dequantize_blockwise(
         FLOAT_TYPES[dtype],
         BITS[code],
         codebook_address(code),
+        0 if center is None else center.data_ptr(),
     )
     return values

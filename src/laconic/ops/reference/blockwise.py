@@ -21,20 +21,28 @@ _BITS_DTYPE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.fl
 
 @torch.no_grad()
 def quantize_blockwise(
-    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None, *, first_index: int = 0
+    x: Tensor,
+    code: str,
+    block_size: int,
+    scale_dtype: torch.dtype,
+    seed: int | None,
+    center: Tensor | None = None,
+    *,
+    first_index: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Quantize blocks of `block_size` along the last dimension of `x`; see `laconic.ops.quantize_blockwise`.
 
     x [..., L] -> codes uint8 [..., ceil(L * bits / 8)], scales [..., ceil(L / block_size)].
     `first_index` is added to the linear index that stochastic rounding hashes.
     """
-    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     num_rows = math.prod(leading)
 
     # 1. Blocks [rows, scales per row, block_size] in fp32; the last block of a row is filled up with zeros.
     padding = num_scales * block_size - length
-    blocks = torch.nn.functional.pad(x.reshape(num_rows, length).float(), (0, padding))
+    rows = x.reshape(num_rows, length).float()
+    blocks = torch.nn.functional.pad(rows if center is None else rows - center, (0, padding))
     blocks = blocks.view(num_rows, num_scales, block_size)
 
     # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
@@ -65,13 +73,19 @@ def quantize_blockwise(
 
 @torch.no_grad()
 def dequantize_blockwise(
-    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    center: Tensor | None = None,
 ) -> Tensor:
     """The inverse of `quantize_blockwise` up to rounding; see `laconic.ops.dequantize_blockwise`.
 
     codes uint8 [..., ceil(length * bits / 8)], scales [..., ceil(length / block_size)] -> [..., length].
     """
-    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
     each = _unpack(codes, BITS[code], length)
     if code in ARITHMETIC:
         sign = 1 << (BITS[code] - 1)
@@ -79,6 +93,8 @@ def dequantize_blockwise(
     else:
         levels = _table(code, "levels", codes.device)[each.int()]
     values = levels * scales.float().repeat_interleave(block_size, dim=-1)[..., :length]
+    if center is not None:
+        values = values + center
     result = values.to(dtype)
     result.view(_BITS_DTYPE[dtype]).masked_fill_(values.isnan(), _NAN_BITS[dtype])
     return result

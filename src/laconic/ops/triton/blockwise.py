@@ -145,9 +145,11 @@ def _quantize_blockwise_kernel(
     table_ptr,
     seed_key,
     first_index,
+    center_ptr,
     LEVEL_MAX: tl.constexpr,
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    CENTERED: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -158,6 +160,8 @@ def _quantize_blockwise_kernel(
     column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     exists = block_exists[:, None] & (column < length)
     x = _widen(tl.load(x_ptr + row[:, None] * row_stride + column, mask=exists, other=0))
+    if CENTERED:
+        x -= tl.load(center_ptr + column, mask=exists, other=0)
 
     # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
     magnitude_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
@@ -259,8 +263,10 @@ def _dequantize_blockwise_kernel(
     num_blocks,
     values_ptr,
     table_ptr,
+    center_ptr,
     BITS: tl.constexpr,
     TYPE: tl.constexpr,
+    CENTERED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
@@ -272,20 +278,30 @@ def _dequantize_blockwise_kernel(
     levels = _levels(
         codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, BLOCK_SIZE, BLOCKS
     )
-    tl.store(values_ptr + row[:, None] * length + column, _narrow(levels * scale[:, None], TYPE), mask=exists)
+    values = levels * scale[:, None]
+    if CENTERED:
+        values += tl.load(center_ptr + column, mask=exists, other=0)
+    tl.store(values_ptr + row[:, None] * length + column, _narrow(values, TYPE), mask=exists)
 
 
 def quantize_blockwise(
-    x: Tensor, code: str, block_size: int, scale_dtype: torch.dtype, seed: int | None, *, first_index: int = 0
+    x: Tensor,
+    code: str,
+    block_size: int,
+    scale_dtype: torch.dtype,
+    seed: int | None,
+    center: Tensor | None = None,
+    *,
+    first_index: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`reference.quantize_blockwise` in Triton, the same bits."""
-    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype)
+    length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     codes = x.new_empty((*leading, num_codes), dtype=torch.uint8)
     scales = x.new_empty((*leading, num_scales), dtype=scale_dtype)
-    one_row = x.is_contiguous() and length % block_size == 0
+    one_row = x.is_contiguous() and length % block_size == 0 and center is None
     num_blocks = scales.numel()
     if num_blocks == 0:
         return codes, scales
@@ -302,9 +318,11 @@ def quantize_blockwise(
             codebook_tensor(code, x.device),
             0 if seed is None else seed_key(seed),
             first_index,
+            None if center is None else center.contiguous(),
             LEVEL_MAX=LEVEL_MAX[code],
             BITS=BITS[code],
             STOCHASTIC=seed is not None,
+            CENTERED=center is not None,
             SCALE_TYPE=_name(scale_dtype),
             BLOCK_SIZE=block_size,
             BLOCKS=blocks,
@@ -315,13 +333,19 @@ def quantize_blockwise(
 
 
 def dequantize_blockwise(
-    codes: Tensor, scales: Tensor, code: str, block_size: int, length: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    code: str,
+    block_size: int,
+    length: int,
+    dtype: torch.dtype,
+    center: Tensor | None = None,
 ) -> Tensor:
     """`reference.dequantize_blockwise` in Triton, the same bits."""
-    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype)
+    check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
     codes, scales = codes.contiguous(), scales.contiguous()
     values = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
-    one_row = length % block_size == 0
+    one_row = length % block_size == 0 and center is None
     num_blocks = scales.numel()
     if num_blocks == 0:
         return values
@@ -335,8 +359,10 @@ def dequantize_blockwise(
             num_blocks,
             _bits(values),
             codebook_tensor(code, codes.device),
+            None if center is None else center.contiguous(),
             BITS=BITS[code],
             TYPE=_name(dtype),
+            CENTERED=center is not None,
             BLOCK_SIZE=block_size,
             BLOCKS=blocks,
             ONE_ROW=one_row,
