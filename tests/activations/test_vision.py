@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import laconic
 from laconic import BlockFormat
 from laconic.activations import ActivationPlan, SavedTensorTracker, find_sites, leaves, packer
+from laconic.activations.kept import Memo
 from laconic.errors import ModelError
 from tests.activations.models import make_ids, make_model
 
@@ -273,6 +274,50 @@ def test_a_center_subtracted_by_the_op_leaves_the_bits_of_passes_of_their_own(
     assert [period is not None for period in found] == [divides]
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+class ReadsBeforeAndBehind(nn.Module):
+    """A convolution of a batch norm's output, and one of what relu makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.relu = nn.BatchNorm2d(3), nn.ReLU()
+        self.before, self.behind = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor, relu_first: bool) -> Tensor:
+        y = self.norm(x)
+        if relu_first:
+            behind = self.behind(self.relu(y))
+            return self.before(y) + behind
+        return self.before(y) + self.behind(self.relu(y))
+
+
+@pytest.mark.parametrize("relu_first", [False, True])
+@pytest.mark.parametrize("mode", ["sites", "combined"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_rebuilt_value_changes_in_place_only_where_nobody_else_reads_it(
+    relu_first: bool, mode: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, found = ReadsBeforeAndBehind(), images(8), []
+    laconic.compress_activations(model, mode=mode, example_inputs={"x": x, "relu_first": relu_first})
+    answers: list[bool] = []
+    one = torch.ones((), requires_grad=True)  # without a gradient nothing is noted on the input
+    gives_away = Memo.gives_away
+
+    def answer(memo: Memo) -> bool:
+        answers.append(gives_away(memo))
+        return answers[-1]
+
+    for function in (answer, lambda memo: False):
+        monkeypatch.setattr(Memo, "gives_away", function)
+        y = model(x * one, relu_first)
+        for left in reversed(range(passes)):
+            y.square().sum().backward(retain_graph=left > 0)
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
+    # Backward begins with the last one. In a second pass every reader gets a value of its own.
+    assert answers == [relu_first, True][:passes]
 
 
 def test_a_batch_norm_over_few_values_is_exact() -> None:

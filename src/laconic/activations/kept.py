@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from laconic.activations.choice import Offload, Packing
+from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
@@ -77,10 +78,18 @@ class Memo:
     Args:
         rebuild: from the saved tensors, and the incoming gradient, to the value.
         inner: memos that `rebuild` takes from.
+        makes_new: every value of `rebuild` is a tensor that nothing else refers to.
     """
 
-    def __init__(self, rebuild: Callable[[Tensors, Tensor | None], Tensor], inner: tuple[Memo, ...] = ()) -> None:
+    def __init__(
+        self,
+        rebuild: Callable[[Tensors, Tensor | None], Tensor],
+        inner: tuple[Memo, ...] = (),
+        *,
+        makes_new: bool = False,
+    ) -> None:
         self._rebuild = rebuild
+        self._makes_new = makes_new
         self._inner = inner
         self._readers = 0
         self._value: Tensor | None = None
@@ -114,6 +123,10 @@ class Memo:
         self._readers -= 1
         self._value = value if self._readers > 0 else None
         return value
+
+    def gives_away(self) -> bool:
+        """Whether who took the value last is the only one to have it, and so may change it."""
+        return self._makes_new and self._value is None
 
 
 def in_range(value: Tensor) -> Tensor:
@@ -241,7 +254,7 @@ def found_or_held(x: Tensor) -> Kept:
     return found(x) or Kept((x,), Memo(lambda tensors, after: tensors[0]), "linear")
 
 
-def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None) -> Kept:
+def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, layout: Layout | None = None) -> Kept:
     """Packed codes and scales of `x`, whatever else is kept for it; in host memory if `format` says so.
 
     Args:
@@ -249,6 +262,7 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None) 
         format: how to pack it.
         origin: kind of the site that asks.
         center: fp32 [L], subtracted from x before it is rounded; it stays on the device.
+        layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
     """
     block_format = format.format if isinstance(format, Offload) else format
     packed = block_format.quantize(x.detach(), center=center)
@@ -264,7 +278,8 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None) 
     def dequantize(tensors: Tensors, after: Tensor | None) -> Tensor:
         codes, scales = tensors[:2] if fetch is None else fetch(tensors[:2])
         center = None if len(tensors) == 2 else tensors[2]
-        return BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center)
+        values = BlockTensor(codes, scales, block_format, shape, dtype).dequantize(after=after, center=center)
+        return values if layout is None else layout.unflatten(values)
 
     if center is not None:
         saved = (*saved, center)
@@ -272,8 +287,18 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None) 
     return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format)
 
 
-def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters: Tensors, origin: str) -> Kept:
-    """The `Kept` of a value that `function` makes of other kept values, followed by `parameters`."""
+def derive(
+    function: Callable[..., Tensor],
+    inner: tuple[Kept, ...],
+    parameters: Tensors,
+    origin: str,
+    *,
+    makes_new: bool = False,
+) -> Kept:
+    """The `Kept` of a value that `function` makes of other kept values, followed by `parameters`.
+
+    With `makes_new` every value of `function` is a tensor that nothing else refers to.
+    """
     memos = tuple(kept.memo for kept in inner)
     counts = tuple(len(kept.tensors) for kept in inner)
 
@@ -281,7 +306,7 @@ def derive(function: Callable[..., Tensor], inner: tuple[Kept, ...], parameters:
         return function(*take_all(memos, counts, tensors, after), *tensors[sum(counts) :])
 
     tensors = tuple(tensor for kept in inner for tensor in kept.tensors)
-    return Kept((*tensors, *parameters), Memo(rebuild, memos), origin)
+    return Kept((*tensors, *parameters), Memo(rebuild, memos, makes_new=makes_new), origin)
 
 
 def take_all(

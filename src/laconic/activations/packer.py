@@ -140,26 +140,33 @@ class Packer(TorchFunctionMode):
         if kept is None or again is None or result.dtype not in DTYPES:
             return
         function, tensors = again
+        inner = kept.memo
+        is_relu = call.family == "relu"
         dtype, states = result.dtype, tuple(map(_state, tensors))
 
         def rebuild(x: Tensor, *tensors: Tensor) -> Tensor:
             for tensor, state in zip(tensors, states, strict=True):
                 _unchanged(tensor, state)
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                if is_relu and inner.gives_away():
+                    return x.relu_()
                 return function(x, *tensors).to(dtype)
 
-        attach(result, derive(rebuild, (kept,), tensors, kept.origin))
+        # A norm makes a new tensor of anything; dropout and activations may not.
+        attach(result, derive(rebuild, (kept,), tensors, kept.origin, makes_new=call.family == "batch_norm"))
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        tensors, unpack = self._packed(tensor)
-        pack, restore = self._outer or (None, None)
-        return _Saved(tensors if pack is None else tuple(map(pack, tensors)), unpack, restore)
+        tensors, unpack = self._packed(tensor) if _is_large(tensor) else _exact(tensor)
+        if self._outer is None:
+            return _Saved(tensors, unpack, None)
+        pack, restore = self._outer
+        return _Saved(tuple(map(pack, tensors)), unpack, restore)
 
     def _packed(self, tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Tensor]]:
         call = self._call
         storage = tensor.untyped_storage()
         is_own = storage._cdata in self._own or isinstance(tensor, nn.Parameter)
-        if self.format is not None and call is not None and not is_own and _is_large(tensor):
+        if self.format is not None and call is not None and not is_own:
             coded = call.code(tensor) if call.family is not None else None
             if coded is not None:
                 return coded.tensors, coded.decode
@@ -178,9 +185,7 @@ class Packer(TorchFunctionMode):
                 return correct(value, mask.decode(tensors[-1:]))
 
             return (*held, *mask.tensors), on_its_side
-        # With the node that made it, the graph would hold itself.
-        state = _state(tensor)
-        return (tensor.detach(),), lambda tensors: _unchanged(tensors[0], state)
+        return _exact(tensor)
 
     def _kept(self, tensor: Tensor, storage: torch.UntypedStorage, call: Call | None) -> Kept | None:
         """The packed form of a tensor that a call saves; None if it stays exact."""
@@ -189,7 +194,6 @@ class Packer(TorchFunctionMode):
             self.format is None
             or format is None
             or tensor.dtype not in DTYPES
-            or not _is_large(tensor)
             or format.nbytes((tensor.numel(),)) >= tensor.numel() * tensor.element_size()
         ):
             return None
@@ -218,22 +222,19 @@ class Packer(TorchFunctionMode):
         center = call.center(x)
         period = None if center is None else _period(layout, center, format.block_size)
         if period is not None:  # the op subtracts while it reads
-            flat = pack(layout.flatten(x).view(-1, len(period)), packing, "hooks", period)
+            kept = pack(layout.flatten(x).view(-1, len(period)), packing, "hooks", period, layout)
+        elif center is None:
+            kept = pack(layout.flatten(x), packing, "hooks", layout=layout)
         else:
-            if center is not None:
-                x = (x.float() if x.dtype == torch.float16 else x) - center  # a difference may leave float16's range
-            flat = pack(layout.flatten(x), packing, "hooks")
+            x = (x.float() if x.dtype == torch.float16 else x) - center  # a difference may leave the range of float16
+            flat, dtype = pack(layout.flatten(x), packing, "hooks", layout=layout), tensor.dtype
+            # Nobody else reads what was dequantized, so the center is added in place.
+            kept = derive(lambda x, center: x.add_(center).to(dtype), (flat,), (center,), "hooks")
         if self.checked and not isinstance(packing, Offload):
             # Infinities and NaN make the scale of their block NaN, which is below nothing.
             limit = torch.finfo(tensor.dtype).max / LEVEL_MAX[format.code]
-            if not bool((flat.tensors[1].float() <= limit).all()):
+            if not bool((kept.tensors[1].float() <= limit).all()):
                 return None
-        if center is None or period is not None:
-            kept = derive(layout.unflatten, (flat,), (), "hooks")
-        else:
-            dtype = tensor.dtype
-            # Nobody else reads what was dequantized, so the center is added in place.
-            kept = derive(lambda x, center: layout.unflatten(x).add_(center).to(dtype), (flat,), (center,), "hooks")
         if not tensor.is_leaf:
             attach(tensor, kept)
         return kept
@@ -254,8 +255,14 @@ def _period(layout: Layout, center: Tensor, block_size: int) -> Tensor | None:
     return each if repeats == 1 else each.repeat(repeats)
 
 
+def _exact(tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Tensor]]:
+    # With the node that made it, the graph would hold itself.
+    state = _state(tensor)
+    return (tensor.detach(),), lambda tensors: _unchanged(tensors[0], state)
+
+
 def _is_large(tensor: Tensor) -> bool:
-    return not isinstance(tensor, DTensor) and tensor.numel() >= _MIN_NUMEL
+    return tensor.numel() >= _MIN_NUMEL and not isinstance(tensor, DTensor)
 
 
 def _shaped(value: Tensor, shape: torch.Size) -> Tensor:
