@@ -39,7 +39,6 @@ def test_equal_calls_share_a_tensor_and_others_do_not() -> None:
     [
         (codebooks.codebook_tensor, ("nf4", CPU)),
         (dynamic_map.dynamic_map_tensor, (True, CPU)),
-        (exact_codes._values_of_codes, (torch.float64, (0.0, 7.0), CPU)),
         (exact_codes._steps_of_offsets, (113, (3, 3), (1, 1), CPU)),
         (exact_codes._offsets_of_steps, (113, (3, 3), (1, 1), CPU)),
     ],
