@@ -1,8 +1,10 @@
 // The block-wise kernels, written once over a vector vocabulary (simd_portable-inl.h says which)
 // and compiled once per instruction set. A block that is shorter than the vocabulary's group is
-// filled up with zeros on the stack: zeros never change a block's largest magnitude, and their
-// codes are thrown away.
+// filled up with its last element on the stack: that changes neither its largest magnitude nor its
+// range, and the codes of what was added are thrown away.
 #pragma once
+
+#include <limits>
 
 #include "scalar-inl.h"
 #include "simd_portable-inl.h"
@@ -130,29 +132,141 @@ using Int6Encoder = IntegerEncoder<S, kStochastic, 6>;
 template <class S, bool kStochastic>
 using Int8Encoder = IntegerEncoder<S, kStochastic, 8>;
 
+// Two-bit integers from 0 to 3, four to a byte.
+template <class S, bool kStochastic>
+class Uint2Encoder {
+  using F = typename S::F;
+  using I = typename S::I;
+
+ public:
+  static constexpr int kBits = 2;
+  explicit Uint2Encoder(const Quantize&) : saturated_(kSaturated) {}
+  uint8_t zeros() const { return 0; }
+  void nearest(F even, F odd, uint8_t* out) const {
+    store(S::round_to_int(even), S::round_to_int(odd), out);
+  }
+  void stochastic(F even, F odd, F u_even, F u_odd, uint8_t* out) const {
+    store(one_of_two(even, u_even), one_of_two(odd, u_odd), out);
+  }
+
+ private:
+  static constexpr float kSaturated[16] = {0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
+  static I one_of_two(F n, F u) {
+    const F lower = S::floor(n);
+    return S::add_where_less(S::round_to_int(lower), u, S::sub(n, lower));
+  }
+  // Codes of four bits first, then their lower halves side by side.
+  void store(I even, I odd, uint8_t* out) const {
+    uint8_t pairs[S::kGroup / 2];
+    S::store_pairs(saturated_, even, odd, pairs);
+    for (int i = 0; i < S::kGroup / 2; i += 8, out += 4) {
+      uint64_t word;
+      std::memcpy(&word, pairs + i, 8);
+      word = (word | word >> 2) & 0x0F0F0F0F0F0F0F0F;
+      word = (word | word >> 4) & 0x00FF00FF00FF00FF;
+      word = (word | word >> 8) & 0x0000FFFF0000FFFF;
+      const uint32_t packed = static_cast<uint32_t>(word | word >> 16);
+      std::memcpy(out, &packed, 4);
+    }
+  }
+  typename S::Codes saturated_;
+};
+
 // --- quantize ---
+
+// The smallest and the largest of n finite elements, a multiple of the group.
+template <class S, class T>
+inline void range_of(const T* x, int64_t n, float& least, float& greatest) {
+  typename S::F low, high, even, odd;
+  S::load(x, low, high);
+  even = S::min(low, high);
+  odd = S::max(low, high);
+  low = even;
+  high = odd;
+  for (int64_t i = S::kGroup; i < n; i += S::kGroup) {
+    S::load(x + i, even, odd);
+    low = S::min(low, S::min(even, odd));
+    high = S::max(high, S::max(even, odd));
+  }
+  constexpr int kLanes = S::kGroup / 2;
+  float lows[kLanes], highs[kLanes];
+  std::memcpy(lows, &low, sizeof(lows));
+  std::memcpy(highs, &high, sizeof(highs));
+  least = lows[0];
+  greatest = highs[0];
+  for (int i = 1; i < kLanes; ++i) {
+    least = lows[i] < least ? lows[i] : least;
+    greatest = highs[i] > greatest ? highs[i] : greatest;
+  }
+}
+
+// Stores the scale of a block, and says whether its codes are more than zeros; if not, `scale` is NaN
+// or 0.
+template <class S, class T>
+inline bool store_magnitude(const Quantize& q, const T* x, int64_t n, int64_t block, float& scale) {
+  const uint32_t magnitude = S::magnitude_max(x, n);
+  const float exact =
+      magnitude < kInfinityBits ? float_of(magnitude) / q.level_max : float_of(kInfinityBits);
+  scale = store_scale(q.scales, q.scale_type, block, exact);
+  const uint32_t bits = bits_of(scale);
+  if (__builtin_expect(bits - kSmallestNormalBits < kInfinityBits - kSmallestNormalBits, 1))
+    return true;
+  scale = store_scale(q.scales, q.scale_type, block,
+                      bits >= kInfinityBits ? float_of(0x7FC00000) : 0.0f);
+  return false;
+}
+
+// Stores step and minimum of a block, and says whether its codes are more than zeros.
+template <class S, class T>
+inline bool store_range(const Quantize& q, const T* x, int64_t n, int64_t block, float& minimum,
+                        float& step) {
+  constexpr float kSmallestNormal = 0x1p-126f;
+  bool broken = S::magnitude_max(x, n) >= kInfinityBits;
+  float exact = 0.0f;
+  if (!broken) {
+    float greatest;
+    range_of<S>(x, n, minimum, greatest);
+    if (minimum < kSmallestNormal && minimum > -kSmallestNormal)
+      minimum = minimum < 0 ? -kSmallestNormal : 0.0f;
+    minimum = store_scale_below(q.scales, q.scale_type, 2 * block + 1, minimum);
+    exact = (greatest - minimum) / q.level_max;
+    step = store_scale_above(q.scales, q.scale_type, 2 * block, exact);
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    broken = minimum == -kInfinity || !(step < kInfinity);
+  }
+  if (broken) store_scale(q.scales, q.scale_type, 2 * block + 1, float_of(0x7FC00000));
+  const bool ordinary = !broken && exact >= kSmallestNormal;
+  if (!ordinary)
+    store_scale(q.scales, q.scale_type, 2 * block, broken ? float_of(0x7FC00000) : 0.0f);
+  return ordinary;
+}
 
 // One block of n elements, a multiple of the group. `x` and `codes` may be stack buffers.
 template <class S, class T, class Encoder, bool kStochastic>
 inline void quantize_block(const Quantize& q, const Encoder& encoder, const T* x, int64_t n,
-                           int64_t scale_at, uint64_t index, uint8_t* codes) {
+                           int64_t block, uint64_t index, uint8_t* codes) {
   constexpr int kBytes = S::kGroup * Encoder::kBits / 8;
-  const uint32_t magnitude = S::magnitude_max(x, n);
-  const float exact =
-      magnitude < kInfinityBits ? float_of(magnitude) / q.level_max : float_of(kInfinityBits);
-  const float scale = store_scale(q.scales, q.scale_type, scale_at, exact);
-  const uint32_t scale_bits = bits_of(scale);
-  if (__builtin_expect(scale_bits - kSmallestNormalBits >= kInfinityBits - kSmallestNormalBits,
-                       0)) {
-    const bool broken = scale_bits >= kInfinityBits;
-    store_scale(q.scales, q.scale_type, scale_at, broken ? float_of(0x7FC00000) : 0.0f);
+  constexpr bool kAffine = Encoder::kBits == 2;
+  float minimum = 0.0f, scale;
+  if constexpr (kAffine) {
+    if (!store_range<S>(q, x, n, block, minimum, scale)) {
+      std::memset(codes, 0, n * Encoder::kBits / 8);
+      return;
+    }
+  } else if (!store_magnitude<S>(q, x, n, block, scale)) {
+    const bool broken = scale != scale;
     std::memset(codes, broken ? 0 : encoder.zeros(), n * Encoder::kBits / 8);
     return;
   }
   const auto inverse = S::splat(1.0f / scale);
+  const auto origin = S::splat(minimum);
   for (int64_t i = 0; i < n; i += S::kGroup, codes += kBytes) {
     typename S::F even, odd;
     S::load(x + i, even, odd);
+    if constexpr (kAffine) {
+      even = S::sub(even, origin);
+      odd = S::sub(odd, origin);
+    }
     even = S::mul(even, inverse);
     odd = S::mul(odd, inverse);
     if constexpr (kStochastic) {
@@ -186,18 +300,19 @@ void quantize_range(const Quantize& q, int64_t first, int64_t last) {
     if (q.center != nullptr) {
       float centered[kMaxBlock];
       for (int64_t i = 0; i < size; ++i) centered[i] = widen(x[i]) - q.center[walk.column + i];
-      std::memset(centered + size, 0, (padded_size - size) * sizeof(float));
+      for (int64_t i = size; i < padded_size; ++i) centered[i] = centered[size - 1];
       quantize_block<S, float, Encoder, kStochastic>(q, encoder, centered, padded_size, b, index,
                                                      padded_codes);
     } else {
       T padded[kMaxBlock];
       std::memcpy(padded, x, size * sizeof(T));
-      std::memset(static_cast<void*>(padded + size), 0, (padded_size - size) * sizeof(T));
+      for (int64_t i = size; i < padded_size; ++i) padded[i] = x[size - 1];
       quantize_block<S, T, Encoder, kStochastic>(q, encoder, padded, padded_size, b, index,
                                                  padded_codes);
     }
     std::memcpy(codes, padded_codes, ceil_div(size * Encoder::kBits, 8));
-    if (Encoder::kBits == 4 && size % 2 == 1) codes[size / 2] &= 0x0F;
+    if (const int rest = size * Encoder::kBits % 8)
+      codes[size * Encoder::kBits / 8] &= static_cast<uint8_t>((1 << rest) - 1);
   }
 }
 
@@ -210,6 +325,8 @@ void quantize_with(const Quantize& q, int64_t first, int64_t last) {
 template <class S, class T>
 void quantize_as(const Quantize& q, int64_t first, int64_t last) {
   switch (q.bits) {
+    case 2:
+      return quantize_with<S, T, Uint2Encoder>(q, first, last);
     case 4:
       return quantize_with<S, T, TableEncoder>(q, first, last);
     case 5:
@@ -235,11 +352,45 @@ void quantize(const Quantize& q, int64_t first, int64_t last) {
 
 // --- dequantize ---
 
+inline bool is_finite(float scale) { return (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits; }
+
+// What a block's codes are scaled with: a scale, or step and minimum.
+struct Scaling {
+  float scale, minimum;
+  Scaling(float scale, float minimum = 0.0f) : scale(scale), minimum(minimum) {}
+  bool is_finite() const { return laconic::is_finite(scale) && laconic::is_finite(minimum); }
+};
+
+// The codes of two bits in n bytes, a multiple of 4, as codes of four bits in twice as many.
+inline void widen_codes(const uint8_t* codes, int64_t n, uint8_t* pairs) {
+  for (int64_t i = 0; i < n; i += 4, codes += 4, pairs += 8) {
+    uint32_t packed;
+    std::memcpy(&packed, codes, 4);
+    uint64_t word = packed;
+    word = (word | word << 16) & 0x0000FFFF0000FFFF;
+    word = (word | word << 8) & 0x00FF00FF00FF00FF;
+    word = (word | word << 4) & 0x0F0F0F0F0F0F0F0F;
+    word = (word | word << 2) & 0x3333333333333333;
+    std::memcpy(pairs, &word, 8);
+  }
+}
+
 template <class S, class T, int kBits>
-inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, float scale, int64_t n,
-                             T* values) {
-  static_assert(kBits == 4 || kBits == 5 || kBits == 6 || kBits == 8, "bits per code");
-  if constexpr (kBits == 4) {
+inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, Scaling scaling,
+                             int64_t n, T* values) {
+  static_assert(kBits == 2 || kBits == 4 || kBits == 5 || kBits == 6 || kBits == 8, "bits per code");
+  const float scale = scaling.scale;
+  if constexpr (kBits == 2) {
+    float each[16];
+    for (int i = 0; i < 16; ++i)
+      each[i] = static_cast<float>(i & 3) * scale + scaling.minimum;
+    const typename S::template Values<T> ready(each, 1.0f);
+    for (int64_t i = 0; i < n; i += S::kGroup) {
+      uint8_t pairs[S::kGroup / 2];
+      widen_codes(codes + i / 4, S::kGroup / 4, pairs);
+      S::expand_pairs(ready, pairs, values + i);
+    }
+  } else if constexpr (kBits == 4) {
     const typename S::template Values<T> ready(codebook->levels, scale);
     for (int64_t i = 0; i < n; i += S::kGroup) S::expand_pairs(ready, codes + i / 2, values + i);
   } else if constexpr (kBits == 8) {
@@ -250,21 +401,19 @@ inline void dequantize_block(const Codebook* codebook, const uint8_t* codes, flo
   }
 }
 
-inline bool is_finite(float scale) { return (bits_of(scale) & 0x7FFFFFFF) < kInfinityBits; }
-
-// A block of any size and scale; `values` has room for kMaxBlock. The vector code rounds by integer
-// arithmetic that knows no NaN; only a scale of infinity or NaN makes one.
+// A block of any size and scaling; `values` has room for kMaxBlock. The vector code rounds by integer
+// arithmetic that knows no NaN; only a scale or a minimum of infinity or NaN makes one.
 template <class S, class T, int kBits>
-inline void dequantize_padded(const Codebook* codebook, const uint8_t* codes, float scale,
+inline void dequantize_padded(const Codebook* codebook, const uint8_t* codes, Scaling scaling,
                               int64_t size, T* values) {
   uint8_t padded_codes[kMaxBlock] = {};
   std::memcpy(padded_codes, codes, ceil_div(size * kBits, 8));
-  if (is_finite(scale)) {
-    dequantize_block<S, T, kBits>(codebook, padded_codes, scale,
+  if (scaling.is_finite()) {
+    dequantize_block<S, T, kBits>(codebook, padded_codes, scaling,
                                   ceil_div(size, S::kGroup) * S::kGroup, values);
   } else {
     constexpr int kGroup = Portable::kGroup;
-    dequantize_block<Portable, T, kBits>(codebook, padded_codes, scale,
+    dequantize_block<Portable, T, kBits>(codebook, padded_codes, scaling,
                                          ceil_div(size, kGroup) * kGroup, values);
   }
 }
@@ -276,23 +425,24 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
   for (int64_t b = first; !walk.done(); walk.next(), ++b) {
     const uint8_t* codes = d.codes + walk.row * codes_per_row + walk.column * kBits / 8;
     T* values = static_cast<T*>(d.values) + walk.row * d.length + walk.column;
-    const float scale = load_scale(d.scales, d.scale_type, b);
+    Scaling scaling = load_scale(d.scales, d.scale_type, kBits == 2 ? 2 * b : b);
+    if (kBits == 2) scaling.minimum = load_scale(d.scales, d.scale_type, 2 * b + 1);
     const int64_t size = walk.size();
-    const bool whole = is_finite(scale) && size % S::kGroup == 0;
+    const bool whole = scaling.is_finite() && size % S::kGroup == 0;
     if (d.center != nullptr) {
       float products[kMaxBlock];
       if (whole) {
-        dequantize_block<S, float, kBits>(d.codebook, codes, scale, size, products);
+        dequantize_block<S, float, kBits>(d.codebook, codes, scaling, size, products);
       } else {
-        dequantize_padded<S, float, kBits>(d.codebook, codes, scale, size, products);
+        dequantize_padded<S, float, kBits>(d.codebook, codes, scaling, size, products);
       }
       const float* center = d.center + walk.column;
       for (int64_t i = 0; i < size; ++i) values[i] = narrow<T>(products[i] + center[i]);
     } else if (__builtin_expect(whole, 1)) {
-      dequantize_block<S, T, kBits>(d.codebook, codes, scale, size, values);
+      dequantize_block<S, T, kBits>(d.codebook, codes, scaling, size, values);
     } else {
       T padded[kMaxBlock];
-      dequantize_padded<S, T, kBits>(d.codebook, codes, scale, size, padded);
+      dequantize_padded<S, T, kBits>(d.codebook, codes, scaling, size, padded);
       std::memcpy(static_cast<void*>(values), padded, size * sizeof(T));
     }
   }
@@ -301,6 +451,8 @@ void dequantize_range(const Dequantize& d, int64_t first, int64_t last) {
 template <class S, class T>
 void dequantize_as(const Dequantize& d, int64_t first, int64_t last) {
   switch (d.bits) {
+    case 2:
+      return dequantize_range<S, T, 2>(d, first, last);
     case 4:
       return dequantize_range<S, T, 4>(d, first, last);
     case 5:

@@ -31,9 +31,9 @@ struct Quantize {
   int64_t length;
   int64_t block_size;  // 16, 32, 64, 128 or 256
   uint8_t* codes;      // rows of ceil(length * bits / 8), contiguous
-  void* scales;        // rows of ceil(length / block_size), contiguous
+  void* scales;        // rows of ceil(length / block_size), contiguous; of 2 bits twice as many
   FloatType scale_type;
-  int bits;  // per code: 4, 5, 6 or 8
+  int bits;  // per code: 2, 4, 5, 6 or 8
   float level_max;
   const Codebook* codebook;  // of 4 bits; null where codes are integers
   bool stochastic;
@@ -50,7 +50,7 @@ struct Dequantize {
   int64_t block_size;
   void* values;  // rows of `length`, contiguous
   FloatType value_type;
-  int bits;                  // per code: 4, 5, 6 or 8
+  int bits;                  // per code: 2, 4, 5, 6 or 8
   const Codebook* codebook;  // of 4 bits; null where codes are integers
   const float* center;       // `length` numbers, added to each row; null: none
 };

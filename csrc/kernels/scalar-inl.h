@@ -102,6 +102,35 @@ inline float store_scale(void* scales, FloatType type, int64_t i, float value) {
   }
 }
 
+// Scale i, whose bits change by `steps`: the next number of its type that is larger or smaller in
+// magnitude.
+inline float move_scale(void* scales, FloatType type, int64_t i, int steps) {
+  switch (type) {
+    case FloatType::kFloat32:
+      break;  // nothing was rounded
+    case FloatType::kBFloat16:
+      static_cast<BFloat16*>(scales)[i].bits += static_cast<uint16_t>(steps);
+      break;
+    default:
+      static_cast<Float16*>(scales)[i].bits += static_cast<uint16_t>(steps);
+  }
+  return load_scale(scales, type, i);
+}
+
+// Stores the largest number at or below `value` as scale i and returns it; -infinity where there is
+// none.
+inline float store_scale_below(void* scales, FloatType type, int64_t i, float value) {
+  const float stored = store_scale(scales, type, i, value);
+  if (!(stored > value)) return stored;
+  return move_scale(scales, type, i, bits_of(stored) >> 31 ? 1 : -1);
+}
+
+// The same for the smallest number at or above a `value` that is not negative.
+inline float store_scale_above(void* scales, FloatType type, int64_t i, float value) {
+  const float stored = store_scale(scales, type, i, value);
+  return stored < value ? move_scale(scales, type, i, 1) : stored;
+}
+
 // --- random numbers: k * 2**-24 from (seed, index), as `uniform` of reference/blockwise.py ---
 
 inline uint64_t mix64(uint64_t z) {

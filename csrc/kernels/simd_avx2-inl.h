@@ -73,6 +73,8 @@ struct Avx2 {
   static F splat(float value) { return _mm256_set1_ps(value); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F floor(F a) { return _mm256_floor_ps(a); }
   static I round_to_int(F a) { return _mm256_cvtps_epi32(a); }
   static I add_where_less(I index, F a, F b) {

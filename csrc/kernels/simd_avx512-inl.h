@@ -67,6 +67,8 @@ struct Avx512 {
   static F splat(float value) { return _mm512_set1_ps(value); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
   static I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
   static I add_where_less(I index, F a, F b) {

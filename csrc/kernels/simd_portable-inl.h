@@ -5,6 +5,7 @@
 // - kGroup: elements handled at once; even-numbered and odd-numbered ones sit in two vectors
 // - F, I: a vector of kGroup / 2 floats; of as many 32-bit integers
 // - load: a group, widened to fp32
+// - min, max: of two vectors of finite numbers, per lane
 // - magnitude_max: the largest |x| of n elements (a multiple of kGroup), as the bits of an fp32
 //   number
 // - Table: count(n) is how many of 15 ascending thresholds lie strictly below n, per lane
@@ -70,6 +71,12 @@ struct Portable {
   }
   static F sub(F a, F b) {
     return map([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static F min(F a, F b) {
+    return map([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F max(F a, F b) {
+    return map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
   }
   static F floor(F a) {
     // |a| < 2**31 here: truncate, then step down where that went up.

@@ -11,28 +11,28 @@ import torch
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat, BlockTensor
 
-CODES = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
+CODES = ("uint2", "nf4", "e2m1", "int4", "int5", "int6", "int8")
 SHAPES = [(), (0,), (1,), (5, 0), (0, 5), (70,), (3, 64), (2, 3, 257)]
 
 
 def test_bits_choose_the_code() -> None:
     assert BlockFormat.from_bits(4) == BlockFormat("nf4", 64, torch.bfloat16)
-    for bits, code in ((5, "int5"), (6, "int6"), (8, "int8")):
+    for bits, code in ((2, "uint2"), (5, "int5"), (6, "int6"), (8, "int8")):
         assert BlockFormat.from_bits(bits) == BlockFormat(code, 64, torch.bfloat16)
     assert BlockFormat.from_bits(4, code="e2m1", block_size=16, scale_dtype=torch.float16) == BlockFormat(
         "e2m1", 16, torch.float16
     )
     assert BlockFormat.from_bits(16) is None
-    assert [BlockFormat(code).bits for code in CODES] == [4, 4, 4, 5, 6, 8]
+    assert [BlockFormat(code).bits for code in CODES] == [2, 4, 4, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize(
     ("bits", "code", "message"),
     [
-        (3, None, r"bits is 3, but it must be 4, 5, 6, 8 or 16 \(16 keeps the tensor as it is\)"),
+        (3, None, r"bits is 3, but it must be 2, 4, 5, 6, 8 or 16 \(16 keeps the tensor as it is\)"),
         (4, "int8", "code is 'int8', which has 8 bits, but bits is 4; change one of them"),
         (16, "nf4", "code is 'nf4', which has 4 bits, but bits is 16; change one of them"),
-        (4, "nf5", "code is 'nf5', but it must be one of nf4, e2m1, int4, int5, int6, int8"),
+        (4, "nf5", "code is 'nf5', but it must be one of uint2, nf4, e2m1, int4, int5, int6, int8"),
     ],
 )
 def test_bits_without_a_format_are_refused(bits: int, code: str | None, message: str) -> None:
@@ -43,7 +43,7 @@ def test_bits_without_a_format_are_refused(bits: int, code: str | None, message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"code": "fp4"}, "code is 'fp4', but it must be one of nf4, e2m1, int4, int5, int6, int8"),
+        ({"code": "fp4"}, "code is 'fp4', but it must be one of uint2, nf4, e2m1, int4, int5, int6, int8"),
         ({"block_size": 100}, "block_size is 100, but it must be one of 16, 32, 64, 128, 256"),
         ({"scale_dtype": torch.int8}, "scale_dtype is torch.int8, but it must be one of float32, bfloat16, float16"),
     ],
@@ -86,6 +86,13 @@ def test_error_of_a_round_trip_is_the_known_one(code: str, expected: float) -> N
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     back = BlockFormat(code, block_size=128, scale_dtype=torch.float32).quantize(x).dequantize()
     assert float((back - x).norm() / x.norm()) == pytest.approx(expected, rel=0.04)
+
+
+def test_uint2_takes_two_bits_and_two_numbers_per_block() -> None:
+    assert BlockFormat("uint2", 256).quantize(torch.randn(64, 1024)).nbytes * 8 == 2.125 * 64 * 1024
+    assert BlockFormat("uint2").quantize(torch.randn(3, 13)).codes.shape == (3, 4)
+    assert BlockFormat("uint2").is_stochastic
+    assert not any(BlockFormat(code).is_stochastic for code in CODES[1:])
 
 
 def test_seed_rounds_stochastically() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from laconic.ops import BITS, native, reference
 
-CODES = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
+SYMMETRIC = ("nf4", "e2m1", "int4", "int5", "int6", "int8")
+CODES = ("uint2", *SYMMETRIC)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SEEDS = (None, 5)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from laconic.ops.codebooks import BITS, BLOCK_SIZES
+from laconic.ops.codebooks import AFFINE, BITS, BLOCK_SIZES
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, max_nbytes
 from laconic.ops.schemas import MASK_DTYPES
@@ -80,6 +80,7 @@ def dequantize_after(draw: Draw) -> tuple[Any, ...]:
 def gated_codes(draw: Draw) -> tuple[Tensor, tuple[Any, ...], str, int]:
     """Gate and up, packed alike: one of them, the codes of both, their code and its block size."""
     x, code, block_size, scale_dtype, _, _ = quantize(draw)
+    code = "nf4" if code in AFFINE else code
     x = x if x.dim() else x.reshape(1)
     codes, scales = torch.ops.laconic.quantize_blockwise(x, code, block_size, scale_dtype, None)
     if draw(st.booleans()):  # the op takes any strides

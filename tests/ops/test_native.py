@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from laconic.ops import BITS, kernels_in_use, native, reference
-from laconic.ops.codebooks import codebook
+from laconic.ops.codebooks import AFFINE, codebook
 from tests.grid import grid
 from tests.ops.cases import (
     BLOCK_SIZES,
@@ -98,7 +98,8 @@ def test_bytes_that_quantize_never_writes_dequantize_alike(code: str, dtype: tor
         rows = scales.to(scale_dtype)
         if scale_dtype != torch.float32:
             rows = torch.cat((rows, every_pattern(scale_dtype)[::219]))
-        rows = rows.unsqueeze(1).expand(-1, length // block_size)
+        # Each step of an affine code beside a minimum of another kind.
+        rows = torch.stack((rows, rows.roll(7)) if code in AFFINE else (rows,), 1).repeat(1, length // block_size)
         back = reference.dequantize_blockwise(codes[: len(rows)], rows, code, block_size, length, dtype)
         for ops in NATIVE:
             where = (ops.name, scale_dtype)

@@ -1,4 +1,4 @@
-"""What the numbers are, for every CPU implementation: the examples and rules of docs/formats.md."""
+"""What the numbers of one scale per block are, for every CPU implementation: the examples of docs/formats.md."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebo
 from tests.grid import grid
 from tests.ops.cases import (
     BLOCK_SIZES,
-    CODES,
     DTYPES,
+    SYMMETRIC,
     Implementation,
     each_code,
     every_pattern,
@@ -148,7 +148,7 @@ def test_random_numbers_are_the_documented_ones() -> None:
     assert (reference.uniform(1, index) * 2**24).int().tolist() == integers
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", SYMMETRIC)
 def test_every_bf16_goes_to_the_nearest_level(ops: Implementation, code: str) -> None:
     # The first element makes the scale exactly 1, so the second is compared with the levels themselves.
     x = every_pattern(torch.bfloat16)
@@ -175,7 +175,7 @@ def test_nf4_tie_goes_to_the_lower_level(ops: Implementation) -> None:
         assert torch.equal(codes[:, 0] >> 4, (torch.arange(15) + expected).to(torch.uint8))
 
 
-@pytest.mark.parametrize(("ops", "code", "dtype"), grid(IMPLEMENTATIONS, CODES, [torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize(("ops", "code", "dtype"), grid(IMPLEMENTATIONS, SYMMETRIC, [torch.bfloat16, torch.float16]))
 def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Implementation, code: str, dtype: torch.dtype) -> None:
     # Alone, a number is its block's maximum: it comes back exactly up to the rounding of level * (x / level).
     x = every_pattern(dtype)
@@ -192,7 +192,7 @@ def test_every_16_bit_pattern_alone_in_a_block_comes_back(ops: Implementation, c
     assert (error <= x[ordinary].double().abs() * 2.0**-23).all()
 
 
-@pytest.mark.parametrize(("code", "scale_dtype"), grid(CODES, DTYPES, strength=1))
+@pytest.mark.parametrize(("code", "scale_dtype"), grid(SYMMETRIC, DTYPES, strength=1))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_round_trip_error_stays_within_the_derived_bound(
@@ -227,7 +227,7 @@ def test_round_trip_error_stays_within_the_derived_bound(
 
 @pytest.mark.parametrize(
     ("ops", "code", "dtype", "scale_dtype", "value"),
-    grid(IMPLEMENTATIONS, CODES, DTYPES, DTYPES, [math.nan, math.inf, -math.inf]),
+    grid(IMPLEMENTATIONS, SYMMETRIC, DTYPES, DTYPES, [math.nan, math.inf, -math.inf]),
 )
 def test_nan_and_infinity_make_their_block_nan_and_no_other(
     ops: Implementation, code: str, dtype: torch.dtype, scale_dtype: torch.dtype, value: float
@@ -264,7 +264,7 @@ def test_scale_that_overflows_is_nan(ops: Implementation, scale_dtype: torch.dty
     assert ops.dequantize(codes, scales, "nf4", 16, 1, torch.float32).isfinite().flatten().tolist() == [False, True]
 
 
-@pytest.mark.parametrize(("ops", "code", "scale_dtype", "seed"), grid(IMPLEMENTATIONS, CODES, DTYPES, [None, 3]))
+@pytest.mark.parametrize(("ops", "code", "scale_dtype", "seed"), grid(IMPLEMENTATIONS, SYMMETRIC, DTYPES, [None, 3]))
 def test_vanishing_block_becomes_zeros(
     ops: Implementation, code: str, scale_dtype: torch.dtype, seed: int | None
 ) -> None:
@@ -283,7 +283,7 @@ def test_vanishing_block_becomes_zeros(
 
 @pytest.mark.parametrize(
     ("ops", "code", "length"),
-    grid(IMPLEMENTATIONS, CODES, [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257]),
+    grid(IMPLEMENTATIONS, SYMMETRIC, [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256, 257]),
 )
 def test_rows_are_quantized_one_by_one(ops: Implementation, code: str, length: int) -> None:
     x = torch.randn(4, length)
@@ -343,7 +343,7 @@ def test_a_center_is_subtracted_and_added_in_fp32(ops: Implementation) -> None:
 # --- stochastic rounding ---
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", SYMMETRIC)
 def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: Implementation, code: str) -> None:
     count = 1 << 14
     levels = levels_of(code)
@@ -365,7 +365,7 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_without_bias(ops: I
         assert (samples.mean() - exact).abs() <= 4 * standard_error
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", SYMMETRIC)
 def test_stochastic_rounding_keeps_levels(ops: Implementation, code: str) -> None:
     levels = levels_of(code).float()
     x = torch.cat((levels[-1:], levels)).repeat(50, 1)

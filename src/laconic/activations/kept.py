@@ -283,7 +283,9 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
 
     if center is not None:
         saved = (*saved, center)
-    gated_format = block_format if fetch is None and center is None else None
+    # Gated products are made from codes of such tensors only.
+    is_plain = fetch is None and center is None and not block_format.is_stochastic
+    gated_format = block_format if is_plain else None
     return Kept(saved, Memo(dequantize), origin, _bits(format), gated_format)
 
 

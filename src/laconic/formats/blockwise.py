@@ -15,11 +15,12 @@ from torch import Tensor
 
 from laconic.errors import FormatError
 from laconic.ops import BITS, dequantize_blockwise, quantize_blockwise
+from laconic.ops.codebooks import AFFINE, scales_per_block
 from laconic.ops.schemas import check_format
 
 __all__ = ["BlockFormat", "BlockTensor"]
 
-_DEFAULT_CODES = {4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
+_DEFAULT_CODES = {2: "uint2", 4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class BlockFormat:
     """
 
     code: str = "nf4"
-    """"nf4", "e2m1", "int4", "int5", "int6" or "int8"."""
+    """"uint2", "nf4", "e2m1", "int4", "int5", "int6" or "int8"."""
     block_size: int = 64
-    """Elements along the last dimension that share one scale: 16, 32, 64, 128 or 256."""
+    """Elements along the last dimension that share one scale (uint2: step and minimum): 16, 32, 64, 128 or 256."""
     scale_dtype: torch.dtype = torch.bfloat16
     """float32, bfloat16 or float16."""
 
@@ -44,7 +45,7 @@ class BlockFormat:
     def from_bits(
         cls, bits: int, code: str | None = None, block_size: int = 64, scale_dtype: torch.dtype = torch.bfloat16
     ) -> BlockFormat | None:
-        """The format for a number of bits per element: 4 is nf4 unless `code` says otherwise; 5, 6 and 8 are integers.
+        """The format for a number of bits per element: 4 is nf4 unless `code` says otherwise; the others have one code.
 
         16 gives None, which stands for the identity: the tensor is kept as it is.
 
@@ -52,7 +53,7 @@ class BlockFormat:
             FormatError: there is no format of so many bits, or `code` has another number of them.
         """
         if bits not in (*_DEFAULT_CODES, 16):
-            raise FormatError(f"bits is {bits!r}, but it must be 4, 5, 6, 8 or 16 (16 keeps the tensor as it is)")
+            raise FormatError(f"bits is {bits!r}, but it must be 2, 4, 5, 6, 8 or 16 (16 keeps the tensor as it is)")
         if code is not None and code not in BITS:
             raise FormatError(f"code is {code!r}, but it must be one of {', '.join(BITS)}")
         if code is not None and BITS[code] != bits:
@@ -66,11 +67,16 @@ class BlockFormat:
         """Bits per code, without the scale's share."""
         return BITS[self.code]
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether activations are rounded stochastically in this format: to nearest, two bits lose small values."""
+        return self.code in AFFINE
+
     def nbytes(self, shape: Sequence[int]) -> int:
         """Exact bytes of codes and scales for a tensor of this shape."""
         *leading, length = shape or (1,)
         codes_nbytes = -(-length * self.bits // 8)
-        scales_nbytes = -(-length // self.block_size) * self.scale_dtype.itemsize
+        scales_nbytes = -(-length // self.block_size) * scales_per_block(self.code) * self.scale_dtype.itemsize
         return math.prod(leading) * (codes_nbytes + scales_nbytes)
 
     def quantize(self, x: Tensor, seed: int | None = None, center: Tensor | None = None) -> BlockTensor:
@@ -91,7 +97,7 @@ class BlockTensor:
     codes: Tensor
     """uint8 [..., ceil(L * bits / 8)] for a tensor [..., L]."""
     scales: Tensor
-    """scale_dtype [..., ceil(L / block_size)]."""
+    """scale_dtype [..., ceil(L / block_size)]; of uint2 twice as many, each block's step and minimum."""
     format: BlockFormat
     """How it was quantized."""
     shape: torch.Size

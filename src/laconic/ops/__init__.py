@@ -132,7 +132,7 @@ def quantize_blockwise(
 
     Args:
         x: [..., L], float32, bfloat16 or float16, any strides; a 0-d tensor counts as [1].
-        code: "nf4", "e2m1", "int4", "int5", "int6" or "int8"; docs/formats.md has the levels and the bytes.
+        code: "uint2", "nf4", "e2m1", "int4", "int5", "int6" or "int8"; docs/formats.md has the levels and the bytes.
         block_size: 16, 32, 64, 128 or 256. Blocks never cross rows; the last block of a row may be shorter.
         scale_dtype: float32, bfloat16 or float16.
         seed: None rounds to nearest. An integer rounds stochastically, unbiased, with random numbers that depend on the
@@ -141,9 +141,9 @@ def quantize_blockwise(
             from zero keep what tells them apart.
 
     Returns:
-        Codes uint8 [..., ceil(L * bits / 8)] and scales [..., ceil(L / block_size)]. A block that holds NaN or
-        infinity, or whose scale overflows scale_dtype, gets scale NaN; a block whose scale is below 2**-126 gets scale
-        0.
+        Codes uint8 [..., ceil(L * bits / 8)] and scales [..., ceil(L / block_size)]; of uint2 twice as many, each
+        block's step and minimum. A block that holds NaN or infinity, or whose scale overflows scale_dtype, gets scale
+        NaN; a block whose scale is below 2**-126 gets scale 0.
 
     Raises:
         FormatError: an argument is outside of these values.
@@ -168,7 +168,7 @@ def dequantize_blockwise(
 
     Args:
         codes: uint8 [..., ceil(length * bits / 8)].
-        scales: [..., ceil(length / block_size)], float32, bfloat16 or float16.
+        scales: [..., ceil(length / block_size)], of uint2 twice as many; float32, bfloat16 or float16.
         length: size of the last dimension that was quantized.
         code, block_size: as given to quantize_blockwise.
         dtype: element type of the result: float32, bfloat16 or float16.
@@ -178,8 +178,8 @@ def dequantize_blockwise(
         center: fp32 [length], or None for zeros; as given to quantize_blockwise.
 
     Returns:
-        [..., length]: fp32(fp32(level * scale) + center), rounded to nearest even to `dtype`. A block with scale NaN is
-        all NaN.
+        [..., length]: fp32(fp32(level * scale) + center), of uint2 fp32(fp32(minimum + fp32(code * step)) + center),
+        rounded to nearest even to `dtype`. A block with scale NaN is all NaN.
 
     Raises:
         FormatError: an argument is outside of these values.

@@ -1,12 +1,14 @@
 """The numbers behind each code: levels, decision thresholds, and the limits every implementation shares.
 
 A code maps a normalized value n = x / scale to a small integer. `int5`, `int6` and `int8` are arithmetic: round n,
-clamp, store. The three 4-bit codes are data: at most 16 sorted levels, and the rule "index = how many thresholds lie
-strictly below n". Tie rules need no code of their own because they are folded into the thresholds: where a tie should
-go up, the stored threshold is the fp32 number just below the midpoint. So one kernel per instruction set serves every
-4-bit code, and this file is the only place where levels are written down.
+clamp, store. So is `uint2`, with n = (x - minimum) / step and two numbers per block instead of one. The three 4-bit
+codes are data: at most 16 sorted levels, and the rule "index = how many thresholds lie strictly below n". Tie rules
+need no code of their own because they are folded into the thresholds: where a tie should go up, the stored threshold is
+the fp32 number just below the midpoint. So one kernel per instruction set serves every 4-bit code, and this file is the
+only place where levels are written down.
 
-nf4: Dettmers et al., "QLoRA", 2023, appendix E. e2m1: OCP Microscaling Formats v1.0, FP4.
+nf4: Dettmers et al., "QLoRA", 2023, appendix E. e2m1: OCP Microscaling Formats v1.0, FP4. uint2: per-group
+quantization of Chen et al., "ActNN", ICML 2021, section 4.1, equation 6.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from laconic.ops.constants import constant_tensor
 
 __all__ = [
+    "AFFINE",
     "ARITHMETIC",
     "BITS",
     "BLOCK_SIZES",
@@ -31,16 +34,20 @@ __all__ = [
     "bits_of",
     "codebook",
     "codebook_tensor",
+    "scales_per_block",
 ]
 
-BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
+BITS = {"uint2": 2, "nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
 """Bits stored per element of each code."""
 
-LEVEL_MAX = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int5": 15.0, "int6": 31.0, "int8": 127.0}
-"""The level that a block's largest magnitude is mapped to."""
+LEVEL_MAX = {"uint2": 3.0, "nf4": 1.0, "e2m1": 6.0, "int4": 7.0, "int5": 15.0, "int6": 31.0, "int8": 127.0}
+"""The level that a block's largest magnitude is mapped to; of an affine code its largest value."""
 
-ARITHMETIC = ("int5", "int6", "int8")
-"""The codes that have no tables: an integer from -LEVEL_MAX to LEVEL_MAX, stored in two's complement."""
+AFFINE = ("uint2",)
+"""The codes with two numbers per block, step and minimum: value = minimum + code * step, code from 0 to LEVEL_MAX."""
+
+ARITHMETIC = ("uint2", "int5", "int6", "int8")
+"""The codes that have no tables: affine ones, and integers from -LEVEL_MAX to LEVEL_MAX in two's complement."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Elements that may share one scale."""
@@ -100,12 +107,17 @@ class Codebook:
 
 
 def bits_of(code: str) -> int:
-    """Bits stored per element of `code`: 4, 5, 6 or 8.
+    """Bits stored per element of `code`: 2, 4, 5, 6 or 8.
 
     Raises:
         KeyError: the code is not known.
     """
     return BITS[code]
+
+
+def scales_per_block(code: str) -> int:
+    """Numbers stored for each block of `code`: 2 if it is affine (step, minimum), else 1 (scale)."""
+    return 2 if code in AFFINE else 1
 
 
 @cache
@@ -115,7 +127,6 @@ def codebook(code: str) -> Codebook:
     Raises:
         KeyError: the code is none of these.
     """
-    without_8 = [c for c in range(16) if c != 8]
     without_8 = [c for c in range(16) if c != 8]
     if code == "nf4":
         # Midpoints rounded to fp32; a value equal to one goes to the lower level.

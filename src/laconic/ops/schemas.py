@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from laconic.errors import FormatError
-from laconic.ops.codebooks import BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE
+from laconic.ops.codebooks import AFFINE, BITS, BLOCK_SIZES, GRADIENT_BLOCK_SIZE, scales_per_block
 from laconic.ops.dynamic_map import STATE_BLOCK_SIZE
 from laconic.ops.gated_activations import CURVES
 from laconic.ops.lossless import CODES, HEADER_NBYTES, LAYOUTS, MAX_DIMS, dtype_names, max_nbytes
@@ -204,7 +204,7 @@ def check_quantize_blockwise(
         raise FormatError(f"x.dtype is {x.dtype}, but it must be one of {_names(DTYPES)}; convert x first")
     length = x.shape[-1] if x.dim() else 1
     _check_center(center, length, x.device)
-    return length, (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size
+    return length, (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size * scales_per_block(code)
 
 
 def check_dequantize_blockwise(
@@ -235,7 +235,8 @@ def check_dequantize_blockwise(
             f"codes have shape {tuple(codes.shape)} and scales {tuple(scales.shape)}, but they must have at least one"
             " dimension and agree in all but the last"
         )
-    num_codes, num_scales = (length * BITS[code] + 7) // 8, (length + block_size - 1) // block_size
+    num_codes = (length * BITS[code] + 7) // 8
+    num_scales = (length + block_size - 1) // block_size * scales_per_block(code)
     if codes.shape[-1] != num_codes or scales.shape[-1] != num_scales:
         raise FormatError(
             f"codes end in {codes.shape[-1]} and scales in {scales.shape[-1]}, but length {length} in {code} with"
@@ -261,6 +262,8 @@ def check_gated_product_blockwise(
         FormatError: an argument breaks its rule; the message names field, value and rule.
     """
     check_dequantize_blockwise(gate_codes, gate_scales, code, block_size, length, dtype)
+    if code in AFFINE:
+        raise FormatError(f"code is {code!r}, but gated products read codes of 4 bits or more; dequantize gate and up")
     pairs = (("codes", gate_codes, up_codes), ("scales", gate_scales, up_scales))
     for name, gate, up in pairs:
         if up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device:

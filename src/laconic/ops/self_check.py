@@ -220,6 +220,7 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
         "quantize_blockwise": [
             *((bf16, code, 64, bf16, False) for code in BITS),
             (fp32, "nf4", 128, fp32, True),
+            (fp32, "uint2", 256, bf16, True),
             (fp16, "int8", 16, fp16, True),
             (fp32, "nf4", 64, bf16, False, True),
         ],

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook
+from laconic.ops.codebooks import AFFINE, ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebook, scales_per_block
 from laconic.ops.constants import constant_tensor
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
@@ -32,39 +32,56 @@ def quantize_blockwise(
 ) -> tuple[Tensor, Tensor]:
     """Quantize blocks of `block_size` along the last dimension of `x`; see `laconic.ops.quantize_blockwise`.
 
-    x [..., L] -> codes uint8 [..., ceil(L * bits / 8)], scales [..., ceil(L / block_size)].
-    `first_index` is added to the linear index that stochastic rounding hashes.
+    x [..., L] -> codes uint8 [..., ceil(L * bits / 8)], scales [..., ceil(L / block_size)], of an affine code twice as
+    many. `first_index` is added to the linear index that stochastic rounding hashes.
     """
     length, num_codes, num_scales = check_quantize_blockwise(x, code, block_size, scale_dtype, center)
     leading = x.shape[:-1]
     num_rows = math.prod(leading)
 
-    # 1. Blocks [rows, scales per row, block_size] in fp32; the last block of a row is filled up with zeros.
-    padding = num_scales * block_size - length
+    # 1. Blocks [rows, blocks per row, block_size] in fp32; the last block of a row is filled up with its last element,
+    # which changes neither its largest magnitude nor its range.
+    blocks_per_row = num_scales // scales_per_block(code)
+    padding = blocks_per_row * block_size - length
     rows = x.reshape(num_rows, length).float()
-    blocks = torch.nn.functional.pad(rows if center is None else rows - center, (0, padding))
-    blocks = blocks.view(num_rows, num_scales, block_size)
+    rows = rows if center is None else rows - center
+    blocks = torch.cat((rows, rows[:, -1:].expand(num_rows, padding)), -1) if padding else rows
+    blocks = blocks.view(num_rows, blocks_per_row, block_size)
 
-    # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
+    # 2. One scale per block, of an affine code step and minimum. Magnitudes are compared as integers, where NaN >
+    # infinity > every finite number.
     magnitude_bits = blocks.abs().view(torch.int32).amax(-1)
-    magnitude = magnitude_bits.view(torch.float32)
+    if code in AFFINE:
+        minima = _rounded_down(_normal_below(blocks.amin(-1)), scale_dtype)
+        exact = blocks.amax(-1) - minima.float()
+    else:
+        exact = magnitude_bits.view(torch.float32)
     # A tensor divisor, because CUDA turns division by a Python number into multiplication by its reciprocal.
-    scales = (magnitude / torch.full_like(magnitude, LEVEL_MAX[code])).to(scale_dtype)
+    exact = exact / torch.full_like(exact, LEVEL_MAX[code])
+    scales = _rounded_up(exact, scale_dtype) if code in AFFINE else exact.to(scale_dtype)
     broken = (magnitude_bits >= _INFINITY_BITS) | scales.isinf()
-    vanished = ~broken & (scales.float() < MIN_SCALE)
+    if code in AFFINE:
+        broken |= minima.isinf()
+        vanished = ~broken & (exact < MIN_SCALE)
+        _write_nan(minima, broken)
+    else:
+        vanished = ~broken & (scales.float() < MIN_SCALE)
     scales = scales.masked_fill(vanished, 0.0)
-    scales.view(_BITS_DTYPE[scale_dtype]).masked_fill_(broken, _NAN_BITS[scale_dtype])
+    _write_nan(scales, broken)
 
     # 3. Each element becomes the code of a level near n.
     ordinary = ~(broken | vanished)
     inverse = torch.where(ordinary, scales.float(), 1.0).reciprocal()
+    if code in AFFINE:
+        blocks = blocks - minima.float().unsqueeze(-1)
+        scales = torch.stack((scales, minima), -1)
     n = torch.where(ordinary.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
     u = None
     if seed is not None:
         index = torch.arange(first_index, first_index + num_rows * length, device=x.device).view(num_rows, length)
         u = uniform(seed, torch.nn.functional.pad(index, (0, padding))).view_as(n)
     codes = _codes_of_integers(n, u, code) if code in ARITHMETIC else _codes_from_table(n, u, code)
-    codes = codes.masked_fill(broken.unsqueeze(-1), 0).view(num_rows, num_scales * block_size)[:, :length]
+    codes = codes.masked_fill(broken.unsqueeze(-1), 0).view(num_rows, blocks_per_row * block_size)[:, :length]
 
     # 4. The codes of a row as one stream of bits.
     codes = _pack(codes, BITS[code])
@@ -83,20 +100,29 @@ def dequantize_blockwise(
 ) -> Tensor:
     """The inverse of `quantize_blockwise` up to rounding; see `laconic.ops.dequantize_blockwise`.
 
-    codes uint8 [..., ceil(length * bits / 8)], scales [..., ceil(length / block_size)] -> [..., length].
+    codes uint8 [..., ceil(length * bits / 8)], scales [..., ceil(length / block_size)], of an affine code twice as many
+    -> [..., length].
     """
     check_dequantize_blockwise(codes, scales, code, block_size, length, dtype, center)
     each = _unpack(codes, BITS[code], length)
-    if code in ARITHMETIC:
+    if code in AFFINE:
+        levels = each.float()
+    elif code in ARITHMETIC:
         sign = 1 << (BITS[code] - 1)
         levels = ((each.int() ^ sign) - sign).float()
     else:
         levels = _table(code, "levels", codes.device)[each.int()]
-    values = levels * scales.float().repeat_interleave(block_size, dim=-1)[..., :length]
+    # [..., blocks, 1 or 2] -> 1 or 2 numbers for each element.
+    each_block = scales_per_block(code)
+    numbers = scales.float().unflatten(-1, (scales.shape[-1] // each_block, each_block))
+    numbers = numbers.repeat_interleave(block_size, dim=-2)[..., :length, :]
+    values = levels * numbers[..., 0]
+    if code in AFFINE:
+        values = values + numbers[..., 1]
     if center is not None:
         values = values + center
     result = values.to(dtype)
-    result.view(_BITS_DTYPE[dtype]).masked_fill_(values.isnan(), _NAN_BITS[dtype])
+    _write_nan(result, values.isnan())
     return result
 
 
@@ -123,13 +149,39 @@ def seed_key(seed: int) -> int:
     return int(_mix64(torch.tensor(_signed64(seed + 0x9E3779B97F4A7C15))))
 
 
+def _write_nan(x: Tensor, where: Tensor) -> None:
+    """Write the one NaN, in place, `where` it says so."""
+    x.view(_BITS_DTYPE[x.dtype]).masked_fill_(where, _NAN_BITS[x.dtype])
+
+
+def _normal_below(x: Tensor) -> Tensor:
+    """The largest number at or below fp32 `x` that is neither subnormal nor -0."""
+    return torch.where(x.abs() < MIN_SCALE, torch.where(x < 0, -MIN_SCALE, 0.0), x)
+
+
+def _rounded_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fp32 -> the largest number of `dtype` at or below; -infinity where there is none."""
+    rounded = x.to(dtype)
+    bits = rounded.view(_BITS_DTYPE[dtype])
+    # A sign bit and a magnitude: the next number below has the magnitude less one, or more if it is negative.
+    return (bits + torch.where(rounded.float() > x, torch.where(bits < 0, 1, -1), 0).to(bits.dtype)).view(dtype)
+
+
+def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fp32, at least 0 -> the smallest number of `dtype` at or above; infinity where there is none."""
+    rounded = x.to(dtype)
+    bits = rounded.view(_BITS_DTYPE[dtype])
+    return (bits + (rounded.float() < x).to(bits.dtype)).view(dtype)
+
+
 def _codes_of_integers(n: Tensor, u: Tensor | None, code: str) -> Tensor:
     if u is None:
         rounded = n.round()
     else:
         lower = n.floor()
         rounded = lower + (u < n - lower)
-    integers = rounded.clamp(-LEVEL_MAX[code], LEVEL_MAX[code]).to(torch.int8).view(torch.uint8)
+    least = 0.0 if code in AFFINE else -LEVEL_MAX[code]
+    integers = rounded.clamp(least, LEVEL_MAX[code]).to(torch.int8).view(torch.uint8)
     return integers & ((1 << BITS[code]) - 1)
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.ops.codebooks import BITS, LEVEL_MAX, codebook_tensor
+from laconic.ops.codebooks import AFFINE, BITS, LEVEL_MAX, MIN_SCALE, codebook_tensor, scales_per_block
 from laconic.ops.reference import seed_key
 from laconic.ops.schemas import check_dequantize_blockwise, check_quantize_blockwise
 
@@ -39,6 +39,7 @@ _RECIPROCAL_GAPS = tl.constexpr(80)
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 # 1.5 * 2**23: adding it leaves the nearest integer, ties to even, in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
@@ -83,6 +84,26 @@ def _widen_bits(bits, TYPE: tl.constexpr):
     else:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     return value
+
+
+@triton.jit
+def _narrow_down(value, TYPE: tl.constexpr):
+    """fp32 -> the bits of the largest number of a type at or below; -infinity where there is none."""
+    bits = _narrow(value, TYPE)
+    if TYPE != "float32":
+        # A sign bit and a magnitude: the next number below has the magnitude less one, or more if it is negative.
+        below = tl.where(bits < 0, 1, -1)
+        bits = (bits + tl.where(_widen_bits(bits, TYPE) > value, below, 0)).to(tl.int16)
+    return bits
+
+
+@triton.jit
+def _narrow_up(value, TYPE: tl.constexpr):
+    """fp32, at least 0 -> the bits of the smallest number of a type at or above; infinity where there is none."""
+    bits = _narrow(value, TYPE)
+    if TYPE != "float32":
+        bits = (bits + tl.where(_widen_bits(bits, TYPE) < value, 1, 0)).to(tl.int16)
+    return bits
 
 
 @triton.jit
@@ -151,6 +172,7 @@ def _quantize_blockwise_kernel(
     STOCHASTIC: tl.constexpr,
     CENTERED: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
+    AFFINE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
@@ -165,30 +187,51 @@ def _quantize_blockwise_kernel(
 
     # 2. One scale per block. Magnitudes are compared as integers, where NaN > infinity > every finite number.
     magnitude_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
-    scale_bits = _narrow(tl.div_rn(magnitude, tl.full([BLOCKS], LEVEL_MAX, tl.float32)), SCALE_TYPE)
-    scale = _widen_bits(scale_bits, SCALE_TYPE)
-    stored_bits = scale.to(tl.int32, bitcast=True)
-    broken = (magnitude_bits >= _INFINITY_BITS) | (stored_bits >= _INFINITY_BITS)
-    vanished = stored_bits < _SMALLEST_NORMAL_BITS
-    stored = tl.where(broken, float("nan"), tl.where(vanished, 0.0, scale))
-    tl.store(scales_ptr + block, _narrow(stored, SCALE_TYPE), mask=block_exists)
+    if AFFINE:
+        # Infinities and NaN may make anything of the range; their block is broken below.
+        least = tl.min(tl.where(exists, x, float("inf")), axis=1)
+        greatest = tl.max(tl.where(exists, x, -float("inf")), axis=1)
+        is_small = tl.abs(least) < _MIN_SCALE
+        least = tl.where(is_small, tl.where(least < 0, -_MIN_SCALE, 0.0), least)
+        minimum = _widen_bits(_narrow_down(least, SCALE_TYPE), SCALE_TYPE)
+        exact = tl.div_rn(greatest - minimum, tl.full([BLOCKS], LEVEL_MAX, tl.float32))
+        scale = _widen_bits(_narrow_up(exact, SCALE_TYPE), SCALE_TYPE)
+        vanished = exact < _MIN_SCALE
+        overflows = (scale.to(tl.int32, bitcast=True) >= _INFINITY_BITS) | (minimum == -float("inf"))
+    else:
+        magnitude = magnitude_bits.to(tl.float32, bitcast=True)
+        scale_bits = _narrow(tl.div_rn(magnitude, tl.full([BLOCKS], LEVEL_MAX, tl.float32)), SCALE_TYPE)
+        scale = _widen_bits(scale_bits, SCALE_TYPE)
+        stored_bits = scale.to(tl.int32, bitcast=True)
+        vanished = stored_bits < _SMALLEST_NORMAL_BITS
+        overflows = stored_bits >= _INFINITY_BITS
+    broken = (magnitude_bits >= _INFINITY_BITS) | overflows
+    stored = _narrow(tl.where(broken, float("nan"), tl.where(vanished, 0.0, scale)), SCALE_TYPE)
+    if AFFINE:
+        tl.store(scales_ptr + 2 * block, stored, mask=block_exists)
+        stored = _narrow(tl.where(broken, float("nan"), minimum), SCALE_TYPE)
+        tl.store(scales_ptr + 2 * block + 1, stored, mask=block_exists)
+    else:
+        tl.store(scales_ptr + block, stored, mask=block_exists)
 
     # 3. Each element becomes the code of a level near n.
     ordinary = (broken | vanished) == 0
     inverse = tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), tl.where(ordinary, scale, 1.0))
+    if AFFINE:
+        x = tl.where(ordinary[:, None] & exists, x - minimum[:, None], 0.0)
     n = x * tl.where(ordinary, inverse, 0.0)[:, None]
     u = tl.zeros_like(n)
     if STOCHASTIC:
         u = _uniform(seed_key, first_index + row[:, None] * length + column)
-    if BITS > 4:
+    if BITS != 4:
         rounded = n + _ROUNDER
         index = rounded.to(tl.int32, bitcast=True) - _ROUNDER_BITS
         if STOCHASTIC:
             nearest = rounded - _ROUNDER
             lower = nearest - tl.where(nearest > n, 1.0, 0.0)
             index = lower.to(tl.int32) + tl.where(u < n - lower, 1, 0)
-        codes = tl.minimum(tl.maximum(index, 1 - (1 << (BITS - 1))), (1 << (BITS - 1)) - 1) & ((1 << BITS) - 1)
+        most: tl.constexpr = int(LEVEL_MAX)
+        codes = tl.minimum(tl.maximum(index, 0 if AFFINE else -most), most) & ((1 << BITS) - 1)
     else:
         if STOCHASTIC:
             index = _count_below(n, table_ptr + _FLOOR_THRESHOLDS)
@@ -227,6 +270,7 @@ def _levels(
     block_exists,
     length,
     BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -250,7 +294,7 @@ def _levels(
         high_exists = exists & (at + 1 < codes_per_row)
         high = tl.load(codes_ptr + row[:, None] * codes_per_row + at + 1, mask=high_exists, other=0).to(tl.int32)
         code = (low | (high << 8)) >> (bit % 8).to(tl.int32)
-        levels = ((code << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
+        levels = (code & 3 if AFFINE else (code << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
     return levels
 
 
@@ -267,18 +311,21 @@ def _dequantize_blockwise_kernel(
     BITS: tl.constexpr,
     TYPE: tl.constexpr,
     CENTERED: tl.constexpr,
+    AFFINE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
     block, row, first_column, block_exists = _place(num_blocks, length, BLOCKS, BLOCK_SIZE, ONE_ROW)
-    scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
+    scale = _widen(tl.load(scales_ptr + (2 * block if AFFINE else block), mask=block_exists, other=0))
     column = first_column[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     exists = block_exists[:, None] & (column < length)
     levels = _levels(
-        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, BLOCK_SIZE, BLOCKS
+        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, AFFINE, BLOCK_SIZE, BLOCKS
     )
     values = levels * scale[:, None]
+    if AFFINE:
+        values += _widen(tl.load(scales_ptr + 2 * block + 1, mask=block_exists, other=0))[:, None]
     if CENTERED:
         values += tl.load(center_ptr + column, mask=exists, other=0)
     tl.store(values_ptr + row[:, None] * length + column, _narrow(values, TYPE), mask=exists)
@@ -302,7 +349,7 @@ def quantize_blockwise(
     codes = x.new_empty((*leading, num_codes), dtype=torch.uint8)
     scales = x.new_empty((*leading, num_scales), dtype=scale_dtype)
     one_row = x.is_contiguous() and length % block_size == 0 and center is None
-    num_blocks = scales.numel()
+    num_blocks = scales.numel() // scales_per_block(code)
     if num_blocks == 0:
         return codes, scales
     blocks = _TILE // block_size
@@ -324,6 +371,7 @@ def quantize_blockwise(
             STOCHASTIC=seed is not None,
             CENTERED=center is not None,
             SCALE_TYPE=_name(scale_dtype),
+            AFFINE=code in AFFINE,
             BLOCK_SIZE=block_size,
             BLOCKS=blocks,
             ONE_ROW=one_row,
@@ -346,7 +394,7 @@ def dequantize_blockwise(
     codes, scales = codes.contiguous(), scales.contiguous()
     values = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
     one_row = length % block_size == 0 and center is None
-    num_blocks = scales.numel()
+    num_blocks = scales.numel() // scales_per_block(code)
     if num_blocks == 0:
         return values
     blocks = _TILE // block_size
@@ -363,6 +411,7 @@ def dequantize_blockwise(
             BITS=BITS[code],
             TYPE=_name(dtype),
             CENTERED=center is not None,
+            AFFINE=code in AFFINE,
             BLOCK_SIZE=block_size,
             BLOCKS=blocks,
             ONE_ROW=one_row,

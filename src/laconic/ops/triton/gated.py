@@ -101,7 +101,7 @@ def _rebuilt(
     """The values of a tile in fp32, rounded to TYPE; those of fp16 within its range."""
     scale = _widen(tl.load(scales_ptr + block, mask=block_exists, other=0))
     levels = _levels(
-        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, BLOCK_SIZE, BLOCKS
+        codes_ptr, codes_per_row, table_ptr, row, first_column, block_exists, length, BITS, False, BLOCK_SIZE, BLOCKS
     )
     value = _rounded(levels * scale[:, None], TYPE)
     if TYPE == "float16":
