@@ -6,6 +6,7 @@ from laconic.activations.choice import Choice, Offload, Recompute
 from laconic.activations.loss import linear_cross_entropy
 from laconic.activations.plan import ActivationPlan, Policy, careful_head, uniform
 from laconic.activations.report import Report, SiteReport, saved_nbytes_per_token
+from laconic.activations.rounding import seed_rounding
 from laconic.activations.sites import Site, find_sites
 from laconic.activations.tracker import SavedTensorTracker
 
@@ -14,6 +15,7 @@ __all__ = [
     "decompress_activations",
     "linear_cross_entropy",
     "checkpoint",
+    "seed_rounding",
     "saved_nbytes_per_token",
     "Report",
     "SiteReport",

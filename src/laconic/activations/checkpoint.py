@@ -24,6 +24,7 @@ from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import in_range
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import forgets
+from laconic.activations.rounding import quantized
 from laconic.activations.tracker import observe
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import DTYPES
@@ -113,7 +114,7 @@ def packed_inputs(inputs: Any, format: BlockFormat | None) -> Iterator[None]:
         if (x.untyped_storage()._cdata, x.storage_offset(), x.shape) not in places:
             observe(x)
             return x.detach()  # with the node that made it, the graph would hold itself
-        packed = format.quantize(x.detach())
+        packed = quantized(x.detach(), format)
         observe(packed.codes, packed.scales)
         return packed, x.stride()
 

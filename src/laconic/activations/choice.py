@@ -11,7 +11,7 @@ from laconic.activations.traceable import argument_class
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat
 
-__all__ = ["RECOMPUTED", "Choice", "Offload", "Packing", "Recompute", "choice_of", "entry_of"]
+__all__ = ["RECOMPUTED", "Choice", "Offload", "Packing", "Recompute", "block_format_of", "choice_of", "entry_of"]
 
 RECOMPUTED = ("mlp", "attention", "mixer")
 """Kinds of sites that can be recomputed on their own."""
@@ -40,6 +40,12 @@ class Recompute:
 
 Packing = BlockFormat | Offload
 """How a tensor is packed."""
+
+
+def block_format_of(packing: Packing) -> BlockFormat:
+    """The format of what is packed, wherever it is held."""
+    return packing.format if isinstance(packing, Offload) else packing
+
 
 Choice = Packing | Recompute | None
 """What a policy may answer about a site; None keeps it exact, as it was before."""

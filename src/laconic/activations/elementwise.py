@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations import functions
-from laconic.activations.choice import Packing
+from laconic.activations.choice import Packing, block_format_of
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.dropout import pack_mask, unpack_mask
 from laconic.activations.forwards import SiteForward
@@ -53,16 +53,22 @@ def activation(x: Tensor, value: Tensor, name: str, format: Packing) -> Tensor:
     """
     if name != "relu":
         return functions.activate(x, value, name, format)
-    kept = keep(x, format, "mlp")
-    y: Tensor = _Relu.apply(x, value, pack_mask(value > 0))
-    attach(y, derive(F.relu, (kept,), (), "mlp"))
+    kept, signs = keep(x, format, "mlp"), pack_mask(value > 0)
+    y: Tensor = _Relu.apply(x, value, signs)
+    # An input that is right on average gives such an output with the signs of the exact one.
+    is_unbiased = block_format_of(format).is_stochastic
+    attach(y, derive(_where_positive, (kept,), (signs,), "mlp") if is_unbiased else derive(F.relu, (kept,), (), "mlp"))
     return y
+
+
+def _where_positive(x: Tensor, signs: Tensor) -> Tensor:
+    return x.masked_fill(~unpack_mask(signs, x.shape), 0)
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, bits: Tensor) -> Tensor:
-        ctx.origin, ctx.shape = "mlp", x.shape
+        ctx.origin = "mlp"
         ctx.save_for_backward(bits)
         return value.detach()
 
@@ -70,7 +76,7 @@ class _Relu(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (bits,) = ctx.saved_tensors
-        return grad.masked_fill(~unpack_mask(bits, ctx.shape), 0), None, None
+        return _where_positive(grad, bits), None, None
 
 
 class ElementwiseForward(SiteForward):

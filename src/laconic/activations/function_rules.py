@@ -95,7 +95,8 @@ class Call:
 
     Attributes:
         function, args, kwargs: of the call.
-        mask: the factors of zero or one number that the call's dropout drew, once they were packed.
+        mask: the factors of zero or one number that the call's dropout drew, or by which relu multiplied, once they
+            were packed.
     """
 
     function: Callable[..., Any]
@@ -160,7 +161,11 @@ class Call:
             case "avg_pool1d" | "avg_pool2d" | "avg_pool3d" | "adaptive_avg_pool2d" | "adaptive_avg_pool3d":
                 return as_shape(tensor) if tensor.device.type in _NOT_READ_ON else None
         step = self._step(tensor) if tensor.is_floating_point() else None
-        return None if step is None else as_mask(step[0], Layout.of(tensor), *step[1:])
+        if step is None:
+            return None
+        coded = as_mask(step[0], Layout.of(tensor), *step[1:])
+        self.mask = coded if self.family == "relu" else None
+        return coded
 
     def _step(self, x: Tensor) -> tuple[Tensor, float, float] | None:
         """For a derivative that is a step: a mask of what passes, a value that does, and one that does not."""
@@ -216,12 +221,21 @@ class Call:
             return None
         return as_offsets(tensor, x.shape[-1], kernel, stride, padding, dilation)
 
-    def again(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+    def again(self, *, unbiased: bool = False) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
         """A function that computes the call's output from its input, and the tensors that it takes after that.
 
         None for functions that are not known to depend on their first argument and on parameters alone.
+
+        Args:
+            unbiased: the input will be right on average only. Batch norm and relu become linear in it, with the
+                statistics and the signs of the exact input, so that their output is right on average, too. (The
+                rounded input varies more than the exact one, and relu makes more of values that were rounded up than
+                of others.)
         """
         match self.family:
+            case "relu" if unbiased and self.mask is not None:
+                signs = self.mask
+                return (lambda x, *codes: x * signs.decode(codes)), signs.tensors
             case "relu":
                 return torch.relu, ()
             case "relu6":
@@ -244,12 +258,12 @@ class Call:
                 decode = self.mask.decode
                 return (lambda x, *codes: x * decode(codes)), self.mask.tensors
             case "batch_norm" | "group_norm" | "layer_norm" | "rms_norm":
-                return self._norm()
+                return self._norm(unbiased)
         return None
 
-    def _norm(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-        # Statistics of the rebuilt input: with those of the exact one, rounding a channel that hardly varies would be
-        # divided by a standard deviation of almost nothing.
+    def _norm(self, unbiased: bool) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        # Statistics of the rebuilt input: with those of the exact one, rounding to nearest in a channel that hardly
+        # varies would be divided by a standard deviation of almost nothing.
         family = self.family
         assert family is not None
         names = [name for name in ("running_mean", "running_var", "weight", "bias") if name in _SIGNATURES[family]]
@@ -257,6 +271,11 @@ class Call:
         if training:
             names = names[2:]
         given = {name: self.argument(name) for name in names}
+        if training and unbiased:
+            x = self.argument("input").detach()
+            variance, mean = torch.var_mean(x.float(), (0, *range(2, x.dim())), correction=0)
+            given |= {"running_mean": mean, "running_var": variance}
+            names, training = ["running_mean", "running_var", *names], False
         names = [name for name, value in given.items() if isinstance(value, Tensor)]
         others: dict[str, Any] = {"eps": self.argument("eps", None if family == "rms_norm" else 1e-5)}
         if family == "batch_norm":

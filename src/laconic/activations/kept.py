@@ -38,6 +38,7 @@ from torch import Tensor
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
+from laconic.activations.rounding import quantized
 from laconic.formats import BlockFormat, BlockTensor
 from laconic.ops import BITS
 
@@ -265,7 +266,7 @@ def pack(x: Tensor, format: Packing, origin: str, center: Tensor | None = None, 
         layout: of the tensor to rebuild, whose values in memory order x holds; None for x itself.
     """
     block_format = format.format if isinstance(format, Offload) else format
-    packed = block_format.quantize(x.detach(), center=center)
+    packed = quantized(x.detach(), block_format, center)
     dtype, shape = x.dtype, x.shape
     saved: Tensors = (packed.codes, packed.scales)
     fetch: Callable[[Tensors], Tensors] | None = None

@@ -34,6 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from laconic.activations.derivatives import first_derivative, is_transformed
 from laconic.activations.kept import in_range
+from laconic.activations.rounding import quantized
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat, BlockTensor
 
@@ -253,7 +254,7 @@ class _TokenLosses(torch.autograd.Function):
         if format is None:
             ctx.save_for_backward(weight, bias, labels, lse, hidden)
         else:
-            packed = format.quantize(hidden)
+            packed = quantized(hidden, format)
             ctx.save_for_backward(weight, bias, labels, None, packed.codes, packed.scales)
         logits = hidden.new_empty((0, tiles.num_entries), dtype=tiles.dtype)
         return losses.masked_fill_(labels == spec.ignore_index, 0.0), logits

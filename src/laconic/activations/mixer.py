@@ -25,6 +25,7 @@ from laconic.activations.checkpoint import packed_inputs, run_again
 from laconic.activations.choice import Offload, Packing
 from laconic.activations.forwards import SiteForward
 from laconic.activations.replay import Replay, forgetting
+from laconic.activations.rounding import quantized
 from laconic.activations.sites import Site
 from laconic.formats import BlockFormat
 
@@ -118,7 +119,7 @@ class MixerForward(SiteForward):
             return False
         if self.input_format is not None and first and isinstance(first[0], Tensor) and first[0].is_floating_point():
             cotangent = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(0)).to(first[0])
-            packed = self.input_format.quantize(args[0].detach()).dequantize()
+            packed = quantized(args[0].detach(), self.input_format).dequantize()
             exact, rounded = (
                 self._gradient(x, args[1:], kwargs, cotangent, replay, random_state) for x in (args[0], packed)
             )

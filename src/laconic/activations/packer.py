@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from laconic.activations.choice import Offload, Packing
+from laconic.activations.choice import Offload, Packing, block_format_of
 from laconic.activations.exact_codes import Layout, as_mask
 from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
@@ -29,7 +29,7 @@ from laconic.activations.tracker import own_storages
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import DTYPES
-from laconic.ops.codebooks import LEVEL_MAX
+from laconic.ops.codebooks import AFFINE, LEVEL_MAX
 
 __all__ = ["Packer", "exactly", "running_packer"]
 
@@ -136,7 +136,9 @@ class Packer(TorchFunctionMode):
     def _note(self, call: Call, x: Tensor, kept: Kept | None, result: Tensor) -> None:
         """Note on the result of a call that it can be computed again, if its input can be rebuilt."""
         kept = kept or (found(x) if x is not result and not x.is_leaf else None)
-        again = None if kept is None or self.format is None else call.again()
+        again = None
+        if kept is not None and self.format is not None:
+            again = call.again(unbiased=block_format_of(self.format).is_stochastic)
         if kept is None or again is None or result.dtype not in DTYPES:
             return
         function, tensors = again
@@ -232,8 +234,9 @@ class Packer(TorchFunctionMode):
             kept = derive(lambda x, center: x.add_(center).to(dtype), (flat,), (center,), "hooks")
         if self.checked and not isinstance(packing, Offload):
             # Infinities and NaN make the scale of their block NaN, which is below nothing.
-            limit = torch.finfo(tensor.dtype).max / LEVEL_MAX[format.code]
-            if not bool((kept.tensors[1].float() <= limit).all()):
+            # A value is at most LEVEL_MAX scales, of an affine code beyond the minimum.
+            limit = torch.finfo(tensor.dtype).max / (LEVEL_MAX[format.code] + (format.code in AFFINE))
+            if not bool((kept.tensors[1].float().abs() <= limit).all()):
                 return None
         if not tensor.is_leaf:
             attach(tensor, kept)

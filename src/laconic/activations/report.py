@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from laconic.activations.choice import Choice, Offload, Recompute
 from laconic.activations.leaves import LeafSpec
 from laconic.activations.preserve import preserved
+from laconic.activations.rounding import seeds_restored
 from laconic.activations.sites import Site
 from laconic.activations.tracker import SavedTensor, SavedTensorTracker, kind_of
 from laconic.errors import ModelError
@@ -195,7 +196,7 @@ class Report:
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> Measurement:
     """Run one forward and count the bytes that it saves for backward. Everything in the model stays as it was."""
-    with preserved(model, inputs), torch.enable_grad(), SavedTensorTracker(model) as tracker:
+    with seeds_restored(), preserved(model, inputs), torch.enable_grad(), SavedTensorTracker(model) as tracker:
         model(**inputs)
     largest = sorted(tracker.tensors, key=lambda tensor: tensor.nbytes, reverse=True)[:3]
     return Measurement(tokens, dict(tracker.by_module), tuple(largest))

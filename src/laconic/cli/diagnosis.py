@@ -37,13 +37,13 @@ _EXTRAS = {
 # Bound on the error of a value, as a share of the largest magnitude in its block: half of the widest gap between
 # neighbouring levels, with room for the rounding of a bfloat16 scale (2**-9).
 _ERROR_BOUNDS = {
-    "uint2": 1 / 3 + 0.01,  # half a step, a third of the range, which is at most twice the largest magnitude
     "nf4": 0.152 + 0.002,
     "e2m1": 1 / 6 + 0.002,
     "int4": 0.5 / 7 + 0.002,
     "int5": 0.5 / 15 + 0.002,
     "int6": 0.5 / 31 + 0.002,
     "int8": 0.5 / 127 + 0.002,
+    "uint2": 1 / 3 + 0.01,  # half of a third of the range, which is at most twice the largest magnitude
 }
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -152,10 +152,10 @@ class ImagesConfig:
 class ActivationsConfig:
     """How activations are saved for backward."""
 
-    bits: Annotated[Literal[4, 5, 6, 8, 16], exact] = 4
-    """Bits kept per value: 4, 5, 6, 8, or 16 for no compression."""
-    format: Literal["nf4", "e2m1", "int4", "int5", "int6", "int8"] | None = None
-    """Block format; None means nf4 at 4 bits and int5, int6 or int8 at 5, 6 or 8."""
+    bits: Annotated[Literal[2, 4, 5, 6, 8, 16], exact] = 4
+    """Bits kept per value: 2, 4, 5, 6, 8, or 16 for no compression."""
+    format: Literal["uint2", "nf4", "e2m1", "int4", "int5", "int6", "int8"] | None = None
+    """Block format; None means nf4 at 4 bits and uint2, int5, int6 or int8 at 2, 5, 6 or 8."""
     block_size: Annotated[Literal[16, 32, 64, 128, 256], exact] = 64
     """Values that share one scale."""
     mode: Literal["sites", "hooks", "combined"] = "sites"
@@ -174,7 +174,7 @@ class ActivationsConfig:
             refuse(self, "loss", 'be exact or auto with activations.mode = "hooks"')
         if self.format is not None and self.bits == 16:
             refuse(self, "format", "be left out, because activations.bits is 16 (no compression)")
-        if self.format is not None and self.bits != {"int5": 5, "int6": 6, "int8": 8}.get(self.format, 4):
+        if self.format is not None and self.bits != {"uint2": 2, "int5": 5, "int6": 6, "int8": 8}.get(self.format, 4):
             because = f"because activations.bits is {self.bits}; leave it out for the default"
             refuse(self, "format", f"be a {self.bits}-bit format, {because}")
 
