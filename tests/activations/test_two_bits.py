@@ -87,7 +87,9 @@ def test_gradients_of_a_convolutional_network_are_right_on_average() -> None:
 def test_rounding_to_nearest_would_not_be_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, packed = network(), network()
     laconic.compress_activations(packed, 2, block_size=256)
-    monkeypatch.setattr("laconic.activations.kept.quantized", lambda x, format: format.quantize(x))
+    monkeypatch.setattr(
+        "laconic.activations.kept.quantized", lambda x, format, center: format.quantize(x, center=center)
+    )
     assert float((gradient(packed) - gradient(exact)).norm() / gradient(exact).norm()) > 0.1
 
 

@@ -17,6 +17,7 @@ from laconic.ops.codebooks import ARITHMETIC, BITS, LEVEL_MAX, MIN_SCALE, codebo
 from tests.grid import grid
 from tests.ops.cases import (
     BLOCK_SIZES,
+    CODES,
     DTYPES,
     SYMMETRIC,
     Implementation,
@@ -326,6 +327,8 @@ def test_a_center_keeps_what_tells_values_apart(ops: Implementation, code: str) 
     back = ops.dequantize(*centered, code, 32, 96, torch.float32, center)
     codes, scales = ops.quantize(x - center, code, 32, torch.float32, None)
     assert torch.equal(back, ops.dequantize(codes, scales, code, 32, 96, torch.float32) + center)
+    if code == "uint2":  # which has a minimum for each block
+        return
     assert (back - x).abs().max() < 1.0
     far = ops.dequantize(*ops.quantize(x, code, 32, torch.float32, None), code, 32, 96, torch.float32)
     assert (far - x).abs().max() > 20.0
