@@ -267,6 +267,15 @@ void unpack_bits(size_t isa, int64_t num_threads, uintptr_t codes, int64_t lengt
       [&](int64_t first, int64_t last) { kernels.unpack(task, first, last); });
 }
 
+void select_bits(size_t isa, int64_t num_threads, uintptr_t x, uintptr_t codes, int64_t length,
+                 int itemsize, uintptr_t values) {
+  const laconic::BitsKernels& kernels = *laconic::supported_isas().at(isa).bits;
+  const laconic::SelectBits task{pointer<const void>(x), pointer<const uint8_t>(codes), length,
+                                 itemsize, pointer<void>(values)};
+  run(1, length, laconic::kBitsGroup, num_threads,
+      [&](int64_t first, int64_t last) { kernels.select(task, first, last); });
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -290,5 +299,6 @@ NB_MODULE(_kernels, m) {
   m.def("sum_rows", &sum_rows, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_bits", &pack_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("unpack_bits", &unpack_bits, nb::call_guard<nb::gil_scoped_release>());
+  m.def("select_bits", &select_bits, nb::call_guard<nb::gil_scoped_release>());
   m.def("square_sum_blockwise", &square_sum_blockwise, nb::call_guard<nb::gil_scoped_release>());
 }

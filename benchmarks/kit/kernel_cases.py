@@ -240,4 +240,5 @@ def _bits(n: int) -> Iterator[KernelCase]:
         x = torch.zeros(n, dtype=dtype)
         moved = n * dtype.itemsize + n / 8
         yield KernelCase("pack_bits", name, lambda x=x: one_bit.pack_bits(x), moved)
+        yield KernelCase("select_bits", name, lambda x=x: one_bit.select_bits(x, codes), moved + n * dtype.itemsize)
         yield KernelCase("unpack_bits", name, lambda d=dtype: one_bit.unpack_bits(codes, n, d, 0.0, 1.0), moved)

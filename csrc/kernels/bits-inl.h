@@ -1,8 +1,9 @@
-// Packing and unpacking of bits over a vocabulary of two functions, each for words of 8, 16, 32 and
-// 64 bits:
+// Packing and unpacking of bits over a vocabulary of three functions, each for words of 8, 16, 32
+// and 64 bits:
 //
 //   uint64_t nonzero(const T* x, T magnitude)            bit i: whether x[i] & magnitude is not zero
 //   void choose(uint64_t bits, T zero, T one, T* values)
+//   void select(uint64_t bits, const T* x, T* values)    x[i] where bit i is set, else zero
 //
 // PlainBits has them for any processor; other vocabularies override what their intrinsics do better.
 #pragma once
@@ -48,6 +49,15 @@ struct PlainBits {
       std::memcpy(values + 8 * byte, &eight, 8);
     }
   }
+  template <class T>
+  static void select(uint64_t bits, const T* x, T* values) {
+    for (int byte = 0; byte < 8; ++byte) {
+      const auto eight = static_cast<uint32_t>(bits >> 8 * byte);
+      for (int i = 0; i < 8; ++i) {
+        values[8 * byte + i] = x[8 * byte + i] & static_cast<T>(-static_cast<T>((eight >> i) & 1));
+      }
+    }
+  }
 };
 
 // How many values of the group there are.
@@ -74,16 +84,22 @@ void pack_words(const PackBits& task, int64_t first, int64_t last) {
   }
 }
 
+// The bits of a group, from the bytes that it has.
+inline uint64_t bits_of_group(const uint8_t* codes, int64_t group, int64_t size) {
+  uint64_t bits = 0;
+  for (int64_t byte = 0; byte < (size + 7) / 8; ++byte) {
+    bits |= static_cast<uint64_t>(codes[group * 8 + byte]) << 8 * byte;
+  }
+  return bits;
+}
+
 template <class V, class T>
 void unpack_words(const UnpackBits& task, int64_t first, int64_t last) {
   const auto zero = static_cast<T>(task.zero), one = static_cast<T>(task.one);
   for (int64_t group = first; group < last; ++group) {
     T* values = static_cast<T*>(task.values) + group * kBitsGroup;
     const int64_t size = size_of_group(group, task.length);
-    uint64_t bits = 0;
-    for (int64_t byte = 0; byte < (size + 7) / 8; ++byte) {
-      bits |= static_cast<uint64_t>(task.codes[group * 8 + byte]) << 8 * byte;
-    }
+    const uint64_t bits = bits_of_group(task.codes, group, size);
     if (size == kBitsGroup) {
       V::choose(bits, zero, one, values);
       continue;
@@ -91,6 +107,21 @@ void unpack_words(const UnpackBits& task, int64_t first, int64_t last) {
     T padded[kBitsGroup];
     V::choose(bits, zero, one, padded);
     std::memcpy(values, padded, size * sizeof(T));
+  }
+}
+
+template <class V, class T>
+void select_words(const SelectBits& task, int64_t first, int64_t last) {
+  for (int64_t group = first; group < last; ++group) {
+    const T* x = static_cast<const T*>(task.x) + group * kBitsGroup;
+    T* values = static_cast<T*>(task.values) + group * kBitsGroup;
+    const int64_t size = size_of_group(group, task.length);
+    const uint64_t bits = bits_of_group(task.codes, group, size);
+    if (size == kBitsGroup) {
+      V::select(bits, x, values);
+      continue;
+    }
+    for (int64_t i = 0; i < size; ++i) values[i] = (bits >> i) & 1 ? x[i] : 0;
   }
 }
 
@@ -119,6 +150,20 @@ void unpack_bits(const UnpackBits& task, int64_t first, int64_t last) {
       return unpack_words<V, uint32_t>(task, first, last);
     default:
       return unpack_words<V, uint64_t>(task, first, last);
+  }
+}
+
+template <class V>
+void select_bits(const SelectBits& task, int64_t first, int64_t last) {
+  switch (task.itemsize) {
+    case 1:
+      return select_words<V, uint8_t>(task, first, last);
+    case 2:
+      return select_words<V, uint16_t>(task, first, last);
+    case 4:
+      return select_words<V, uint32_t>(task, first, last);
+    default:
+      return select_words<V, uint64_t>(task, first, last);
   }
 }
 

@@ -24,10 +24,19 @@ struct UnpackBits {
   void* values;
 };
 
+struct SelectBits {
+  const void* x;
+  const uint8_t* codes;
+  int64_t length;
+  int itemsize;
+  void* values;  // x where the bit is set, else zero
+};
+
 // Process groups [first, last) of kBitsGroup values; the last one may be shorter.
 struct BitsKernels {
   void (*pack)(const PackBits&, int64_t first, int64_t last);
   void (*unpack)(const UnpackBits&, int64_t first, int64_t last);
+  void (*select)(const SelectBits&, int64_t first, int64_t last);
 };
 
 extern const BitsKernels kBitsPortable;

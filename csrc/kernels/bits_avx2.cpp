@@ -5,7 +5,7 @@
 namespace laconic {
 namespace {
 
-// Choosing is a plain loop, which compilers turn into vectors; comparisons into bits they do not.
+// Choosing and selecting are plain loops, which compilers turn into vectors; comparisons into bits they do not.
 struct Avx2Bits : PlainBits {
   using PlainBits::nonzero;
 
@@ -50,6 +50,6 @@ struct Avx2Bits : PlainBits {
 
 }  // namespace
 
-const BitsKernels kBitsAvx2 = {pack_bits<Avx2Bits>, unpack_bits<Avx2Bits>};
+const BitsKernels kBitsAvx2 = {pack_bits<Avx2Bits>, unpack_bits<Avx2Bits>, select_bits<Avx2Bits>};
 
 }  // namespace laconic

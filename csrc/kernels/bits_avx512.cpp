@@ -8,6 +8,7 @@ namespace {
 struct Avx512Bits : PlainBits {
   using PlainBits::choose;
   using PlainBits::nonzero;
+  using PlainBits::select;
 
   static uint64_t nonzero(const uint8_t* x, uint8_t magnitude) {
     return _mm512_test_epi8_mask(_mm512_loadu_si512(x),
@@ -46,10 +47,24 @@ struct Avx512Bits : PlainBits {
       _mm512_storeu_si512(values + 16 * i, _mm512_mask_blend_epi32(quarter, zeros, ones));
     }
   }
+
+  static void select(uint64_t bits, const uint16_t* x, uint16_t* values) {
+    for (int i = 0; i < 2; ++i) {
+      const auto half = static_cast<__mmask32>(bits >> 32 * i);
+      _mm512_storeu_si512(values + 32 * i, _mm512_maskz_loadu_epi16(half, x + 32 * i));
+    }
+  }
+  static void select(uint64_t bits, const uint32_t* x, uint32_t* values) {
+    for (int i = 0; i < 4; ++i) {
+      const auto quarter = static_cast<__mmask16>(bits >> 16 * i);
+      _mm512_storeu_si512(values + 16 * i, _mm512_maskz_loadu_epi32(quarter, x + 16 * i));
+    }
+  }
 };
 
 }  // namespace
 
-const BitsKernels kBitsAvx512 = {pack_bits<Avx512Bits>, unpack_bits<Avx512Bits>};
+const BitsKernels kBitsAvx512 = {pack_bits<Avx512Bits>, unpack_bits<Avx512Bits>,
+                                 select_bits<Avx512Bits>};
 
 }  // namespace laconic

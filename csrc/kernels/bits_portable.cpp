@@ -2,6 +2,7 @@
 
 namespace laconic {
 
-const BitsKernels kBitsPortable = {pack_bits<PlainBits>, unpack_bits<PlainBits>};
+const BitsKernels kBitsPortable = {pack_bits<PlainBits>, unpack_bits<PlainBits>,
+                                   select_bits<PlainBits>};
 
 }  // namespace laconic

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import FormatError
-from laconic.ops import native, pack_bits, reference, unpack_bits
+from laconic.ops import native, pack_bits, reference, select_bits, unpack_bits
 from laconic.ops.schemas import MASK_DTYPES
 from tests.ops.cases import every_pattern, same_bits
 
-PACK, UNPACK = torch.ops.laconic.pack_bits.default, torch.ops.laconic.unpack_bits.default
+PACK, UNPACK, SELECT = (getattr(torch.ops.laconic, f"{name}_bits").default for name in ("pack", "unpack", "select"))
 
 PAIRS = [(0.0, 1.0), (-1.0, 1.0), (6.0, 3.0), (0.0, -0.0), (-0.0, 0.0), (1 / 0.7, 1e-40), (float("inf"), 1e300)]
 
@@ -56,7 +56,11 @@ def test_kernels_give_the_bits_of_the_reference(
     values = reference.unpack_bits(codes, numel, dtype, *pair)
     zero, one = torch.tensor(pair, dtype=dtype)
     assert same(values, torch.where(x != 0, one, zero))
+    other = mask_of(numel, dtype, 0.9, seed + 1)
+    selected = reference.select_bits(other, codes)
+    assert same(selected, torch.where(x != 0, other, torch.zeros((), dtype=dtype)))
     for isa in native.supported_isas():
+        assert same(native.select_bits(other, codes, isa=isa), selected), isa
         assert same_bits(native.pack_bits(x, isa=isa), codes), isa
         assert same(native.unpack_bits(codes, numel, dtype, *pair, isa=isa), values), isa
 
@@ -80,6 +84,7 @@ def test_threads_share_long_tensors(dtype: torch.dtype) -> None:
             assert same_bits(native.pack_bits(x, isa=isa), codes)
             values = native.unpack_bits(codes, 300_001, dtype, 0.0, 1.0, isa=isa)
             assert same(values, (x != 0).to(dtype))
+            assert same(native.select_bits(x, codes, isa=isa), reference.select_bits(x, codes))
     finally:
         torch.set_num_threads(threads)
 
@@ -98,6 +103,7 @@ def test_values_need_not_be_contiguous() -> None:
     assert torch.equal(pack_bits(torch.tensor(2.0)), torch.tensor([1], dtype=torch.uint8))
     codes = torch.stack([pack_bits(x)] * 2, -1)[:, 0]
     assert torch.equal(unpack_bits(codes, length=60), (x != 0).reshape(-1))
+    assert torch.equal(select_bits(torch.ones(5, 12).T, codes), (x != 0).float())
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,9 @@ def test_values_need_not_be_contiguous() -> None:
         (lambda: unpack_bits(torch.ones(1), length=3), "codes.dtype is torch.float32, but it must be uint8"),
         (lambda: unpack_bits(pack_bits(torch.ones(9)), length=8), r"shape \(2,\), but length 8 takes \(1,\)"),
         (lambda: unpack_bits(pack_bits(torch.ones(9))[None], length=9), r"shape \(1, 2\), but length 9 takes \(2,\)"),
+        (lambda: select_bits(torch.ones(9), pack_bits(torch.ones(8))), r"shape \(1,\), but length 9 takes \(2,\)"),
+        (lambda: select_bits(torch.ones(8).long(), pack_bits(torch.ones(8))), "x.dtype is torch.int64"),
+        (lambda: select_bits(torch.ones(8), pack_bits(torch.ones(8, device="meta"))), "x is on cpu and codes on meta"),
         (lambda: unpack_bits(pack_bits(torch.ones(0)), length=-1), "length is -1, but it must be at least 0"),
         (
             lambda: unpack_bits(pack_bits(torch.ones(9)), length=9, dtype=torch.int8),
@@ -121,6 +130,8 @@ def test_bad_argument_is_named(call: object, message: str) -> None:
 
 
 def test_opcheck_passes() -> None:
-    for x in (mask_of(100, torch.float32).requires_grad_(), mask_of(7, torch.bool)):
+    # NaN is not close to NaN there.
+    for x in (mask_of(100, torch.float32).nan_to_num().requires_grad_(), mask_of(7, torch.bool)):
         torch.library.opcheck(PACK, (x,))
+        torch.library.opcheck(SELECT, (x, pack_bits(x)))
         torch.library.opcheck(UNPACK, (pack_bits(x), x.numel(), x.dtype, 0.0, 1.0))

@@ -1,4 +1,4 @@
-"""pack_bits and unpack_bits in Triton return the reference's bits: on a GPU where there is one, else interpreted."""
+"""pack_bits, unpack_bits and select_bits in Triton: the bits of the reference, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def test_all_bits_are_the_references(numel: int, dtype: torch.dtype) -> None:
     x = mask_of(numel, dtype)
     codes = reference.pack_bits(x)
     assert same_bits(bits.pack_bits(x.to(DEVICE)).cpu(), codes)
+    other = mask_of(numel, dtype, 0.9, 1)
+    assert same(bits.select_bits(other.to(DEVICE), codes.to(DEVICE)).cpu(), reference.select_bits(other, codes))
     for pair in ((0.0, 1.0), (-0.0, 0.0), (1 / 0.7, 1e300)):
         values = reference.unpack_bits(codes, numel, dtype, *pair)
         assert same(bits.unpack_bits(codes.to(DEVICE), numel, dtype, *pair).cpu(), values)

@@ -161,6 +161,11 @@ def unpack(draw: Draw) -> tuple[Any, ...]:
     return torch.ops.laconic.pack_bits(x), x.numel(), draw(st.sampled_from(MASK_DTYPES)), 0.0, 1.0
 
 
+def select(draw: Draw) -> tuple[Any, ...]:
+    x = tensor(draw, MASK_DTYPES)
+    return x, torch.ops.laconic.pack_bits(x)
+
+
 ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "quantize_blockwise": quantize,
     "dequantize_blockwise": dequantize,
@@ -180,6 +185,7 @@ ARGUMENTS: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "sum_rows": rows,
     "pack_bits": lambda draw: (tensor(draw, MASK_DTYPES),),
     "unpack_bits": unpack,
+    "select_bits": select,
 }
 
 

@@ -36,6 +36,7 @@ WIDEST = {
     "_sum_rows_kernel": (128, 128),
     "_pack_bits_kernel": (128, None),
     "_unpack_bits_kernel": (None, 128),
+    "_select_bits_kernel": (128, 128),
 }
 """Bits per thread of the widest load and store of kernels that read or write aligned streams; None: not declared."""
 

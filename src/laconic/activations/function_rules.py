@@ -27,7 +27,7 @@ _ENOUGH = 64
 """Values of a channel whose mean is near that of all, and whose batch norm has a gradient that bears rounding."""
 
 _SIGNATURES: dict[str, tuple[str, ...]] = {
-    "relu": ("input",),
+    "relu": ("input", "inplace"),
     "leaky_relu": ("input", "negative_slope"),
     "relu6": ("input",),
     "hardtanh": ("input", "min_val", "max_val"),
@@ -112,6 +112,13 @@ class Call:
         assert self.family is not None
         position = _SIGNATURES[self.family].index(name)
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the call of a relu changes its input."""
+        if self.function.__name__.endswith("_"):
+            return True
+        return bool(self.argument("inplace", False))
 
     def may_round(self, tensor: Tensor) -> bool:
         """Whether the function tolerates that this saved tensor is rounded."""

@@ -25,6 +25,7 @@ from laconic.activations.choice import Offload, Packing, block_format_of
 from laconic.activations.exact_codes import Layout, as_mask
 from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
+from laconic.activations.masked_relu import masked_relu, may_be_masked
 from laconic.activations.tracker import own_storages
 from laconic.errors import ModelError
 from laconic.formats import BlockFormat
@@ -126,12 +127,23 @@ class Packer(TorchFunctionMode):
         kept = found(x) if isinstance(x, Tensor) and not x.is_leaf else None  # before the call, which may work in place
         before, self._call = self._call, call
         try:
-            result = func(*args, **kwargs)
+            if call.family == "relu" and isinstance(x, Tensor) and self._masks(call, x):
+                result = masked_relu(x, call.is_in_place)
+            else:
+                result = func(*args, **kwargs)
         finally:
             self._call = before
         if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad:
             self._note(call, x, kept, result)
         return result
+
+    def _masks(self, call: Call, x: Tensor) -> bool:
+        """Whether a relu keeps bits of its own making, instead of a tensor that is packed into them."""
+        if self.format is None or not may_be_masked(x, call.is_in_place) or x.numel() < _MIN_NUMEL:
+            return False
+        # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.
+        innermost: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return innermost is not None and getattr(innermost[0], "__self__", None) is self
 
     def _note(self, call: Call, x: Tensor, kept: Kept | None, result: Tensor) -> None:
         """Note on the result of a call that it can be computed again, if its input can be rebuilt."""

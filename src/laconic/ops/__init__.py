@@ -40,6 +40,7 @@ __all__ = [
     "sum_rows",
     "pack_bits",
     "unpack_bits",
+    "select_bits",
     "quantize_dynamic",
     "dequantize_dynamic",
     "kernels_in_use",
@@ -76,7 +77,7 @@ _FAMILIES = {
     "adamw": ("adamw8bit_", "adamw8bit_multi_"),
     "lossless": ("lossless_encode", "lossless_decode_", "lossless_decode_add_"),
     "rows": ("sum_rows",),
-    "bits": ("pack_bits", "unpack_bits"),
+    "bits": ("pack_bits", "unpack_bits", "select_bits"),
 }
 for _family, _ops in _FAMILIES.items():
     for _op in _ops:
@@ -104,6 +105,7 @@ _lossless_decode_add_ = torch.ops.laconic.lossless_decode_add_.default
 _sum_rows = torch.ops.laconic.sum_rows.default
 _pack_bits = torch.ops.laconic.pack_bits.default
 _unpack_bits = torch.ops.laconic.unpack_bits.default
+_select_bits = torch.ops.laconic.select_bits.default
 _dequantize_blockwise_after = torch.ops.laconic.dequantize_blockwise_after.default
 
 # Whatever the device, they are the ops without `after`; only a graph that orders its nodes sees a difference.
@@ -534,6 +536,22 @@ def unpack_bits(
         FormatError: an argument is outside of these values.
     """
     return _unpack_bits(codes, length, dtype, zero, one)
+
+
+def select_bits(x: Tensor, codes: Tensor) -> Tensor:
+    """What a mask of `pack_bits` lets pass, as the gradient of a relu is: the rest becomes zero, NaN and infinity, too.
+
+    Args:
+        x: [...], of the dtypes of pack_bits, any strides; taken in contiguous order.
+        codes: uint8 [ceil(numel / 8)].
+
+    Returns:
+        [...], contiguous.
+
+    Raises:
+        FormatError: an argument is outside of these values.
+    """
+    return _select_bits(x, codes)
 
 
 def lossless_encode(x: Tensor, *, code: str = "tiered", capacity_nbytes: int | None = None) -> Tensor:

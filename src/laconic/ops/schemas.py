@@ -41,6 +41,7 @@ __all__ = [
     "check_lossless_encode",
     "check_pack_bits",
     "check_quantize_blockwise",
+    "check_select_bits",
     "check_separate",
     "check_square_sum_blockwise",
     "check_sum_blockwise",
@@ -135,6 +136,7 @@ LIBRARY.define(
     "unpack_bits(Tensor codes, SymInt length, ScalarType dtype, float zero, float one) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+LIBRARY.define("select_bits(Tensor x, Tensor codes) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
 for _name in (
     "quantize_blockwise",
     "dequantize_blockwise",
@@ -154,6 +156,7 @@ for _name in (
     "sum_rows",
     "pack_bits",
     "unpack_bits",
+    "select_bits",
 ):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
@@ -897,6 +900,18 @@ def check_unpack_bits(codes: Tensor, length: int, dtype: torch.dtype) -> None:
         raise FormatError(f"codes have shape {tuple(codes.shape)}, but length {length} takes ({(length + 7) // 8},)")
 
 
+def check_select_bits(x: Tensor, codes: Tensor) -> None:
+    """Check the arguments of select_bits.
+
+    Raises:
+        FormatError: an argument breaks its rule; the message names field, value and rule.
+    """
+    check_pack_bits(x)
+    check_unpack_bits(codes, x.numel(), x.dtype)
+    if codes.device != x.device:
+        raise FormatError(f"x is on {x.device} and codes on {codes.device}, but both must be on one device")
+
+
 @torch.library.register_fake("laconic::pack_bits", lib=LIBRARY)
 def _pack_bits_fake(x: Tensor) -> Tensor:
     return x.new_empty(check_pack_bits(x), dtype=torch.uint8)
@@ -906,3 +921,9 @@ def _pack_bits_fake(x: Tensor) -> Tensor:
 def _unpack_bits_fake(codes: Tensor, length: int, dtype: torch.dtype, zero: float, one: float) -> Tensor:
     check_unpack_bits(codes, length, dtype)
     return codes.new_empty(length, dtype=dtype)
+
+
+@torch.library.register_fake("laconic::select_bits", lib=LIBRARY)
+def _select_bits_fake(x: Tensor, codes: Tensor) -> Tensor:
+    check_select_bits(x, codes)
+    return x.new_empty(x.shape)

@@ -160,6 +160,10 @@ def _unpack_bits(dtype: torch.dtype) -> Choices:
     return _bytes(125), 1000, dtype, -1.0, 0.5
 
 
+def _select_bits(dtype: torch.dtype) -> Choices:
+    return _random(1000).to(dtype), _bytes(125)
+
+
 # --- which choices a call makes ---
 
 
@@ -197,6 +201,7 @@ _OPS: dict[str, _Op] = {
     "sum_rows": (_sum_rows, lambda a: (a[0].dtype, a[3] is not None)),
     "pack_bits": (_pack_bits, lambda a: (a[0].dtype,)),
     "unpack_bits": (_unpack_bits, lambda a: (a[2],)),
+    "select_bits": (_select_bits, lambda a: (a[0].dtype,)),
 }
 
 OPS = tuple(_OPS)
@@ -244,6 +249,7 @@ def examples(op: str) -> Iterator[tuple[Choices, Choices]]:
         "sum_rows": [(bf16, False), (fp32, True), (fp16, True)],
         "pack_bits": [(dtype,) for dtype in MASK_DTYPES],
         "unpack_bits": [(dtype,) for dtype in MASK_DTYPES],
+        "select_bits": [(dtype,) for dtype in MASK_DTYPES],
     }
     for chosen in choices.get(op, [(False,), (True,)]):
         yield chosen, _OPS[op][0](*chosen)

@@ -6,7 +6,7 @@ schemas.py has checked.
 
 from laconic.ops.native.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.native.adamw import adamw8bit_, adamw8bit_multi_
-from laconic.ops.native.bits import pack_bits, unpack_bits
+from laconic.ops.native.bits import pack_bits, select_bits, unpack_bits
 from laconic.ops.native.blockwise import dequantize_blockwise, quantize_blockwise
 from laconic.ops.native.gated import gated_backward_blockwise, gated_product_blockwise
 from laconic.ops.native.library import SELECTION, supported_isas
@@ -27,6 +27,7 @@ __all__ = [
     "lossless_encode",
     "pack_bits",
     "quantize_blockwise",
+    "select_bits",
     "square_sum_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",

@@ -8,9 +8,9 @@ from torch import Tensor
 from laconic.ops import huge_pages
 from laconic.ops.native.library import isa_number, kernels
 from laconic.ops.reference.bits import bit_patterns
-from laconic.ops.schemas import check_pack_bits, check_unpack_bits
+from laconic.ops.schemas import check_pack_bits, check_select_bits, check_unpack_bits
 
-__all__ = ["pack_bits", "unpack_bits"]
+__all__ = ["pack_bits", "select_bits", "unpack_bits"]
 
 
 def pack_bits(x: Tensor, *, isa: str | None = None) -> Tensor:
@@ -45,6 +45,23 @@ def unpack_bits(
         length,
         dtype.itemsize,
         *(pattern & word for pattern in bit_patterns(zero, one, dtype)),
+        values.data_ptr(),
+    )
+    return values
+
+
+def select_bits(x: Tensor, codes: Tensor, *, isa: str | None = None) -> Tensor:
+    """`reference.select_bits` in C++, the same bits; `isa` overrides the instruction set."""
+    check_select_bits(x, codes)
+    x, codes = x.contiguous(), codes.contiguous()
+    values = huge_pages.empty(x.shape, x.dtype)
+    kernels().select_bits(
+        isa_number(isa),
+        torch.get_num_threads(),
+        x.data_ptr(),
+        codes.data_ptr(),
+        x.numel(),
+        x.element_size(),
         values.data_ptr(),
     )
     return values

@@ -6,7 +6,7 @@ C++ and Triton kernels return the same bits. docs/formats.md specifies the same 
 
 from laconic.ops.reference.accumulate import accumulate_blockwise_, square_sum_blockwise
 from laconic.ops.reference.adamw import adamw8bit_, adamw8bit_multi_, dequantize_dynamic, quantize_dynamic
-from laconic.ops.reference.bits import pack_bits, unpack_bits
+from laconic.ops.reference.bits import pack_bits, select_bits, unpack_bits
 from laconic.ops.reference.blockwise import dequantize_blockwise, quantize_blockwise, seed_key, uniform
 from laconic.ops.reference.gated import gated_backward_blockwise, gated_product_blockwise
 from laconic.ops.reference.lossless import lossless_decode_, lossless_decode_add_, lossless_encode
@@ -28,6 +28,7 @@ __all__ = [
     "quantize_blockwise",
     "quantize_dynamic",
     "seed_key",
+    "select_bits",
     "square_sum_blockwise",
     "sum_blockwise",
     "sum_requantize_blockwise",

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from laconic.ops.schemas import check_pack_bits, check_unpack_bits
+from laconic.ops.schemas import check_pack_bits, check_select_bits, check_unpack_bits
 
-__all__ = ["INTEGERS", "bit_patterns", "pack_bits", "unpack_bits"]
+__all__ = ["INTEGERS", "bit_patterns", "pack_bits", "select_bits", "unpack_bits"]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The type in which bits are read, by bytes of an element."""
@@ -38,6 +38,17 @@ def unpack_bits(codes: Tensor, length: int, dtype: torch.dtype, zero: float, one
     bits = (codes.unsqueeze(-1) >> torch.arange(8, device=codes.device)) & 1
     values = torch.tensor((zero, one), dtype=dtype, device=codes.device)
     return values[bits.reshape(-1)[:length].long()]
+
+
+@torch.no_grad()
+def select_bits(x: Tensor, codes: Tensor) -> Tensor:
+    """`x` where the bit is set, else zero; see `laconic.ops.select_bits`.
+
+    x [...], codes uint8 [ceil(numel / 8)] -> [...].
+    """
+    check_select_bits(x, codes)
+    bits = unpack_bits(codes, x.numel(), torch.bool, 0.0, 1.0).view(x.shape)
+    return torch.where(bits, x.contiguous(), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def bit_patterns(zero: float, one: float, dtype: torch.dtype) -> tuple[int, int]:

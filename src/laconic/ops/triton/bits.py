@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.ops.reference.bits import INTEGERS, bit_patterns
-from laconic.ops.schemas import check_pack_bits, check_unpack_bits
+from laconic.ops.schemas import check_pack_bits, check_select_bits, check_unpack_bits
 from laconic.ops.triton.blockwise import _on_device
 
-__all__ = ["pack_bits", "unpack_bits"]
+__all__ = ["pack_bits", "select_bits", "unpack_bits"]
 
 _TILE = 4096
 """Values per program."""
@@ -41,6 +41,15 @@ def _unpack_bits_kernel(codes_ptr, length, zero, one, values_ptr, TILE: tl.const
     bits = (codes >> (index % 8).to(tl.int32)) & 1
     word = values_ptr.dtype.element_ty
     tl.store(values_ptr + index, tl.where(bits != 0, one.to(word), zero.to(word)), mask=exists)
+
+
+@triton.jit
+def _select_bits_kernel(x_ptr, codes_ptr, length, values_ptr, TILE: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    exists = index < length
+    codes = tl.load(codes_ptr + index // 8, mask=exists, other=0).to(tl.int32)
+    is_set = ((codes >> (index % 8).to(tl.int32)) & 1) != 0
+    tl.store(values_ptr + index, tl.where(is_set, tl.load(x_ptr + index, mask=exists, other=0), 0), mask=exists)
 
 
 def pack_bits(x: Tensor) -> Tensor:
@@ -73,5 +82,19 @@ def unpack_bits(codes: Tensor, length: int, dtype: torch.dtype, zero: float, one
                 values.view(INTEGERS[dtype.itemsize]),
                 TILE=_TILE,
                 enable_fp_fusion=False,
+            )
+    return values
+
+
+def select_bits(x: Tensor, codes: Tensor) -> Tensor:
+    """`reference.select_bits` in Triton, the same bits."""
+    check_select_bits(x, codes)
+    values = x.new_empty(x.shape)
+    x = x.detach().contiguous()
+    if x.numel():
+        word = INTEGERS[x.element_size()]
+        with _on_device(x):
+            _select_bits_kernel[(triton.cdiv(x.numel(), _TILE),)](
+                x.view(word), codes.contiguous(), x.numel(), values.view(word), TILE=_TILE, enable_fp_fusion=False
             )
     return values
