@@ -182,6 +182,6 @@ def test_the_ops_are_what_torch_expects_of_an_op() -> None:
 
 
 def test_two_bits_are_refused() -> None:
-    codes, scales = quantize_blockwise(torch.randn(4, 64), "uint2")
+    codes, scales = quantize_blockwise(torch.randn(4, 64), code="uint2")
     with pytest.raises(FormatError, match="gated products read codes of 4 bits or more"):
         gated_product_blockwise(codes, scales, codes, scales, length=64, activation="silu", code="uint2")
