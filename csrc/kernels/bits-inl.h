@@ -1,11 +1,11 @@
 // Packing and unpacking of bits over a vocabulary of three functions, each for words of 8, 16, 32
 // and 64 bits:
 //
-//   uint64_t nonzero(const T* x, T magnitude)            bit i: whether x[i] & magnitude is not zero
+//   uint64_t nonzero(const T* x, T magnitude)            bit i: whether x[i] & magnitude is not 0
 //   void choose(uint64_t bits, T zero, T one, T* values)
 //   void select(uint64_t bits, const T* x, T* values)    x[i] where bit i is set, else zero
 //
-// PlainBits has them for any processor; other vocabularies override what their intrinsics do better.
+// PlainBits has them for any processor; other vocabularies override what intrinsics do better.
 #pragma once
 
 #include <cstring>
@@ -38,8 +38,8 @@ struct PlainBits {
       }
     }
   }
-  // Eight bytes at a time, as the bytes of one word: each keeps its own bit of the eight and becomes
-  // 0xFF if that is set.
+  // Eight bytes at a time, as the bytes of one word: each keeps its own bit of the eight and
+  // becomes 0xFF if that is set.
   static void choose(uint64_t bits, uint8_t zero, uint8_t one, uint8_t* values) {
     constexpr uint64_t kEach = 0x0101010101010101, kOwn = 0x8040201008040201;
     for (int byte = 0; byte < 8; ++byte) {

@@ -5,7 +5,8 @@
 namespace laconic {
 namespace {
 
-// Choosing and selecting are plain loops, which compilers turn into vectors; comparisons into bits they do not.
+// Choosing and selecting are plain loops, which compilers turn into vectors; they do not do so with
+// comparisons into bits.
 struct Avx2Bits : PlainBits {
   using PlainBits::nonzero;
 
