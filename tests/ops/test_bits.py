@@ -130,8 +130,7 @@ def test_bad_argument_is_named(call: object, message: str) -> None:
 
 
 def test_opcheck_passes() -> None:
-    # NaN is not close to NaN there.
-    for x in (mask_of(100, torch.float32).nan_to_num().requires_grad_(), mask_of(7, torch.bool)):
-        torch.library.opcheck(PACK, (x,))
-        torch.library.opcheck(SELECT, (x, pack_bits(x)))
-        torch.library.opcheck(UNPACK, (pack_bits(x), x.numel(), x.dtype, 0.0, 1.0))
+    x = mask_of(100, torch.float32).nan_to_num().requires_grad_()  # NaN is not close to NaN there
+    torch.library.opcheck(PACK, (x,))
+    torch.library.opcheck(SELECT, (x, pack_bits(x)))
+    torch.library.opcheck(UNPACK, (pack_bits(x), x.numel(), x.dtype, 0.0, 1.0))
