@@ -67,7 +67,8 @@ def test_sizes_do_instead_of_a_directory(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("policy", "bits"), [("agoq", [4, 5, 6, 8]), ("uniform4", [4] * 4), ("uniform8", [8] * 4), ("exact", [16] * 4)]
+    ("policy", "bits"),
+    [("agoq", [4, 5, 6, 8]), ("uniform2", [2] * 4), ("uniform4", [4] * 4), ("uniform8", [8] * 4), ("exact", [16] * 4)],
 )
 def test_policies_are_kept_whether_they_fit_or_not(
     model: str, policy: str, bits: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -133,11 +134,14 @@ def test_a_model_is_calibrated_and_the_planner_takes_it(
         assert errors == sorted(errors)
         assert 0 < errors[0] < 0.05
         assert errors[-1] < 1
+        assert errors[-1] < sensitivity.errors[kind]["uint2"] < 3
     assert "measured by laconic plan --calibrate" in sensitivity.source
     capsys.readouterr()
     plan = ["plan", str(directory), "--memory", "20MB", "--precision", "fp32", "--calibration", str(measured)]
     assert main([*plan, "--sequence-length", "64", "--batch", "8"]) == 0
     assert "fits: " in capsys.readouterr().out
+    # Two bits have an error as well, for who names them.
+    assert main([*plan, "--sequence-length", "64", "--batch", "8", "--choices", "2", "8"]) == 0
 
 
 def test_sizes_in_words() -> None:

@@ -279,6 +279,23 @@ def test_sensitivity_takes_the_next_coarser_measurement() -> None:
     assert known.squared_error(unit, EXACT, 4) == 0
 
 
+def test_two_bits_are_taken_only_by_who_names_them_and_never_stand_for_other_codes() -> None:
+    budget = budgets_of(LARGE)[0]
+    smallest = by_bits(LARGE, [2] * LARGE.layout.num_chunks, Choice("uint2")).prediction.peak_nbytes
+    assert smallest < budget
+    with pytest.raises(PlanError, match="the least that these choices can do with"):
+        choose(LARGE, smallest, allowed=("16", "8", "6", "5", "4"))
+    chosen = choose(LARGE, smallest, allowed=("8", "2"))
+    assert 2 in {choice.bits for choice in chosen.choices.values()}
+    assert all(rank.total_nbytes <= smallest for rank in chosen.prediction.ranks)
+    norm = next(unit for unit in LARGE.stages()[0].units() if unit.kind == "norm")
+    only = Sensitivity({"norm": {"uint2": 0.5}}, "")
+    with pytest.raises(PlanError, match="nothing is known about norm at nf4"):
+        only.squared_error(norm, Choice("nf4"), 1)
+    with pytest.raises(PlanError, match="nothing is known about norm at uint2"):
+        Sensitivity({"norm": {"nf4": 0.1}}, "").squared_error(norm, Choice("uint2"), 1)
+
+
 def test_shipped_numbers_name_their_source() -> None:
     assert len(Sensitivity.default().source) > 20
     data = json.loads((Path(__file__).parents[2] / "src/laconic/cost/data/hardware.json").read_text())

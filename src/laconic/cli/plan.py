@@ -11,7 +11,7 @@ from laconic.cli.plan_measured import measure, plan_measured
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.saved_tensors import EXACT, Choice
-from laconic.cost.planner.policy import CHOICES, Chosen, Weights, agoq, by_bits, choose
+from laconic.cost.planner.policy import ALL_CHOICES, CHOICES, Chosen, Weights, agoq, by_bits, choose
 from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.chart import save_chart
 from laconic.cost.text.table import plan_text
@@ -20,7 +20,7 @@ from laconic.schedule import SCHEDULES
 
 __all__ = ["run"]
 
-_UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (4, 5, 6, 8)}}
+_UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (2, 4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
 _ALL_SIZES = (*_SIZES, "num_kv_heads", "head_dim", "num_experts", "experts_per_token", "tied")
 _MOST = 10**9
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["budget", "agoq", *_UNIFORM],
         help="who chooses (default: budget with --memory, else exact)",
     )
-    add("--choices", nargs="+", default=list(CHOICES), choices=CHOICES, help="what the budget policy may choose")
+    add("--choices", nargs="+", default=list(CHOICES), choices=ALL_CHOICES, help="what the budget policy may choose")
     add("--attention", default="exact", help="for the other policies: exact, int8, nf4")
     add("--calibration", metavar="FILE", help="sensitivities written by --calibrate instead of the shipped ones")
     add("--hardware", default="h100", help="for the time that choices cost: h100, a100, a6000, xeon-core")

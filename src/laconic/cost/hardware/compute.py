@@ -113,7 +113,9 @@ class Sensitivity:
         if choice.code is None or choice.recompute or not unit.rows:
             return 0.0
         known = self.errors.get(unit.kind, {})
-        coarser = [code for code in _BY_FINENESS[_BY_FINENESS.index(choice.code) :] if code in known]
+        # Two bits are another way of rounding; what they cost stands for nothing else, and nothing else for them.
+        candidates = ["uint2"] if choice.code == "uint2" else _BY_FINENESS[_BY_FINENESS.index(choice.code) :]
+        coarser = [code for code in candidates if code in known]
         if not coarser:
             raise PlanError(
                 f"nothing is known about {unit.kind} at {choice.code}; measure it with laconic plan --calibrate"

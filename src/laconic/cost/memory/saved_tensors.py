@@ -30,11 +30,11 @@ __all__ = [
     "rotary_nbytes",
 ]
 
-CODE_BITS = {"nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
+CODE_BITS = {"uint2": 2, "nf4": 4, "e2m1": 4, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
 """Bits per value of every block format."""
 
 _SCALE_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_DEFAULT_CODES = {4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
+_DEFAULT_CODES = {2: "uint2", 4: "nf4", 5: "int5", 6: "int6", 8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Choice:
 
     def packed_nbytes(self, rows: int, length: int) -> int:
         """Bytes of codes and scales of `rows` rows of `length` values."""
-        scales = -(-length // self.block_size) * _SCALE_NBYTES[self.scale_dtype]
+        # uint2 has two numbers per block, step and minimum.
+        scales = -(-length // self.block_size) * _SCALE_NBYTES[self.scale_dtype] * (2 if self.code == "uint2" else 1)
         return rows * (-(-length * self.bits // 8) + scales)
 
     def to_json(self) -> dict[str, Any] | None:
@@ -129,7 +130,7 @@ class Choice:
 
     @classmethod
     def from_bits(cls, bits: int, block_size: int = 64) -> Choice:
-        """nf4, int5, int6 or int8; 16 keeps exactly.
+        """uint2, nf4, int5, int6 or int8; 16 keeps exactly.
 
         Raises:
             PlanError: there is no format of so many bits.
@@ -137,7 +138,7 @@ class Choice:
         if bits == 16:
             return EXACT
         if bits not in _DEFAULT_CODES:
-            raise PlanError(f"bits is {bits!r}, but it must be 4, 5, 6, 8 or 16")
+            raise PlanError(f"bits is {bits!r}, but it must be 2, 4, 5, 6, 8 or 16")
         return cls(_DEFAULT_CODES[bits], block_size)
 
 
@@ -192,7 +193,7 @@ class Unit:
     tokens: int
     weight_nbytes: int = 0
     beside_nbytes: int = 0
-    minimum_bits: int = 4
+    minimum_bits: int = 2
     rebuilt_with: str | None = None
     input_nbytes: int = 0
 

@@ -17,10 +17,13 @@ from laconic.cost.planner.milp import IntegerProgram
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
 
-__all__ = ["CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]
+__all__ = ["ALL_CHOICES", "CHOICES", "Chosen", "Weights", "choose", "by_bits", "agoq"]
 
 CHOICES = ("16", "8", "6", "5", "4", "recompute", "offload")
-"""Choices by their word on the command line."""
+"""Choices by their word on the command line, those that are allowed if nothing is said."""
+
+ALL_CHOICES = (*CHOICES, "2")
+"""Two bits are taken only by who names them."""
 
 _ERROR_UNIT = 0.05
 _TIME_UNIT = 0.02
@@ -75,7 +78,7 @@ def choose(
     Args:
         job: the run.
         budget_nbytes: of each rank's device.
-        allowed: words of `CHOICES`.
+        allowed: words of `ALL_CHOICES`.
         sensitivity, hardware: cost of choices; None takes the shipped tables, for an H100.
         weights: of error against time.
 
@@ -85,10 +88,10 @@ def choose(
     """
     words = [word for word in allowed if word != "offload" or job.settings.device != "cpu"]
     for word in words:
-        if word not in CHOICES:
-            raise PlanError(f"choices name {word!r}, but they must be among {', '.join(CHOICES)}")
+        if word not in ALL_CHOICES:
+            raise PlanError(f"choices name {word!r}, but they must be among {', '.join(ALL_CHOICES)}")
     if not set(words) - {"offload"}:
-        raise PlanError("choices are empty, but at least one of 16, 8, 6, 5, 4 and recompute is needed")
+        raise PlanError("choices are empty, but at least one of 16, 8, 6, 5, 4, 2 and recompute is needed")
     costs = _Costs(job, sensitivity or Sensitivity.default(), hardware or Hardware.named("h100"), weights or Weights())
     stages = job.stages()
     schedule = job.layout.make_schedule()

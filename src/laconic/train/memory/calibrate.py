@@ -27,7 +27,7 @@ from laconic.train.model_source import own_tokenizer
 
 __all__ = ["CODES", "calibrate", "calibrate_directory"]
 
-CODES = ("int8", "int6", "int5", "nf4")
+CODES = ("int8", "int6", "int5", "nf4", "uint2")
 """Formats that are measured, finest first; behind the layers only those of 8 bits."""
 
 _CPU = torch.device("cpu")
