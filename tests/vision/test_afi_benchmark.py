@@ -101,6 +101,14 @@ def test_step_benchmark_measures_one_network_alone() -> None:
     assert [line.split(",")[0] for line in result.stdout.splitlines() if line.startswith("## ")] == ["## ResNet-50"]
 
 
+@pytest.mark.slow
+def test_bits_benchmark_compares_two_four_and_eight() -> None:
+    result = run("vision-bits", "--smoke")
+    assert result.returncode == 0, result.stderr
+    for row in ("8 bits, block 64", "4 bits, block 64", "2 bits, block 64", "2 bits, block 256"):
+        assert f"\n| {row} | " in result.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
