@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,32 @@ def test_gradients_of_a_convolutional_network_are_right_on_average() -> None:
     of_one, of_mean = sum(single) / count, float((total / count - truth).square().sum())
     assert of_one > 0.02 * float(truth.square().sum())
     assert of_mean < 2 * of_one / count
+
+
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.hardtanh(x, -0.5, 1.0)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch norm", "group norm"])
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.ReLU6(), Clamped()], ids=repr)
+def test_what_is_computed_again_behind_norm_and_activation_is_right_on_average(
+    activation: nn.Module, norm: nn.Module
+) -> None:
+    exact = nn.Sequential(nn.Conv2d(3, 16, 3), norm, activation, nn.Conv2d(16, 4, 3))
+    packed = copy.deepcopy(exact)
+    laconic.compress_activations(packed, 2, block_size=256, mode="combined")
+    pixels, weight = images()[0], (lambda model: model[3].weight)
+    cotangent = torch.randn(8, 4, 12, 12, generator=torch.Generator().manual_seed(1))
+    (truth,) = torch.autograd.grad(exact(pixels), weight(exact), cotangent)
+    found = []
+    for seed in range(24):
+        seed_rounding(seed)
+        found += torch.autograd.grad(packed(pixels), weight(packed), cotangent)
+    of_one = sum(float((one - truth).square().sum()) for one in found) / 24
+    of_mean = float((torch.stack(found).mean(0) - truth).square().sum())
+    assert of_one > 0
+    assert of_mean < 2 * of_one / 24
 
 
 def test_rounding_to_nearest_would_not_be_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,9 @@ def test_the_loss_falls(tmp_path: Path) -> None:
         pytest.param(AGOQ | {"accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"gradients.bits": 12}, marks=pytest.mark.slow),
         AGOQ | {"checkpoint.zip": True},
+        pytest.param({"activations.bits": 2, "accumulation": 2}, marks=pytest.mark.slow),
     ],
-    ids=["nf4", "exact", "dropout", "bf16", "gpt2", "agoq", "12-bit-gradients", "zipped"],
+    ids=["nf4", "exact", "dropout", "bf16", "gpt2", "agoq", "12-bit-gradients", "zipped", "two-bits"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", changes)

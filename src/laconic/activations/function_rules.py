@@ -95,8 +95,8 @@ class Call:
 
     Attributes:
         function, args, kwargs: of the call.
-        mask: the factors of zero or one number that the call's dropout drew, or by which relu multiplied, once they
-            were packed.
+        mask: the factors of zero or one number that the call's dropout drew, or the sides of zero of a
+            relu's values, once they were packed.
     """
 
     function: Callable[..., Any]
@@ -171,7 +171,7 @@ class Call:
         if step is None:
             return None
         coded = as_mask(step[0], Layout.of(tensor), *step[1:])
-        self.mask = coded if self.family == "relu" else None
+        self.mask = coded if self.family in ("relu", "leaky_relu") else None
         return coded
 
     def _step(self, x: Tensor) -> tuple[Tensor, float, float] | None:
@@ -234,12 +234,17 @@ class Call:
         None for functions that are not known to depend on their first argument and on parameters alone.
 
         Args:
-            unbiased: the input will be right on average only. Batch norm and relu become linear in it, with the
-                statistics and the signs of the exact input, so that their output is right on average, too. (The
+            unbiased: the input will be right on average only. Batch and group norm and relu become linear in it, with
+                the statistics and the signs of the exact input, so that their output is right on average, too. (The
                 rounded input varies more than the exact one, and relu makes more of values that were rounded up than
-                of others.)
+                of others.) A function that clips at both ends is not computed again.
         """
         match self.family:
+            case "relu6" | "hardtanh" if unbiased:
+                return None
+            case "leaky_relu" if unbiased and self.mask is not None:
+                signs, slope = self.mask, self.argument("negative_slope", 0.01)
+                return (lambda x, *codes: torch.where(signs.decode(codes) > 0, x, slope * x)), signs.tensors
             case "relu" if unbiased and self.mask is not None:
                 signs = self.mask
                 return (lambda x, *codes: x * signs.decode(codes)), signs.tensors
@@ -265,8 +270,25 @@ class Call:
                 decode = self.mask.decode
                 return (lambda x, *codes: x * decode(codes)), self.mask.tensors
             case "batch_norm" | "group_norm" | "layer_norm" | "rms_norm":
-                return self._norm(unbiased)
+                return self._group_norm_of_exact() if unbiased and self.family == "group_norm" else self._norm(unbiased)
         return None
+
+    def _group_norm_of_exact(self) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        """Group norm with the statistics of the call's own input."""
+        x, groups = self.argument("input").detach(), self.argument("num_groups")
+        weight, bias = self.argument("weight"), self.argument("bias")
+        variance, mean = torch.var_mean(x.reshape(x.shape[0], groups, -1).float(), -1, correction=0, keepdim=True)
+        reciprocal = (variance + self.argument("eps", 1e-5)).rsqrt()
+        each_channel = (-1, *[1] * (x.dim() - 2))
+
+        def normalize(x: Tensor, mean: Tensor, reciprocal: Tensor, *affine: Tensor) -> Tensor:
+            y = ((x.reshape(x.shape[0], groups, -1).float() - mean) * reciprocal).view(x.shape)
+            parameters = iter(affine)
+            if weight is not None:
+                y = y * next(parameters).view(each_channel)
+            return y if bias is None else y + next(parameters).view(each_channel)
+
+        return normalize, (mean, reciprocal, *(given for given in (weight, bias) if given is not None))
 
     def _norm(self, unbiased: bool) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
         # Statistics of the rebuilt input: with those of the exact one, rounding to nearest in a channel that hardly
