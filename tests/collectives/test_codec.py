@@ -11,7 +11,7 @@ from laconic.collectives.codec import Blockwise, Codec, Raw
 from laconic.errors import FormatError
 from laconic.formats import BlockFormat
 
-BLOCKWISE = [Blockwise(BlockFormat(code)) for code in ("nf4", "int5", "int8")]
+BLOCKWISE = [Blockwise(BlockFormat(code)) for code in ("nf4", "int5", "int8", "uint2")]
 CODECS: list[Codec] = [Raw(), *BLOCKWISE, Blockwise(BlockFormat("int8", 128, torch.float32))]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -67,6 +67,12 @@ def cells(run_dirs: list[Path]) -> dict[str, list[tuple[str, str, bool | None]]]
     return {row.label: [(cell.text, cell.difference, cell.better) for cell in row.cells] for row in rows}
 
 
+def test_formats_have_their_names(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, str(bits), bits=bits) for bits in (2, 4, 5, 6, 8)]
+    found = [text for text, _, _ in cells(runs)["activations kept as"]]
+    assert found == ["uint2 b64", "nf4 b64", "int5 b64", "int6 b64", "int8 b64"]
+
+
 def test_table_shows_values_and_differences(tmp_path: Path) -> None:
     exact = make_run(tmp_path, "exact", loss=1.5, speed=1000)
     nf4 = make_run(tmp_path, "nf4", bits=4, loss=1.49, speed=900)

@@ -345,7 +345,7 @@ _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @dataclass(frozen=True)
 class Blockwise(_Whole):
-    """Codes of 4 to 8 bits and one scale per block: smaller, and not the same values afterwards.
+    """Codes of 2 to 8 bits and scales per block: smaller, and not the same values afterwards.
 
     A message, little-endian: magic "LCNQ", u8 version, u8 dtype of the values, u8 dtype of the scales (0 float32,
     1 bfloat16, 2 float16), u8 0, u16 block size, u16 0, u32 0, u64 numel, 8 bytes name of the code; then scales, then
@@ -437,6 +437,6 @@ class Blockwise(_Whole):
         )
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        scales_nbytes = -(-numel // self.format.block_size) * self.format.scale_dtype.itemsize
+        scales_nbytes = self.format.nbytes((numel,)) - -(-numel * self.format.bits // 8)
         body = message[_BLOCKWISE_HEADER.size :]
         return body[:scales_nbytes], body[scales_nbytes:]

@@ -1,4 +1,4 @@
-"""Block-wise formats: a tensor as small codes plus one scale per block.
+"""Block-wise formats: a tensor as small codes plus one scale per block, or step and minimum.
 
 `BlockFormat` says how; `BlockTensor` holds the result with what is needed to undo it. The numbers and bytes are
 those of `laconic.ops`; docs/formats.md has the layout.

@@ -211,7 +211,7 @@ class Run:
             return None
         if bits == 16:
             return "exact"
-        name = self.config.get("activations.format") or {4: "nf4"}.get(bits, f"int{bits}")
+        name = self.config.get("activations.format") or {2: "uint2", 4: "nf4"}.get(bits, f"int{bits}")
         mode = self.config.get("activations.mode", "sites")
         block = self.config.get("activations.block_size")
         return f"{name} b{block}" + ("" if mode == "sites" else f" {mode}")
