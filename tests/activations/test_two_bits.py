@@ -191,6 +191,7 @@ def test_reader_that_asks_for_more_bits_does_not_read_two() -> None:
     assert first.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sites", "hooks", "combined"])
 def test_llama_trains_in_every_mode(mode: str) -> None:
     model = make_model("llama")
