@@ -42,6 +42,8 @@ __all__ = ["WORDS", "measure_table"]
 WORDS = ("8", "6", "5", "4")
 """Bits that are measured; attention and other mixers have 8 at all of them, the head of a model at least 8."""
 
+_KNOWN = (*WORDS, "2")
+
 Inputs = Callable[[int], Mapping[str, Any]]
 LossOf = Callable[[Any], Tensor]
 
@@ -68,7 +70,7 @@ def measure_table(
         inputs: keyword arguments of a training forward for a batch of so many samples.
         batches: three sizes of batches, rising; bytes at the middle one have to lie on the line of the others. Errors
             and times are those of the largest.
-        words: numbers of bits.
+        words: numbers of bits, also "2", whose rounding is random.
         precision: "fp32", "bf16" (autocast over fp32 parameters) or "bf16-pure" (parameters are bf16 already).
         loss_of: the loss of what the model returns. None takes its `loss`, or the mean square of its first
             floating-point tensor.
@@ -397,8 +399,8 @@ def _check(batches: Sequence[int], words: Sequence[str], precision: str, model: 
     if len(batches) != 3 or min(batches) < 1 or list(batches) != sorted(set(batches)):
         raise PlanError(f"batches are {list(batches)}, but they must be three rising sizes of at least 1")
     for word in words:
-        if word not in WORDS:
-            raise PlanError(f"choices name {word!r}, but what is measured must be among {', '.join(WORDS)}")
+        if word not in _KNOWN:
+            raise PlanError(f"choices name {word!r}, but what is measured must be among {', '.join(_KNOWN)}")
     if precision not in ("fp32", "bf16", "bf16-pure"):
         raise PlanError(f"precision is {precision!r}, but it must be fp32, bf16 or bf16-pure")
     wanted = torch.bfloat16 if precision == "bf16-pure" else torch.float32
