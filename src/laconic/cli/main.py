@@ -2,7 +2,7 @@
 
 Subcommands are imported when they are called, so that `laconic --help` needs neither torch nor transformers.
 Exit codes: 0 done, 1 the command's answer is no (a self test fails, a plan does not fit), 2 bad input, 130
-interrupted with Ctrl-C; `train` returns the exit code of the training processes.
+interrupted with Ctrl-C; `train` returns the exit code of the training processes, `run` that of the script.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "train": "train a model; without arguments, a small demo",
+    "run": "run your own training script with the savings switched on",
     "compare": "put runs side by side: a table and report.html",
     "plan": "predict bytes per rank, and choose what to keep under a budget",
     "profile": "measure this cluster's links and codecs",

@@ -1,0 +1,42 @@
+"""`laconic run`: runs an unmodified training script with the savings switched on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["run"]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run `laconic run` with `args`; return the script's exit code, 2 if what was asked for cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="laconic run",
+        description="Run a training script as `python SCRIPT ARGUMENTS` does, with compressed activations. A summary "
+        "on stderr says what was saved. What a flag asks for and cannot be done ends the run, with exit code 2; all "
+        "other exit codes are the script's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--activations", type=int, choices=(4, 5, 6, 8, 16), help="bits (4 where possible; 16: exact)")
+    parser.add_argument("--attention", help="how query, key and value are kept: exact, recompute or a code (int8)")
+    parser.add_argument("--loss", choices=("exact", "chunked"), help="chunked: never hold the logits (exact)")
+    parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
+    parser.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    options = parser.parse_args(args)
+    from laconic.run.savings import Refusal, Savings, Wishes
+    from laconic.run.script import Script
+    from laconic.run.summary import render, summarize
+
+    script = Script(options.script, options.arguments)
+    savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
+    with savings:
+        code = script.run(passed=Refusal)
+    if not savings.is_forked and os.environ.get("RANK", "0") == "0":
+        summary = summarize(savings)
+        print(json.dumps(summary) if options.json else render(summary), file=sys.stderr)
+    return code

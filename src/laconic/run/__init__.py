@@ -1,0 +1,5 @@
+"""`laconic run`: an unmodified training script with the savings switched on.
+
+script.py runs the file as Python would, savings.py converts models and optimizers on their way, summary.py says what
+came of it.
+"""

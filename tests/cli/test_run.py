@@ -1,0 +1,176 @@
+"""`laconic run`: scripts that know nothing of laconic, in processes of their own."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.cli.main import main
+from tests.distributed.forked import ForkedPython
+
+NET = """
+import os, sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+def train(call, optimizer, steps=3):
+    for step in range(steps):
+        call(torch.randn(4, 16, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def laconic_run(directory: Path, script: str, *flags: str, arguments: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `laconic run FLAGS SCRIPT ARGUMENTS`."""
+    (directory / "net.py").write_text(NET)
+    (directory / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
+    command = [sys.executable, "-m", "laconic", "run", *flags, "script.py", *arguments]
+    process = ForkedPython(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=120)
+    return process.wait(), out, err
+
+
+def summary_of(err: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(err.splitlines()[-1])
+    return found
+
+
+OWN_LOOP = """
+    if __name__ == "__main__":
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters())
+        assert isinstance(optimizer, torch.optim.AdamW)
+        train(net, optimizer)
+        print(sys.argv, nn.Module.__call__ is nn.Module._wrapped_call_impl)
+"""
+
+
+def test_own_loop_keeps_fewer_bytes_and_nothing_of_torch_stays_watched(tmp_path: Path) -> None:
+    code, out, err = laconic_run(
+        tmp_path, OWN_LOOP, "--optimizer", "adamw8bit", "--json", arguments=("--epochs", "3", "--json")
+    )
+    assert (code, out) == (0, "['script.py', '--epochs', '3', '--json'] True\n"), err
+    summary = summary_of(err)
+    [model] = summary["models"]
+    assert model["model"] == "Net"
+    assert model["exact_nbytes"] > 8 * model["nbytes"] > 0
+    assert summary["optimizers"] == {"AdamW8bit": 3}
+    assert summary["step_seconds"] > 0
+
+
+def test_two_models_each_have_their_line_and_forked_children_none(tmp_path: Path) -> None:
+    script = """
+        first, second = Net(), Net()
+        optimizers = [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)]
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
+        train(lambda x: second(first(x)), optimizers[0])
+        optimizers[1].step()
+    """
+    code, _, err = laconic_run(tmp_path, script)
+    assert code == 0, err
+    assert err.count("Net keeps") == 2
+    assert err.count("steps: 3 of AdamW, 1 of SGD") == 1
+
+
+def test_what_the_script_compresses_is_left_to_it(tmp_path: Path) -> None:
+    script = """
+        import laconic
+        net = Net()
+        laconic.compress_activations(net, 8)
+        train(net, torch.optim.AdamW(net.parameters()))
+    """
+    code, _, err = laconic_run(tmp_path, script, "--json")
+    assert code == 0
+    assert summary_of(err)["models"][0]["left_exact"] == "the script compresses it itself"
+
+
+@pytest.mark.parametrize(
+    ("flags", "optimizer", "said"),
+    [
+        (("--loss", "chunked"), "AdamW", "loss is 'chunked'"),
+        (("--optimizer", "adamw8bit"), "SGD", "--optimizer is adamw8bit, but the script's first step is of SGD"),
+    ],
+)
+def test_what_was_asked_for_and_cannot_be_done_ends_before_the_first_step(
+    tmp_path: Path, flags: tuple[str, ...], optimizer: str, said: str
+) -> None:
+    script = f"net = Net(); train(net, torch.optim.{optimizer}(net.parameters(), lr=0.1)); print('trained')"
+    code, out, err = laconic_run(tmp_path, script, *flags)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_model_without_sites_is_left_exact_unless_asked_for(tmp_path: Path) -> None:
+    script = """
+        class Scale(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.factor = nn.Parameter(torch.ones(64))
+            def forward(self, x):
+                return x * self.factor
+        scale = Scale()
+        train(scale, torch.optim.AdamW(scale.parameters()))
+    """
+    code, _, err = laconic_run(tmp_path, script)
+    assert code == 0
+    assert "Scale left exact: no site recognized" in err
+    code, _, err = laconic_run(tmp_path, script, "--activations", "4")
+    assert code == 2
+    assert "no site recognized" in err
+
+
+def test_endings_are_those_of_the_script(tmp_path: Path) -> None:
+    code, _, err = laconic_run(tmp_path, "raise ValueError('at step 3')")
+    assert code == 1
+    assert err.count("  File ") == 1
+    assert "ValueError: at step 3" in err
+    assert laconic_run(tmp_path, "sys.exit(7)")[0] == 7
+    code, _, err = laconic_run(tmp_path, "sys.exit('no data')")
+    assert code == 1
+    assert err.startswith("no data\n")
+    code, _, err = laconic_run(tmp_path, "with torch.no_grad(): Net().eval()(torch.ones(1, 64))")
+    assert code == 0
+    assert "the script did not train" in err
+
+
+def test_a_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "missing.py"]) == 2
+    assert "script is missing.py, but there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_of_ddp_under_torchrun_and_spawned_workers_of_a_loader(tmp_path: Path) -> None:
+    script = """
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            net = nn.parallel.DistributedDataParallel(Net())
+            optimizer = torch.optim.AdamW(net.parameters())
+            for x in DataLoader(torch.randn(8, 64), batch_size=4, num_workers=1, multiprocessing_context="spawn"):
+                net(x).square().mean().backward()
+                optimizer.step()
+            dist.destroy_process_group()
+    """
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "laconic"]
+    command = [*launcher, "run", "--activations", "4", "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("Net keeps") == 1
