@@ -98,6 +98,21 @@ def test_what_the_script_compresses_is_left_to_it(tmp_path: Path) -> None:
     assert summary_of(err)["models"][0]["left_exact"] == "the script compresses it itself"
 
 
+def test_parts_called_before_the_whole_are_what_is_compressed(tmp_path: Path) -> None:
+    script = """
+        class Two(nn.Sequential):
+            pass
+        two = Two(Net(), Net())
+        optimizer = torch.optim.AdamW(two.parameters())
+        train(two[0], optimizer)
+        train(two, optimizer)
+    """
+    code, _, err = laconic_run(tmp_path, script, "--activations", "4")
+    assert code == 0, err
+    assert "Net keeps" in err
+    assert "Two left exact: parts of it were called, and compressed, before it" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "optimizer", "said"),
     [

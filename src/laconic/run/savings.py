@@ -89,6 +89,7 @@ class Savings:
         self._process = os.getpid()
         self._pending: dict[int, weakref.ref[Tensor]] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._converting = False
         self._ends: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
         self._add_param_group = Optimizer.add_param_group
@@ -170,7 +171,8 @@ class Savings:
         model, reason = _unwrap(module), None
         name, report = type(model).__name__, None
         if _is_compressed(model):
-            reason = "the script compresses it itself"
+            ours = any(part in self._converted for part in model.modules())
+            reason = "parts of it were called, and compressed, before it" if ours else "the script compresses it itself"
         else:
             reason = _unsupported(model)
             try:
@@ -189,6 +191,8 @@ class Savings:
                     f"{name} cannot be trained with what the flags ask for: {reason}; without --activations, "
                     f"--attention and --loss the model is left exact"
                 )
+        if report is not None:
+            self._converted.add(model)
         self.models.append(ModelOutcome(name, report, reason))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
