@@ -169,6 +169,18 @@ def test_a_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "compiled", ["net.compile(backend='aot_eager')", "call = torch.compile(net, backend='aot_eager')"]
+)
+def test_models_that_torch_compiles(tmp_path: Path, compiled: str) -> None:
+    script = f"net = call = Net(); {compiled}; train(call, torch.optim.AdamW(net.parameters()))"
+    code, _, err = laconic_run(tmp_path, script, "--activations", "4")
+    assert code == 0, err
+    assert "Net keeps" in err
+    assert "steps: 3 of AdamW" in err
+
+
+@pytest.mark.slow
 def test_two_ranks_of_ddp_under_torchrun_and_spawned_workers_of_a_loader(tmp_path: Path) -> None:
     script = """
         import torch.distributed as dist

@@ -12,7 +12,8 @@ import inspect
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
@@ -177,13 +178,14 @@ class Savings:
             reason = _unsupported(model)
             try:
                 if reason is None:
-                    report = compress_activations(
-                        model,
-                        4 if self.wishes.activations is None else self.wishes.activations,
-                        attention=self.wishes.attention,
-                        loss=self.wishes.loss or "exact",
-                        example_inputs=_named(model, args, kwargs),
-                    )
+                    with _interpreted(model):
+                        report = compress_activations(
+                            model,
+                            4 if self.wishes.activations is None else self.wishes.activations,
+                            attention=self.wishes.attention,
+                            loss=self.wishes.loss or "exact",
+                            example_inputs=_named(model, args, kwargs),
+                        )
             except ModelError as error:
                 reason = str(error)
             if reason is not None and self.wishes.of_models:
@@ -220,6 +222,19 @@ def _unwrap(module: nn.Module) -> nn.Module:
             module = inner
         else:
             return module
+
+
+@contextmanager
+def _interpreted(model: nn.Module) -> Iterator[None]:
+    """Measure what `nn.Module.compile` compiled in place as it is written; it is compiled when the script calls it."""
+    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def _is_compressed(model: nn.Module) -> bool:
