@@ -85,7 +85,7 @@ def test_commands_of_a_page_exist_with_their_flags(page: str) -> None:
     sources = "\n".join(file.read_text() for file in ROOT.glob("benchmarks/*.py"))
     for line in command_lines(TEXTS[page]):
         if benchmark := re.match(r"python -m benchmarks\.run ([a-z][\w-]*)", line):
-            assert f'@benchmark("{benchmark[1]}")' in sources, line
+            assert f'@benchmark("{benchmark[1]}"' in sources, line
         command = re.match(r"laconic ([a-z]+)\b(.*)", _LAUNCHER.sub("", line.partition("  #")[0]))
         if command is None:
             continue
