@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -156,6 +157,27 @@ def test_damaged_tables_are_refused(tmp_path: Path, path: tuple[Any, ...], value
     (tmp_path / "table.json").write_text(json.dumps(data))
     with pytest.raises(PlanError, match=message):
         MeasuredTable.load(tmp_path / "table.json")
+
+
+@settings(max_examples=20, deadline=None)
+@given(table=tables(), samples=st.integers(1, 9), weight=st.sampled_from([0.0, 1.0]))
+def test_blocks_that_share_get_one_choice(table: MeasuredTable, samples: int, weight: float) -> None:
+    words = [word for word in table.workspace_nbytes if all(word in group.options for group in table.groups)]
+    table = dataclasses.replace(
+        table, uniform_only=True, workspace_nbytes={w: table.workspace_nbytes[w] for w in words}
+    )
+    plans = [MeasuredPlan.uniform(table, samples, word) for word in words]
+    for budget in {plan.total_nbytes for plan in plans}:
+        found = choose_measured(table, samples, budget, time_weight=weight)
+        assert len(set(found.choices.values())) == 1
+        assert cost(found, weight) == min(cost(plan, weight) for plan in plans if plan.total_nbytes <= budget)
+    least = min(plan.total_nbytes for plan in plans)
+    with pytest.raises(PlanError, match=f"{least:,} bytes"):
+        choose_measured(table, samples, least - 1)
+    if len(words) > 1 and len(table.order) > 1:
+        mixed = dict.fromkeys(table.order, words[0]) | {table.order[0]: words[1]}
+        with pytest.raises(PlanError, match="neighbours share"):
+            MeasuredPlan.of(table, samples, mixed)
 
 
 def test_choices_that_were_not_measured_are_refused() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.activations import SavedTensorTracker
+from laconic.activations import SavedTensorTracker, seed_rounding
 from laconic.collectives import audit
 from laconic.optim import AdamW8bit
 from laconic.train.config.schema import OptimizerConfig, TrainConfig
@@ -134,6 +134,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         torch.manual_seed(split_mix(split_mix(split_mix(config.seed) ^ step) ^ world.rank))
+        seed_rounding(None)  # two bits: what this process rounded before does not count
 
         before, statistics = audit.snapshot(), self._statistics.copy()
         with ExitStack() as measuring:

@@ -86,6 +86,7 @@ class MeasuredTable:
             is taken for all groups.
         groups: that are decided.
         order: names of all blocks as forward comes to them; backward frees the last one first.
+        uniform_only: neighbours share much of what they save, so that only the same choice for all can be predicted.
         largest_batch: samples of the largest batch that was measured.
     """
 
@@ -99,6 +100,7 @@ class MeasuredTable:
     groups: tuple[MeasuredGroup, ...]
     order: tuple[str, ...]
     largest_batch: int
+    uniform_only: bool = False
 
     def group_of(self, block: str) -> MeasuredGroup:
         """The group that a block belongs to."""
@@ -164,6 +166,7 @@ class MeasuredTable:
                 groups=tuple(_group(entry) for entry in data["groups"]),
                 order=tuple(str(name) for name in data["order"]),
                 largest_batch=int(data["largest_batch"]),
+                uniform_only=bool(data["uniform_only"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError):
@@ -252,6 +255,11 @@ class MeasuredPlan:
                 )
             squared_error += group.options[word].squared_error
             time_share += group.options[word].time_share
+        if table.uniform_only and len(set(choices.values())) > 1:
+            raise PlanError(
+                "blocks have different choices, but in this model neighbours share much of what they save, which is"
+                " exact until both are packed; take one choice for all"
+            )
         first, stack = _stack(table)
         saved = {block: table.group_of(block).options[choices[block]].saved_nbytes.at(samples) for block in table.order}
         alive = peak = table.other_nbytes.at(samples) + sum(saved[block] for block in first)
@@ -301,16 +309,40 @@ def choose_measured(
     for group in table.groups:
         if not set(words) & set(group.options):
             raise PlanError(f"no choice is left for {group.kind} ({group.blocks[0] or 'the rest'}); allow 16")
+    if table.uniform_only:
+        return _cheapest_uniform(table, samples, words, budget_nbytes, optimizer, time_weight)
     choices = _solve(table, samples, words, budget_nbytes, optimizer, time_weight)
     if choices is None:
         least = _solve(table, samples, words, None, optimizer, time_weight)
         assert least is not None, "without a budget everything fits"
-        smallest = MeasuredPlan.of(table, samples, least, optimizer).total_nbytes
-        raise PlanError(
-            f"the budget is {budget_nbytes:,} bytes, but the least that these choices can do with is {smallest:,} bytes"
-            f" ({format_nbytes(smallest)}); raise the budget, allow more choices, use smaller batches or adamw8bit"
-        )
+        raise _too_little(budget_nbytes, MeasuredPlan.of(table, samples, least, optimizer).total_nbytes)
     return MeasuredPlan.of(table, samples, choices, optimizer)
+
+
+def _cheapest_uniform(
+    table: MeasuredTable,
+    samples: int,
+    words: Sequence[str],
+    budget_nbytes: int,
+    optimizer: str,
+    time_weight: float,
+) -> MeasuredPlan:
+    plans = [MeasuredPlan.uniform(table, samples, word, optimizer) for word in words]
+    fitting = [plan for plan in plans if plan.total_nbytes <= budget_nbytes]
+    if not fitting:
+        raise _too_little(budget_nbytes, min(plan.total_nbytes for plan in plans))
+    return min(fitting, key=lambda plan: _cost(plan.relative_error**2, plan.time_share, time_weight))
+
+
+def _cost(squared_error: float, time_share: float, time_weight: float) -> float:
+    return squared_error / _ERROR_UNIT**2 + time_weight * time_share / _TIME_UNIT
+
+
+def _too_little(budget_nbytes: int, smallest: int) -> PlanError:
+    return PlanError(
+        f"the budget is {budget_nbytes:,} bytes, but the least that these choices can do with is {smallest:,} bytes"
+        f" ({format_nbytes(smallest)}); raise the budget, allow more choices, use smaller batches or adamw8bit"
+    )
 
 
 def _stack(table: MeasuredTable) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -361,7 +393,7 @@ def _solve(
         cost[-1] = 1.0
     else:
         for i, option in enumerate(options):
-            cost[i] = option.squared_error / _ERROR_UNIT**2 + time_weight * option.time_share / _TIME_UNIT
+            cost[i] = _cost(option.squared_error, option.time_share, time_weight)
             cost[i] += 1e-9 * i / len(columns)  # equal costs are settled by order
     most = np.inf if budget_nbytes is None else budget_nbytes / _SCALE
     result = milp(

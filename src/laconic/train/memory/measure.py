@@ -50,7 +50,7 @@ LossOf = Callable[[Any], Tensor]
 _MOST_GROUPS = 12
 """Blocks are cut as finely as this allows: each group costs a dozen steps."""
 
-_LINEAR_WITHIN, _ADDS_UP_WITHIN = 0.02, 0.05
+_LINEAR_WITHIN, _ADDS_UP_WITHIN = 0.02, 0.05  # of a line's largest value, and of the exact model's bytes
 _ROUNDS = 3
 
 
@@ -108,6 +108,7 @@ def _measure(
     whole = Linear(*_line(batches, [sum(exact[n].values()) for n in batches], "the exact model"))
     everywhere = {word: run.saved_with(_choices(word, sites), batches) for word in words}
     every = {block for _, blocks, _ in groups for block in blocks}
+    shares = _shares(run, groups, sites, every, words[-1], largest, exact[largest])
     measured = []
     for kind, blocks, first in groups:
         booked = [sum(b for name, b in exact[n].items() if _is_in(name, blocks)) for n in batches]
@@ -163,8 +164,31 @@ def _measure(
         workspace_nbytes=workspace,
         groups=tuple(measured),
         order=tuple(order),
+        uniform_only=shares,
         largest_batch=largest,
     )
+
+
+def _shares(
+    run: _Runs,
+    groups: Sequence[tuple[str, tuple[str, ...], tuple[Site, ...]]],
+    sites: Sequence[Site],
+    every: Set[str],
+    word: str,
+    samples: int,
+    exact: Mapping[str, int],
+) -> bool:
+    """Whether much of what blocks save is shared by neighbours, and exact until both are packed.
+
+    Then what single blocks save when they alone are packed adds up to less than what all save together.
+    """
+    whole = sum(exact.values())
+    together = whole - run.saved_with(_choices(word, sites), [samples])[samples]
+    apart = 0
+    for _, blocks, _ in groups:
+        first = [site for site in sites if _owner(site.name, every) == blocks[0]]
+        apart += len(blocks) * (whole - run.saved_with(_choices(word, first), [samples])[samples])
+    return together - apart > _ADDS_UP_WITHIN * whole
 
 
 class _Runs:
