@@ -37,7 +37,7 @@ def test_value_and_gradient_have_torchs_bits(
     dtype: torch.dtype, in_place: bool, channels_last: bool, grad_is_channels_last: bool
 ) -> None:
     found = []
-    for function in (masked_relu, lambda x, in_place: F.relu(x, in_place)):
+    for function in (lambda x, in_place: masked_relu(x, in_place)[0], lambda x, in_place: F.relu(x, in_place)):
         leaf = values(dtype, channels_last).requires_grad_()
         x = leaf * 1
         y = function(x, in_place)
@@ -51,10 +51,10 @@ def test_value_and_gradient_have_torchs_bits(
 
 def test_derivatives_of_all_orders() -> None:
     x = torch.randn(40, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: masked_relu(x * 1, False).pow(3), x)
-    assert torch.autograd.gradgradcheck(lambda x: masked_relu(x * 1, False).pow(3), x)
+    assert torch.autograd.gradcheck(lambda x: masked_relu(x * 1, False)[0].pow(3), x)
+    assert torch.autograd.gradgradcheck(lambda x: masked_relu(x * 1, False)[0].pow(3), x)
     found = []
-    for function in (lambda x: masked_relu(x, False), torch.relu):
+    for function in (lambda x: masked_relu(x, False)[0], torch.relu):
         y = x
         for _ in range(3):
             (y,) = torch.autograd.grad(function(y).pow(4).sum(), x, create_graph=True)

@@ -91,7 +91,9 @@ class Clamped(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch norm", "group norm"])
-@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.ReLU6(), Clamped()], ids=repr)
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.ReLU6(), Clamped()], ids=repr
+)
 def test_what_is_computed_again_behind_norm_and_activation_is_right_on_average(
     activation: nn.Module, norm: nn.Module
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.ops import pack_bits, unpack_bits
 from laconic.ops.constants import constant_tensor
 
-__all__ = ["Coded", "Layout", "as_mask", "as_offsets", "as_shape"]
+__all__ = ["Coded", "Layout", "as_mask", "as_offsets", "as_shape", "mask_of_bits"]
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,22 @@ def as_mask(mask: Tensor, layout: Layout, true: float, false: float) -> Coded:
         layout: of the tensor that `decode` returns; its dtype is one of `MASK_DTYPES`.
         true, false: its values.
     """
-    numel = mask.numel()
+    return mask_of_bits(pack_bits(layout.flatten(mask.detach())), layout, true, false)
+
+
+def mask_of_bits(bits: Tensor, layout: Layout, true: float, false: float) -> Coded:
+    """What `as_mask` returns, from packed bits.
+
+    Args:
+        bits: uint8 [ceil(numel / 8)], of `pack_bits`.
+        layout, true, false: as in `as_mask`.
+    """
+    numel = layout.shape.numel()
 
     def decode(tensors: tuple[Tensor, ...]) -> Tensor:
         return layout.unflatten(unpack_bits(tensors[0], length=numel, dtype=layout.dtype, zero=false, one=true))
 
-    return Coded((pack_bits(layout.flatten(mask.detach())),), decode)
+    return Coded((bits,), decode)
 
 
 def as_shape(x: Tensor) -> Coded:

@@ -237,10 +237,12 @@ class Call:
             unbiased: the input will be right on average only. Batch and group norm and relu become linear in it, with
                 the statistics and the signs of the exact input, so that their output is right on average, too. (The
                 rounded input varies more than the exact one, and relu makes more of values that were rounded up than
-                of others.) A function that clips at both ends is not computed again.
+                of others.) A function that clips at both ends is not computed again, nor a relu without kept signs.
         """
         match self.family:
             case "relu6" | "hardtanh" if unbiased:
+                return None
+            case "relu" | "leaky_relu" if unbiased and self.mask is None:
                 return None
             case "leaky_relu" if unbiased and self.mask is not None:
                 signs, slope = self.mask, self.argument("negative_slope", 0.01)

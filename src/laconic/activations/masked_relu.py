@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.activations.exact_codes import Layout
+from laconic.activations.exact_codes import Coded, Layout, mask_of_bits
 from laconic.ops import pack_bits, select_bits, unpack_bits
 from laconic.ops.schemas import MASK_DTYPES
 
@@ -25,29 +25,34 @@ def may_be_masked(x: Tensor, in_place: bool) -> bool:
     return not in_place or not (x.is_leaf or x._is_view())
 
 
-def masked_relu(x: Tensor, in_place: bool) -> Tensor:
+def masked_relu(x: Tensor, in_place: bool) -> tuple[Tensor, Coded]:
     """`torch.relu(x)`, or in place `torch.relu_(x)`, which keeps for backward one bit per value of the result.
 
     Args:
         x: [...], a floating-point tensor for which `may_be_masked` holds.
         in_place: whether x becomes the result.
+
+    Returns:
+        The result, and the bits: one where a value is positive (or NaN), zero elsewhere.
     """
-    y: Tensor = _Relu.apply(x, in_place)
-    return y
+    y, codes = _Relu.apply(x, in_place)
+    return y, mask_of_bits(codes, Layout.of(y), 1.0, 0.0)
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, in_place: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
         y = torch.relu_(x) if in_place else torch.relu(x)
         if in_place:
             ctx.mark_dirty(x)
         ctx.layout = Layout.of(y)
-        ctx.save_for_backward(pack_bits(ctx.layout.flatten(y)))
-        return y
+        codes = pack_bits(ctx.layout.flatten(y))
+        ctx.save_for_backward(codes)
+        ctx.mark_non_differentiable(codes)
+        return y, codes
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, of_codes: Tensor) -> tuple[Tensor, None]:
         (codes,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _Masked.apply(grad, codes, ctx.layout), None

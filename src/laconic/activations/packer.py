@@ -128,7 +128,7 @@ class Packer(TorchFunctionMode):
         before, self._call = self._call, call
         try:
             if call.family == "relu" and isinstance(x, Tensor) and self._masks(call, x):
-                result = masked_relu(x, call.is_in_place)
+                result, call.mask = masked_relu(x, call.is_in_place)
             else:
                 result = func(*args, **kwargs)
         finally:
@@ -155,7 +155,7 @@ class Packer(TorchFunctionMode):
             return
         function, tensors = again
         inner = kept.memo
-        is_relu = call.family == "relu"
+        is_relu = function is torch.relu
         dtype, states = result.dtype, tuple(map(_state, tensors))
 
         def rebuild(x: Tensor, *tensors: Tensor) -> Tensor:
