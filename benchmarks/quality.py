@@ -5,7 +5,8 @@
 trains one model per setting and seed with `laconic train` (byte-level text, the Python standard library) and writes
 NAME.md (means, differences from exact by seed) and NAME.png (loss curves). Comparisons: `formats` (how activations are
 kept), `attention` (how attention is kept), `parts` (activations, optimizer and gradients, alone and together). Runs
-that are complete under --runs are read and not repeated, so an interrupted benchmark goes on where it stopped.
+that are complete under --runs are read and not repeated, others go on from their last checkpoint: an interrupted
+benchmark continues where it stopped.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Size:
     flags: tuple[str, ...]
     batch_size: int
     steps: int
+    eval_sequences: int = 1024
+    eval_every: int = 100
 
 
 SIZES = {
@@ -83,6 +86,18 @@ SIZES = {
         ),
         8,
         400,
+    ),
+    "large": Size(
+        "50 million",
+        (
+            *("--model.hidden-size", "640", "--model.intermediate-size", "1728"),
+            *("--model.num-hidden-layers", "10", "--model.num-attention-heads", "10"),
+            *("--optimizer.learning-rate", "6e-4", "--optimizer.warmup-steps", "50"),
+        ),
+        4,
+        1000,
+        eval_sequences=512,
+        eval_every=250,
     ),
 }
 _SEQUENCE_LENGTH = 128
@@ -107,12 +122,15 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
         return
     size = SIZES[options.size]
     shape = ["--batch-size", str(size.batch_size), "--sequence-length", str(_SEQUENCE_LENGTH), *size.flags]
-    shape += ["--eval-sequences", "1024", "--eval-every", "100"]
+    shape += ["--eval-sequences", str(size.eval_sequences), "--eval-every", str(size.eval_every)]
+    shape += ["--checkpoint.every", "50", "--checkpoint.keep", "1"]
     module = "benchmarks.saved_statistic" if "saved statistic" in name else "laconic"
     command = [sys.executable, "-m", module, "train", "--steps", str(size.steps)]
     command += [*shape, "--seed", str(seed), "--run-dir", str(directory), *COMPARISONS[options.comparison][name]]
     if "--nproc" not in command:
         command += ["--nproc", "1"]
+    if (directory / "checkpoints" / "latest").exists():
+        command.append("--resume")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
