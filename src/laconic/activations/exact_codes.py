@@ -53,7 +53,7 @@ class Layout:
 
 def _is_dense(x: Tensor) -> bool:
     """Whether the values of x fill a stretch of memory, each place once."""
-    if x.is_contiguous():
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return True
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):

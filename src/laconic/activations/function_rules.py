@@ -307,6 +307,8 @@ class Call:
             variance, mean = torch.var_mean(x.float(), (0, *range(2, x.dim())), correction=0)
             given |= {"running_mean": mean, "running_var": variance}
             names, training = ["running_mean", "running_var", *names], False
+        # Its statistics are fp32, and torch wants parameters to be of the same dtype.
+        widens = family == "batch_norm" and unbiased
         names = [name for name, value in given.items() if isinstance(value, Tensor)]
         others: dict[str, Any] = {"eps": self.argument("eps", None if family == "rms_norm" else 1e-5)}
         if family == "batch_norm":
@@ -318,6 +320,8 @@ class Call:
         function = getattr(F, family)
 
         def normalize(x: Tensor, *tensors: Tensor) -> Tensor:
+            if widens:
+                x, tensors = x.float(), tuple(tensor.float() for tensor in tensors)
             y: Tensor = function(x, **dict(zip(names, tensors, strict=True)), **others)
             return y
 

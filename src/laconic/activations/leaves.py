@@ -8,15 +8,18 @@ weights, blur, layer scale) is as good as the plain class.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
+from laconic.activations.function_rules import Call
 from laconic.activations.packer import Packer, running_packer
 from laconic.activations.replacement import Replacement
 
@@ -118,11 +121,53 @@ def run_packed(forward: Replacement, format: Packing, *args: Any, **kwargs: Any)
         return forward.original(*args, **kwargs)
     packer = running_packer()
     if packer is None:
-        with Packer(format, checked=False).active(forward.module):
+        packer, call = Packer(format, checked=False), _only_call(forward, args, kwargs)
+        if call is not None:
+            return packer.run_one(call, forward.module, forward.original, args[0])
+        with packer.active(forward.module):
             return forward.original(*args, **kwargs)
     with packer.packing_as(format):
         packer.leave_out(forward.module)
         return forward.original(*args, **kwargs)
+
+
+def _only_call(forward: Replacement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The one call of a function of torch for which a layer of torch's own classes saves; None for any other layer."""
+    module = forward.module
+    forward_of_class, call_of = _CALLS.get(type(module), (None, None))
+    if call_of is None or type(module).forward is not forward_of_class or forward.replaced is not None:
+        return None
+    # Functions of torch are others for subclasses of Tensor, and a method that an instance shadows may be anything.
+    if len(args) != 1 or kwargs or type(args[0]) is not Tensor or "_conv_forward" in module.__dict__:
+        return None
+    return call_of(module, args[0])
+
+
+def _call_of_convolution(module: Any, x: Tensor) -> Call | None:
+    if module.padding_mode != "zeros":  # padded by a function of its own
+        return None
+    return Call(F.conv2d, (x, module.weight), {})
+
+
+def _call_of_batch_norm(module: Any, x: Tensor) -> Call:
+    has_statistics = module.running_mean is not None or module.running_var is not None
+    given = {name: getattr(module, name) for name in ("weight", "bias", "eps")}
+    given["training"] = module.training or not has_statistics
+    if not module.training or module.track_running_stats:
+        given |= {name: getattr(module, name) for name in ("running_mean", "running_var")}
+    return Call(F.batch_norm, (x,), given)
+
+
+def _call_of_relu(module: Any, x: Tensor) -> Call:
+    return Call(F.relu, (x, module.inplace), {})
+
+
+_CALLS: dict[type[nn.Module], tuple[Callable[..., Any], Callable[[Any, Tensor], Call | None]]] = {
+    nn.Conv2d: (nn.Conv2d.forward, _call_of_convolution),
+    nn.BatchNorm2d: (nn.BatchNorm2d.forward, _call_of_batch_norm),
+    nn.ReLU: (nn.ReLU.forward, _call_of_relu),
+}
+"""Layers of which networks have most: the forward that is known, and the call that it makes."""
 
 
 _SAID: list[str] = []

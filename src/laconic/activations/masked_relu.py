@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.activations.exact_codes import Coded, Layout, mask_of_bits
+from laconic.activations.exact_codes import Layout
 from laconic.ops import pack_bits, select_bits, unpack_bits
 from laconic.ops.schemas import MASK_DTYPES
 
@@ -25,7 +25,7 @@ def may_be_masked(x: Tensor, in_place: bool) -> bool:
     return not in_place or not (x.is_leaf or x._is_view())
 
 
-def masked_relu(x: Tensor, in_place: bool) -> tuple[Tensor, Coded]:
+def masked_relu(x: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
     """`torch.relu(x)`, or in place `torch.relu_(x)`, which keeps for backward one bit per value of the result.
 
     Args:
@@ -33,10 +33,11 @@ def masked_relu(x: Tensor, in_place: bool) -> tuple[Tensor, Coded]:
         in_place: whether x becomes the result.
 
     Returns:
-        The result, and the bits: one where a value is positive (or NaN), zero elsewhere.
+        The result, and the bits, uint8 [ceil(numel / 8)], in the order of the result in memory: one where a value is
+        positive (or NaN), zero elsewhere.
     """
-    y, codes = _Relu.apply(x, in_place)
-    return y, mask_of_bits(codes, Layout.of(y), 1.0, 0.0)
+    result: tuple[Tensor, Tensor] = _Relu.apply(x, in_place)
+    return result
 
 
 class _Relu(torch.autograd.Function):

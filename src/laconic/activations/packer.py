@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from laconic.activations.choice import Offload, Packing, block_format_of
-from laconic.activations.exact_codes import Layout, as_mask
+from laconic.activations.exact_codes import Layout, as_mask, mask_of_bits
 from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
 from laconic.activations.masked_relu import masked_relu, may_be_masked
@@ -120,28 +120,52 @@ class Packer(TorchFunctionMode):
         """Exclude the parameters and buffers that a module holds now from packing."""
         self._own.update(own_storages(module))
 
+    def run_one(self, call: Call, module: nn.Module, function: Callable[..., Any], x: Tensor) -> Any:
+        """`function(x)`, a forward of which autograd saves what `call` saves and nothing else.
+
+        As `active`, at less than half the time: the functions of torch that run need not be watched.
+        """
+        if self._may_mask(call, x):  # nothing is saved that has to be packed
+            return self._during(call, function, (x,), {}, masks=True)
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.leave_out(module)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restore):
+            return self._during(call, function, (x,), {}, masks=False)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = Call(func, args, kwargs)
+        # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.
+        masks = call.family == "relu" and self._may_mask(call, call.argument("input")) and self._is_innermost()
+        return self._during(call, func, args, kwargs, masks=masks)
+
+    def _during(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, *, masks: bool) -> Any:
+        """`function(*args, **kwargs)`, what it saves packed as that of `call`, with a note on what it returns.
+
+        With `masks` it is a relu, which keeps bits of its own making instead of a tensor that is packed into them.
+        """
         x = call.argument("input") if call.family is not None and torch.is_grad_enabled() else None
         kept = found(x) if isinstance(x, Tensor) and not x.is_leaf else None  # before the call, which may work in place
         before, self._call = self._call, call
         try:
-            if call.family == "relu" and isinstance(x, Tensor) and self._masks(call, x):
-                result, call.mask = masked_relu(x, call.is_in_place)
+            if masks and isinstance(x, Tensor):
+                result, bits = masked_relu(x, call.is_in_place)
+                call.mask = mask_of_bits(bits, Layout.of(result), 1.0, 0.0)
             else:
-                result = func(*args, **kwargs)
+                result = function(*args, **kwargs)
         finally:
             self._call = before
         if isinstance(x, Tensor) and isinstance(result, Tensor) and result.requires_grad:
             self._note(call, x, kept, result)
         return result
 
-    def _masks(self, call: Call, x: Tensor) -> bool:
-        """Whether a relu keeps bits of its own making, instead of a tensor that is packed into them."""
-        if self.format is None or not may_be_masked(x, call.is_in_place) or x.numel() < _MIN_NUMEL:
+    def _may_mask(self, call: Call, x: object) -> bool:
+        """Whether a call is a relu whose result is worth a bit per value."""
+        if call.family != "relu" or self.format is None or not isinstance(x, Tensor) or x.numel() < _MIN_NUMEL:
             return False
-        # Hooks inside of these, as those of a checkpointed region, expect torch's own saved tensors.
+        return torch.is_grad_enabled() and may_be_masked(x, call.is_in_place)
+
+    def _is_innermost(self) -> bool:
         innermost: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return innermost is not None and getattr(innermost[0], "__self__", None) is self
 
