@@ -3,7 +3,7 @@
     python -m benchmarks.run gpu-step --out benchmarks/results/gpu_step_202611.md
 
 A layer of an eighth of the width runs forward and backward, plain and compressed, and every operation of torch and of
-laconic is noted with the bytes of its tensors. Bytes of activations grow with tokens and with the width, so those of
+laconic is noted with the bytes of its tensors; a kernel that torch has on CUDA alone is one operation here, too. Bytes of activations grow with tokens and with the width, so those of
 the 8B layer are eight times as many. Products are bounded by arithmetic, all else by memory.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kit.fused_norms import fused_norms
 from benchmarks.kit.models import DecoderLayers, decoder_layers
 from benchmarks.registry import Options, Table, benchmark
 
@@ -90,14 +91,15 @@ def gpu_step(options: Options) -> list[Table]:
 def _traced(layers: DecoderLayers, layer: nn.Module) -> tuple[_Trace, _Trace]:
     """Forward and backward of one step; an earlier one makes what is made once."""
     known = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    for _ in range(2):
-        forward, backward = _Trace(known), _Trace(known)
-        with forward:
-            out = layers.forward(layer, source := layers.source())
-        with backward:
-            out.backward(torch.ones_like(out))
-        layer.zero_grad(set_to_none=True)
-        del source
+    with fused_norms():
+        for _ in range(2):
+            forward, backward = _Trace(known), _Trace(known)
+            with forward:
+                out = layers.forward(layer, source := layers.source())
+            with backward:
+                out.backward(torch.ones_like(out))
+            layer.zero_grad(set_to_none=True)
+            del source
     return forward, backward
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations import find_sites
-from laconic.activations.functions import ACTIVATIONS, NormSpec
+from laconic.activations.functions import ACTIVATIONS
+from laconic.activations.norms import NormSpec
 from laconic.activations.sites import LinearSpec, MlpSpec
 from tests.activations.models import make_model
 

@@ -17,7 +17,7 @@ from laconic.activations import functions
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
-from laconic.activations.functions import NormSpec
+from laconic.activations.norms import NormSpec
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import forgetting
 from laconic.activations.sites import LinearSpec, Site

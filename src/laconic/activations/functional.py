@@ -32,8 +32,8 @@ from laconic.activations.dropout import dropout
 from laconic.activations.elementwise import activation, is_worth_packing
 from laconic.activations.feedforward import PARTS, PRODUCTS, is_made, note_parts
 from laconic.activations.forwards import SiteForward
-from laconic.activations.functions import NormSpec
 from laconic.activations.kept import attach, derive, found
+from laconic.activations.norms import NormSpec
 from laconic.activations.replay import forgetting
 from laconic.activations.sites import FunctionsSpec, Site
 

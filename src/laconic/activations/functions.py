@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,11 @@ from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.gated import gated_product
 from laconic.activations.kept import Gate, Kept, Tensors, attach, derive, found, keep, take_all
-from laconic.activations.traceable import argument_class, traceable
+from laconic.activations.norms import NormSpec, norm_again, norm_backward
+from laconic.activations.traceable import traceable
 from laconic.ops import GATED_ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "Activation", "NormSpec", "activate", "linear", "norm", "normalize", "origin_of"]
+__all__ = ["ACTIVATIONS", "Activation", "activate", "linear", "norm", "origin_of"]
 
 
 def origin_of(y: Tensor) -> str:
@@ -30,24 +31,6 @@ def origin_of(y: Tensor) -> str:
     node: Any = y.grad_fn  # the context of an autograd function is its node in the graph
     origin: str = node.origin
     return origin
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """Which normalization over the last dimension a module computes.
-
-    Attributes:
-        kind: "rms" is x / sqrt(mean(x^2) + eps) * w, "layer" is torch's layer norm.
-        eps: added to the mean square or the variance.
-        unit_offset: the stored weight is w - 1 (Gemma).
-    """
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    unit_offset: bool = False
-
-
-argument_class(NormSpec)
 
 
 @dataclass(frozen=True)
@@ -83,25 +66,6 @@ def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (gate + 1.702 * x * gate * (1 - gate))
 
 
-def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
-    """The normalization `spec` of x [..., features], in fp32, returned in x's dtype."""
-    wide = x.float()
-    if spec.kind == "layer":
-        weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        return F.layer_norm(wide, x.shape[-1:], weight, bias, spec.eps).to(x.dtype)
-    y = wide * _inverse_rms(wide, spec.eps)
-    return (y if weight is None else y.mul_(_scale(weight, spec))).to(x.dtype)
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension of x fp32, which is kept with size 1."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-
-
-def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
-    return weight.float() + 1.0 if spec.unit_offset else weight.float()
-
-
 @traceable
 def norm(
     x: Tensor,
@@ -127,7 +91,7 @@ def norm(
     dtype = y.dtype
 
     def rebuild(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return normalize(x, weight, bias, spec).to(dtype)
+        return norm_again(x, weight, bias, spec, dtype)
 
     attach(y, derive(rebuild, (kept,), parameters, "norm"))
     return y
@@ -155,51 +119,14 @@ class _Norm(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, *saved = ctx.saved_tensors
-        x = ctx.memo.take(tuple(saved), after=grad).float()
-        needs = ctx.needs_input_grad[:3]
-        backward = _rms_backward if ctx.spec.kind == "rms" else _layer_backward
-        dx, dweight, dbias = backward(grad.float(), x, weight, bias, ctx.spec, needs)
+        x = ctx.memo.take(tuple(saved), after=grad)
+        dx, dweight, dbias = norm_backward(grad, x, weight, bias, ctx.spec, ctx.needs_input_grad[:3])
         return (
             None if dx is None else dx.to(ctx.dtype),
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             *[None] * (3 + len(saved)),
         )
-
-
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def _rms_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
-) -> Grads:
-    """Gradients of RMS norm in fp32: dx = r (w g - n mean(w g n)) with r the inverse rms and n = x r.
-
-    Layer norm's kernel with a mean of zero gives r (w g - mean(w g) - n mean(w g n)) in one pass over memory; the term
-    in the middle, which RMS norm does not have, is added back.
-    """
-    inverse_rms = _inverse_rms(x, spec.eps)
-    scale = None if weight is None else _scale(weight, spec)
-    dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-        grad, x, x.shape[-1:], torch.zeros_like(inverse_rms), inverse_rms, scale, None, [*needs[:2], False]
-    )
-    if needs[0]:
-        mean = grad.mean(-1, keepdim=True) if scale is None else (grad @ scale).div_(x.shape[-1]).unsqueeze(-1)
-        dx.add_(mean.mul_(inverse_rms))
-    return (dx if needs[0] else None), (dweight if needs[1] else None), None
-
-
-def _layer_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
-) -> Grads:
-    """Gradients of layer norm in fp32, by torch's own kernel."""
-    shape = x.shape[-1:]
-    weight, bias = (None if p is None else p.float() for p in (weight, bias))
-    _, mean, inverse_std = torch.native_layer_norm(x, shape, weight, bias, spec.eps)
-    grads: Grads = torch.ops.aten.native_layer_norm_backward(
-        grad, x, shape, mean, inverse_std, weight, bias, list(needs)
-    )
-    return grads
 
 
 @traceable

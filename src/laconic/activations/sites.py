@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from laconic.activations.code_scan import TorchCalls, calls_of
-from laconic.activations.functions import ACTIVATIONS, NormSpec, normalize
+from laconic.activations.functions import ACTIVATIONS
 from laconic.activations.leaves import LeafKind, LeafSpec, leaf_of
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
+from laconic.activations.norms import NormSpec, normalize
 from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled
 
 __all__ = [

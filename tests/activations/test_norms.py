@@ -1,0 +1,136 @@
+"""Norms computed again: torch's fused kernels beside the steps, and refused where they are not the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import laconic
+from benchmarks.kit.fused_norms import fused_norms
+from laconic.activations import norms
+from laconic.activations.norms import NormSpec, norm_again, norm_backward, normalize
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PARAMETERS = {"rms": [(True, False), (False, False)], "layer": [(True, True), (True, False), (False, False)]}
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def truth(grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> list[Tensor]:
+    """Result and gradients by autograd, in fp64."""
+    leaves = [None if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
+    wide, w, b = leaves
+    assert wide is not None
+    centered = wide - wide.mean(-1, keepdim=True) if spec.kind == "layer" else wide
+    y = centered * (centered.square().mean(-1, keepdim=True) + spec.eps).rsqrt()
+    y = y if w is None else y * (w + 1 if spec.unit_offset else w)
+    y = y if b is None else y + b
+    return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], grad.double())]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "which"), [(kind, which) for kind in PARAMETERS for which in PARAMETERS[kind]])
+@pytest.mark.parametrize("fused", [False, True])
+def test_result_and_gradients(fused: bool, kind: Literal["rms", "layer"], which: tuple[bool, bool], dtype: Any) -> None:
+    spec = NormSpec(kind, 1e-5)
+    for shape in ((7, 48), (2, 3, 33), (1, 1, 256)):
+        x, grad = draw(*shape, dtype=dtype), draw(*shape, seed=1, dtype=dtype)
+        weight, bias = (draw(shape[-1], seed=i, dtype=dtype) if given else None for i, given in enumerate(which, 2))
+        for needs in itertools.product([True, False], *([True, False] if given else [False] for given in which)):
+            if fused:
+                with fused_norms(), torch.no_grad():
+                    assert norms._has_kernels(x, weight, bias, spec)
+                    y = norm_again(x, weight, bias, spec, dtype)
+                    found = norm_backward(grad, x, weight, bias, spec, needs)
+            else:
+                y = norm_again(x, weight, bias, spec, dtype)
+                found = norm_backward(grad, x, weight, bias, spec, needs)
+            exact = iter(truth(grad, x, weight, bias, spec))
+            present = (True, True, *which)
+            for got, is_there, needed in zip((y, *found), present, (True, *needs), strict=True):
+                expected = next(exact) if is_there else None
+                if not needed or expected is None:
+                    assert got is None
+                    continue
+                assert got is not None
+                assert float((got - expected).abs().max()) <= 4 * torch.finfo(dtype).eps * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_what_torch_has_no_kernels_for_goes_step_by_step(kind: Literal["rms", "layer"]) -> None:
+    x, weight = draw(4, 64, dtype=torch.bfloat16), draw(64, dtype=torch.bfloat16)
+    spec = NormSpec(kind, 1e-6)
+    assert not norms._has_kernels(x, weight, None, spec)
+    with fused_norms():
+        assert norms._has_kernels(x, weight, None, spec)
+        assert norms._has_kernels(x, nn.Parameter(weight), None, spec)
+        assert not norms._has_kernels(x, weight.float(), None, spec)
+        assert not norms._has_kernels(x[:0], weight, None, spec)
+        assert not norms._has_kernels(x, weight, None, NormSpec(kind, 1e-6, unit_offset=True))
+        with torch._subclasses.FakeTensorMode() as mode:
+            assert not norms._has_kernels(mode.from_tensor(x), mode.from_tensor(weight), None, spec)
+
+
+@pytest.mark.parametrize("wrong", ["forward", "backward"])
+def test_a_kernel_that_gives_something_else_is_not_used(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight, spec = draw(4, 64, dtype=torch.bfloat16), draw(64, dtype=torch.bfloat16), NormSpec("rms", 1e-6)
+    name = "_fused" if wrong == "forward" else "_fused_backward"
+    kernel = getattr(norms, name)
+
+    def off(*arguments: Any) -> Any:
+        found = kernel(*arguments)
+        return found * 1.05 if wrong == "forward" else (found[0], found[1] * 1.05, None)
+
+    monkeypatch.setattr(norms, name, off)
+    with fused_norms(), caplog.at_level(logging.WARNING, "laconic"):
+        for _ in range(2):
+            assert torch.equal(norm_again(x, weight, None, spec, x.dtype), normalize(x, weight, None, spec))
+    (said,) = caplog.messages
+    assert ("result" if wrong == "forward" else "gradient of the weight") in said
+
+
+def test_a_model_trains_alike_with_fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    laconic.compress_activations(model, 8)
+    ids = torch.arange(96).view(2, 48) % 64
+    calls: list[str] = []
+    for name in ("_fused", "_fused_backward"):
+        kernel = getattr(norms, name)
+        monkeypatch.setattr(norms, name, lambda *a, name=name, kernel=kernel: (calls.append(name), kernel(*a))[1])
+
+    def gradient() -> Tensor:
+        twin = copy.deepcopy(model)
+        twin(input_ids=ids, labels=ids).loss.backward()
+        return torch.cat([p.grad.float().flatten() for p in twin.parameters() if p.grad is not None])
+
+    steps = gradient()
+    assert not calls
+    with fused_norms():
+        fused = gradient()
+    # Two norms in each layer and one behind them, and a comparison.
+    assert calls.count("_fused_backward") == 6 and calls.count("_fused") == 6
+    assert float((fused - steps).norm() / steps.norm()) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_kernels_of_cuda_are_used(kind: Literal["rms", "layer"], dtype: torch.dtype) -> None:
+    x, weight = draw(64, 4096, dtype=dtype).cuda(), draw(4096, dtype=dtype).cuda()
+    assert norms._has_kernels(x, weight, None, NormSpec(kind, 1e-6))
