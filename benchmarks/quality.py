@@ -162,12 +162,12 @@ def table(options: argparse.Namespace) -> str:
         losses = [final_loss(run_dir(options, name, seed)) for seed in seeds]
         apart = [loss - reference for loss, reference in zip(losses, exact, strict=True)]
         difference = mean(apart)
-        error = stdev(apart) / sqrt(len(apart)) if len(apart) > 1 else float("nan")
+        error = f"{stdev(apart) / sqrt(len(apart)):.4f}" if len(apart) > 1 else "one seed"
         if difference > BOUND:
-            worse.append(f"{name} ({difference:+.4f}, standard error {error:.4f})")
+            worse.append(f"{name} ({difference:+.4f}, standard error {error})")
         cells = " | ".join(f"{loss:.4f}" for loss in losses)
         share = saved[name] / saved["exact"]
-        lines.append(f"| {name} | {cells} | {mean(losses):.4f} | {difference:+.4f} | {error:.4f} | {share:.2f}x |")
+        lines.append(f"| {name} | {cells} | {mean(losses):.4f} | {difference:+.4f} | {error} | {share:.2f}x |")
     verdict = f"More than {BOUND} worse than exact on the mean: {', '.join(worse) if worse else 'none'}."
     return "\n".join([*lines, "", verdict])
 
@@ -208,7 +208,7 @@ def draw(options: argparse.Namespace, path: Path) -> None:
     top.set_ylim(top.get_ylim()[0], 3.2)
     top.set_title(
         f"Byte-level Llama, {SIZES[options.size].parameters} parameters: {options.comparison} "
-        f"(mean of {options.seeds} seeds; dots: validation)"
+        f"({'one seed' if options.seeds == 1 else f'mean of {options.seeds} seeds'}; dots: validation)"
     )
     top.legend()
     bottom.axhspan(-BOUND, BOUND, color="0.92")
