@@ -3,8 +3,9 @@
     python -m benchmarks.run gpu-step --out benchmarks/results/gpu_step_202611.md
 
 A layer of an eighth of the width runs forward and backward, plain and compressed, and every operation of torch and of
-laconic is noted with the bytes of its tensors; a kernel that torch has on CUDA alone is one operation here, too. Bytes of activations grow with tokens and with the width, so those of
-the 8B layer are eight times as many. Products are bounded by arithmetic, all else by memory.
+laconic is noted with the bytes of its tensors; a kernel that torch has on CUDA alone is one operation here, too. Bytes
+of activations grow with tokens and with the width, so those of the 8B layer are eight times as many. Products are
+bounded by arithmetic, all else by memory.
 """
 
 from __future__ import annotations
