@@ -168,6 +168,67 @@ def test_a_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert "script is missing.py, but there is no such file" in capsys.readouterr().err
 
 
+PACKAGE = """
+    import multiprocessing
+    from .parts import Net, train, torch
+    def double(x):
+        return x + x
+    if __name__ == "__main__":
+        net = Net()
+        train(net, torch.optim.AdamW(net.parameters()))
+        import sys
+        print(__package__, __spec__.name, sys.argv[1:], sys.path[0] == sys.argv[0].rsplit("/", 2)[0])
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(double if __file__.endswith("work.py") else abs, [42]), flush=True)
+        sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("file", ["work.py", "__main__.py"])
+def test_a_module_of_a_package_runs_as_by_python_m(tmp_path: Path, file: str) -> None:
+    package = tmp_path / "training"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text(NET)
+    (package / file).write_text(textwrap.dedent(PACKAGE))
+    name = "training" if file == "__main__.py" else "training.work"
+    process = ForkedPython(
+        [sys.executable, "-m", "laconic", "run", "--activations", "4", "-m", name, "-m", "4"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.wait() == 5, err
+    # As with Python itself, spawned processes do not have what a package's __main__ defines.
+    assert out.splitlines() == [
+        f"training training.{file[:-3]} ['-m', '4'] True",
+        f"[{84 if file == 'work.py' else 42}]",
+    ]
+    assert "Net keeps" in err
+
+
+@pytest.mark.parametrize("name", ["missing_module", "missing.below", "email", "json.missing", ".relative", "sys"])
+def test_what_is_no_module_is_an_error(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    assert main(["run", "-m", name]) == 2
+    assert f"module is {name}, but there is no such module" in capsys.readouterr().err
+
+
+def test_what_a_package_fails_to_import_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import not_installed_here")
+    (tmp_path / "broken" / "train.py").write_text("")
+    command = [sys.executable, "-m", "laconic", "run", "-m", "broken.train"]
+    process = ForkedPython(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=120)
+    assert process.wait() == 1
+    assert "No module named 'not_installed_here'" in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled", ["net.compile(backend='aot_eager')", "call = torch.compile(net, backend='aot_eager')"]

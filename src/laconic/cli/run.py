@@ -25,6 +25,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("--loss", choices=("exact", "chunked"), help="chunked: never hold the logits (exact)")
     parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
     parser.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(args)
@@ -32,7 +33,7 @@ def run(args: Sequence[str]) -> int:
     from laconic.run.script import Script
     from laconic.run.summary import render, summarize
 
-    script = Script(options.script, options.arguments)
+    script = Script(options.script, options.arguments, is_module=options.is_module)
     savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
     with savings:
         code = script.run(passed=Refusal)

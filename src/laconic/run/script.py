@@ -1,4 +1,4 @@
-"""Runs a file as `python FILE ARGUMENTS` does, in this process."""
+"""Runs a file as `python FILE ARGUMENTS` does, or a module as `python -m MODULE ARGUMENTS`, in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from types import CodeType, ModuleType, TracebackType
 
 from laconic.errors import ConfigError
@@ -15,25 +16,27 @@ __all__ = ["Script"]
 
 
 class Script:
-    """A Python file that is about to run as the module `__main__`.
+    """A Python file, or a module, that is about to run as the module `__main__`.
 
     `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` become those of the script and stay so until the process
     ends: what the script registers with atexit, pickles or starts by multiprocessing's spawn finds the
     script's own module.
 
     Args:
-        path: of the file.
+        name: path of the file; or, with `is_module`, name of a module or of a package with a `__main__`.
         arguments: those the script finds in `sys.argv[1:]`.
+        is_module: see `name`.
 
     Raises:
         ConfigError: there is no such file.
     """
 
-    def __init__(self, path: str, arguments: Sequence[str]) -> None:
-        if not os.path.isfile(path):
-            raise ConfigError(f"script is {path}, but there is no such file; give the path of a Python file")
-        self._path = path
+    def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:
+        if not is_module and not os.path.isfile(name):
+            raise ConfigError(f"script is {name}, but there is no such file; give the path of a Python file")
+        self._name = name
         self._arguments = list(arguments)
+        self._is_module = is_module
 
     def run(self, passed: type[BaseException] | tuple[type[BaseException], ...] = ()) -> int:
         """Run the script and return the exit code that Python would end with.
@@ -42,21 +45,21 @@ class Script:
 
         Args:
             passed: exceptions that are raised to the caller instead.
+
+        Raises:
+            ConfigError: there is no such module. Looking for it imports the packages that it is in.
         """
         module = ModuleType("__main__")
-        module.__dict__.update(
-            __file__=self._path,
-            __builtins__=sys.modules["builtins"],
-            __loader__=SourceFileLoader("__main__", self._path),
-            __spec__=None,
-            __package__=None,
-            __cached__=None,
-        )
-        sys.argv = [self._path, *self._arguments]
-        sys.path[0] = os.path.dirname(os.path.realpath(self._path))
+        if self._is_module:
+            sys.argv, sys.path[0] = ["-m", *self._arguments], os.getcwd()
+            path, code = self._prepare_module(module)
+        else:
+            path, code = self._name, None
+            self._prepare_file(module)
+        sys.argv = [path, *self._arguments]
         sys.modules["__main__"] = module
         try:
-            exec(self._code(), module.__dict__)
+            exec(self._code_of_file() if code is None else code, module.__dict__)
         except passed:
             raise
         except SystemExit as stop:
@@ -69,9 +72,54 @@ class Script:
             return 1
         return 0
 
-    def _code(self) -> CodeType:
-        with io.open_code(os.path.abspath(self._path)) as file:
-            return compile(file.read(), self._path, "exec", dont_inherit=True)
+    def _prepare_file(self, module: ModuleType) -> None:
+        module.__dict__.update(
+            __file__=self._name,
+            __builtins__=sys.modules["builtins"],
+            __loader__=SourceFileLoader("__main__", self._name),
+            __spec__=None,
+            __package__=None,
+            __cached__=None,
+        )
+        sys.path[0] = os.path.dirname(os.path.realpath(self._name))
+
+    def _prepare_module(self, module: ModuleType) -> tuple[str, CodeType]:
+        """The path of the module's file and its code."""
+        spec = _spec_of(self._name)
+        code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+        if spec is None or code is None or spec.origin is None:
+            raise ConfigError(
+                f"module is {self._name}, but there is no such module in Python, nor a package with a __main__; give "
+                f"the name under which it would be imported from {os.getcwd()}"
+            )
+        module.__dict__.update(
+            __file__=spec.origin,
+            __builtins__=sys.modules["builtins"],
+            __loader__=spec.loader,
+            __spec__=spec,
+            __package__=spec.parent,
+            __cached__=spec.cached,
+        )
+        return spec.origin, code
+
+    def _code_of_file(self) -> CodeType:
+        with io.open_code(os.path.abspath(self._name)) as file:
+            return compile(file.read(), self._name, "exec", dont_inherit=True)
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """The spec of a module that has code; of a package's `__main__`."""
+    if name.startswith("."):
+        return None
+    try:
+        spec = find_spec(name)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        return find_spec(f"{name}.__main__") if is_package else spec
+    except (ModuleNotFoundError, ValueError) as error:
+        missing = getattr(error, "name", None)
+        if missing is None or f"{name}.".startswith(f"{missing}."):
+            return None
+        raise  # a package around the module lacks something that it imports
 
 
 def _exit_code(stop: SystemExit) -> int:
