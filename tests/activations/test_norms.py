@@ -100,6 +100,19 @@ def test_a_kernel_that_gives_something_else_is_not_used(
     assert ("result" if wrong == "forward" else "gradient of the weight") in said
 
 
+def test_a_device_without_the_kernels_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, spec = draw(4, 64), draw(64), NormSpec("rms", 1e-6)
+    monkeypatch.setattr(norms, "_FUSED_ON", ("cpu",))
+    monkeypatch.setattr(norms, "_VERDICTS", {})
+    found = norm_backward(draw(4, 64, seed=1), x, weight, None, spec, (True, True, False))
+    assert list(norms._VERDICTS.values()) == [False]
+    expected = norms._steps_backward(draw(4, 64, seed=1), x, weight, None, spec, (True, True, False))
+    for got, truth_ in zip(found[:2], expected[:2], strict=True):
+        assert got is not None
+        assert truth_ is not None
+        assert torch.equal(got, truth_)
+
+
 def test_a_model_trains_alike_with_fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -143,10 +143,12 @@ def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: 
 def gone_before(rank: int, world: int, folder: str) -> None:
     """Rank 1 has ended before rank 0 calls: messages to it cannot even be started."""
     join(rank, world, folder)
-    pid = Path(folder) / "pid"
+    pid, joined = Path(folder) / "pid", Path(folder) / "joined"
     if rank == 1:
         pid.write_text(str(os.getpid()))
+        wait_until(joined.exists)  # gloo's connections are made one after the other
         os._exit(0)
+    joined.touch()
     wait_until(lambda: pid.exists() and not is_running(int(pid.read_text() or os.getpid())))
     time.sleep(0.2)  # gloo's thread reads that the connection is closed
     x, rows = torch.ones(4096), torch.ones(2, 4096)
