@@ -175,7 +175,7 @@ def _has_kernels(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: No
 
 def _agree(like: Tensor, which: tuple[bool, bool], spec: NormSpec) -> bool:
     """Run kernels and steps on a few rows of the length of `like`, with or without weight and bias, and compare."""
-    generator, length = torch.Generator().manual_seed(0), like.shape[-1]
+    generator, length = torch.Generator("cpu").manual_seed(0), like.shape[-1]
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(like.device, like.dtype)
