@@ -37,6 +37,10 @@ PACKAGES = (
     "laconic.cost.moe",
     "laconic.cost.infer",
     "laconic.infer",
+    "laconic.integrations",
+    "laconic.integrations.accelerate",
+    "laconic.integrations.huggingface",
+    "laconic.integrations.lightning",
     "laconic.formats",
     "laconic.ops",
 )

@@ -1,0 +1,205 @@
+"""laconic in Hugging Face's Trainer, and in trainers that inherit from it (TRL's)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from laconic.activations.report import Report
+from laconic.errors import ConfigError
+from laconic.integrations.accelerate import Attached, _attach
+from laconic.integrations.config import LaconicConfig, compress, logged
+from laconic.optim import AdamW8bit
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["LaconicCallback", "LaconicConfig", "LaconicTrainer", "LaconicTrainerMixin"]
+
+_ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+
+
+class LaconicTrainerMixin:
+    """Switches laconic on in a subclass of transformers' Trainer: `class Mine(LaconicTrainerMixin, Trainer)`.
+
+    The model is converted when training begins: after PEFT has wrapped it, before DDP, FSDP2 or torch.compile do. What
+    is saved has no trace of it and loads with `from_pretrained`. Logs of training gain
+    "laconic/activation_nbytes_per_token", "laconic/activation_factor" and, with gradients in codes,
+    "laconic/gradient_nbytes".
+
+    With `gradients` of 8 or 12 bits the model is not wrapped in DDP: gradients are averaged in codes in the last
+    micro-batch of a step, and clipping, `grad_norm` and the optimizer read the codes. With `optimizer="adamw8bit"` the
+    arguments' learning rate, betas, epsilon and weight decay are AdamW8bit's; checkpoints of torch's AdamW are
+    converted when training resumes from them.
+
+    Args:
+        laconic: what to switch on; None is 4-bit activations.
+        args, kwargs: of the trainer.
+
+    Raises:
+        ConfigError: at construction, when the trainer's arguments and the configuration exclude each other.
+    """
+
+    def __init__(self, *args: Any, laconic: LaconicConfig | None = None, **kwargs: Any) -> None:
+        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic_report: Report | None = None
+        self._laconic_model: nn.Module | None = None
+        self._laconic_attached: Attached | None = None
+        self._laconic_accelerator: Accelerator | None = None
+        self._laconic_gradient_nbytes = 0
+        super().__init__(*args, **kwargs)
+        _check(self, self.laconic)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Convert the model, which has neither been wrapped nor prepared, and make the optimizer."""
+        self._convert_laconic()
+        trainer: Any = self
+        if self.laconic.optimizer == "adamw8bit" and trainer.optimizer is None:
+            arguments: TrainingArguments = trainer.args
+            trainer.optimizer_cls_and_kwargs = (
+                AdamW8bit,
+                {
+                    "lr": arguments.learning_rate,
+                    "betas": (arguments.adam_beta1, arguments.adam_beta2),
+                    "eps": arguments.adam_epsilon,
+                },
+            )
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch, as the trainer's."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        attached = self._laconic_attached
+        if attached is not None and attached.gradients is not None:
+            self._laconic_gradient_nbytes = attached.gradients.nbytes
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log with what was saved beside the loss."""
+        if "loss" in logs:
+            logs = {**logs, **logged(self.laconic_report)}
+            if self._laconic_gradient_nbytes:
+                logs["laconic/gradient_nbytes"] = self._laconic_gradient_nbytes
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _convert_laconic(self) -> None:
+        trainer: Any = self
+        if self._laconic_model is trainer.model and self._laconic_accelerator is trainer.accelerator:
+            return
+        attached = _attach(trainer.accelerator, trainer.model, self.laconic)
+        self._laconic_model, self._laconic_accelerator = trainer.model, trainer.accelerator
+        self._laconic_attached, self.laconic_report = attached, attached.report
+
+
+class LaconicTrainer(LaconicTrainerMixin, Trainer):
+    """transformers' Trainer with laconic switched on; see `LaconicTrainerMixin`."""
+
+
+class LaconicCallback(TrainerCallback):
+    """Compressed activations in any transformers Trainer, without a class of one's own.
+
+    The model is converted when training begins. For the loss, gradients and the optimizer take `LaconicTrainerMixin`.
+
+    Args:
+        laconic: what to switch on; None is 4-bit activations.
+
+    Attributes:
+        report: of the model, once training has begun.
+
+    Raises:
+        ConfigError: the configuration asks for a chunked loss, gradients in codes or an optimizer; or, when training
+            begins, the model is sharded.
+    """
+
+    def __init__(self, laconic: LaconicConfig | None = None) -> None:
+        self.laconic = LaconicConfig() if laconic is None else laconic
+        for name, own in (("gradients", 32), ("optimizer", "host"), ("loss", "exact")):
+            if getattr(self.laconic, name) != own:
+                raise ConfigError(
+                    f"{name} is {getattr(self.laconic, name)!r}, but a callback sees neither how the trainer makes its "
+                    "optimizer and loss nor how it wraps the model; make class Mine(LaconicTrainerMixin, Trainer)"
+                )
+        self.report: Report | None = None
+        self._model: nn.Module | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert the model."""
+        model: nn.Module = kwargs["model"]
+        if self._model is model:
+            return
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ConfigError("the model is sharded already; make class Mine(LaconicTrainerMixin, Trainer)")
+        _check_arguments(args, self.laconic)
+        self.report, self._model = compress(model, self.laconic), model
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add what was saved to the logs of training."""
+        logs = kwargs.get("logs")
+        if logs is not None and "loss" in logs:
+            logs.update(logged(self.report))
+
+
+def _check(trainer: Any, config: LaconicConfig) -> None:
+    """Refuse what the trainer and the configuration cannot do together."""
+    arguments: TrainingArguments = trainer.args
+    _check_arguments(arguments, config)
+    if config.gradients != 32 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        host = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+        raise ConfigError(
+            f"gradients is {config.gradients}, but {host} holds and reduces gradients itself; leave gradients at 32"
+        )
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        raise ConfigError("fsdp_version is 1, but laconic converts models for FSDP2; set fsdp_config fsdp_version to 2")
+    if config.loss == "chunked":
+        owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+        if owner is not Trainer or trainer.compute_loss_func is not None:
+            own = "compute_loss_func" if owner is Trainer else f"{owner.__name__}.compute_loss"
+            raise ConfigError(
+                f"loss is 'chunked', but {own} computes the loss instead of the model; leave loss out, or call "
+                "laconic.linear_cross_entropy there"
+            )
+    if config.optimizer == "host":
+        return
+    if arguments.optim not in _ADAMW or arguments.optim_args:
+        raise ConfigError(
+            f"optimizer is {config.optimizer!r}, but optim is {OptimizerNames(arguments.optim).value!r} with "
+            f"optim_args {arguments.optim_args!r}; leave both out"
+        )
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None or trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            f"optimizer is {config.optimizer!r}, but the trainer was given an optimizer; leave one of them out"
+        )
+
+
+def _check_arguments(arguments: TrainingArguments, config: LaconicConfig) -> None:
+    if arguments.n_gpu > 1:
+        raise ConfigError(
+            f"the trainer would copy the model to {arguments.n_gpu} GPUs in every step (DataParallel); start it with "
+            "torchrun, one process per GPU"
+        )
+    if config.loss == "chunked" and arguments.label_smoothing_factor:
+        raise ConfigError(
+            f"loss is 'chunked', but label_smoothing_factor is {arguments.label_smoothing_factor}, for which the "
+            "trainer computes the loss from logits; leave one of them out"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    """`LaconicSFTTrainer`, made when TRL is asked for."""
+    if name != "LaconicSFTTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trl import SFTTrainer  # type: ignore[attr-defined]
+
+    made = type(
+        name,
+        (LaconicTrainerMixin, SFTTrainer),
+        {"__doc__": "TRL's SFTTrainer with laconic switched on; see `LaconicTrainerMixin`.", "__module__": __name__},
+    )
+    globals()[name] = made
+    return made

@@ -1,0 +1,128 @@
+"""A loop of one's own over Accelerate: gradients in codes in DDP's place, accumulation, clipping, saved states."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+
+import laconic
+from laconic.errors import ConfigError
+from laconic.integrations import LaconicConfig
+from laconic.integrations.accelerate import Attached, attach
+from tests.distributed.processes import free_port, rank_environment, run_ranks
+from tests.integrations.test_huggingface import llama
+
+
+def fresh(**options: object) -> Accelerator:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return Accelerator(cpu=True, **options)
+
+
+def batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 256, (4, 32), generator=generator) for _ in range(6)]
+
+
+class Loop:
+    """Three steps of two micro-batches, clipped."""
+
+    def __init__(self, accelerator: Accelerator, config: LaconicConfig | None, optimizer: type[torch.optim.Optimizer]):
+        self.accelerator = accelerator
+        model = llama()
+        self.attached: Attached | None = None if config is None else attach(accelerator, model, config)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer(model.parameters(), lr=1e-3))
+        self.norms: list[float] = []
+
+    def run(self, numbers: range) -> list[float]:
+        found = []
+        for ids in [batches(self.accelerator.process_index)[number] for number in numbers]:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(input_ids=ids, labels=ids).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.norms.append(float(norm))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+
+def agree(folder: Path) -> None:
+    alone = Loop(fresh(gradient_accumulation_steps=2), None, torch.optim.AdamW)
+    expected = alone.run(range(6))
+    for bits in (8, 12):
+        config = LaconicConfig(gradients=bits)
+        loop = Loop(fresh(gradient_accumulation_steps=2), config, laconic.AdamW8bit)
+        assert isinstance(loop.model, nn.Module)
+        assert not isinstance(loop.model, nn.parallel.DistributedDataParallel)
+        got = loop.run(range(2))
+        loop.accelerator.save_state(str(folder / f"{bits}"))
+        got += loop.run(range(2, 6))
+        assert got == pytest.approx(expected, rel=1e-3)
+        assert loop.norms == pytest.approx(alone.norms, rel=0.02)
+
+        again = Loop(fresh(gradient_accumulation_steps=2), config, laconic.AdamW8bit)
+        again.accelerator.load_state(str(folder / f"{bits}"))
+        again.run(range(2, 6))
+        assert torch.equal(again.weights, loop.weights)
+        if dist.is_initialized():
+            first = loop.weights.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, loop.weights)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    agree(tmp_path)
+
+
+def _agree(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(rank_environment(rank, 2, port))
+    agree(folder)
+    add_two_losses()
+
+
+def add_two_losses() -> None:
+    """Two backwards of one step, as DDP allows them: each is reduced, and the sum is that of the means."""
+    found = []
+    for config in (None, LaconicConfig(activations=16, gradients=12)):
+        accelerator = fresh()
+        loop = Loop(accelerator, config, torch.optim.SGD)
+        for ids in batches(accelerator.process_index)[:2]:
+            accelerator.backward(loop.model(input_ids=ids, labels=ids).loss)
+        found.append(torch.cat([(p.grad + 0).flatten() for p in loop.model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=float(found[0].abs().max()) * 1e-3)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    run_ranks(_agree, (tmp_path, free_port()), 2)
+
+
+def test_what_comes_too_late_or_is_not_the_accelerators_is_refused() -> None:
+    accelerator = fresh()
+    with pytest.raises(ConfigError, match="a loop of your own makes its optimizer itself"):
+        attach(accelerator, llama(), LaconicConfig(optimizer="adamw8bit"))
+    prepared = accelerator.prepare(llama())
+    with pytest.raises(ConfigError, match=r"call attach before accelerator\.prepare"):
+        attach(accelerator, prepared)
+
+
+def test_other_models_of_the_accelerator_are_prepared_as_ever() -> None:
+    accelerator = fresh()
+    attached = attach(accelerator, llama())
+    assert attached.gradients is None
+    assert attached.report is not None
+    other = nn.Linear(2, 2)
+    assert accelerator.prepare(other) is other

@@ -1,0 +1,370 @@
+"""transformers' Trainer with laconic: trains as alone, resumes bit for bit, leaves no trace in what it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from laconic import AdamW8bit
+from laconic.errors import ConfigError, FormatError, ModelError
+from laconic.integrations import LaconicConfig
+from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer, LaconicTrainerMixin
+from tests.distributed.processes import free_port, rank_environment, run_ranks
+
+# Names that transformers renamed in 5.x; PEFT, TRL and older releases of transformers know only these.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
+EVERYTHING = LaconicConfig(gradients=8, optimizer="adamw8bit")
+
+
+def llama() -> nn.Module:
+    set_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+
+
+def rows(count: int = 32) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(0, 256, (32,), generator=generator) for _ in range(count)]
+    return [{"input_ids": ids, "labels": ids} for ids in found]
+
+
+def arguments(folder: Path, kind: Any = TrainingArguments, **changes: Any) -> Any:
+    usual = {
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "report_to": [],
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+    }
+    return kind(str(folder), **(usual | changes))
+
+
+def losses(trainer: Trainer) -> Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def trained(
+    folder: Path, laconic: LaconicConfig | None, resume: Path | None = None, model: Any = None, **changes: Any
+) -> Trainer:
+    """A Trainer that has trained; without laconic the host alone."""
+    own = {} if laconic is None else {"laconic": laconic}
+    kind = Trainer if laconic is None else LaconicTrainer
+    trainer = kind(model or llama(), arguments(folder, **changes), train_dataset=rows(), **own)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def assert_near(got: Trainer, expected: Trainer) -> None:
+    assert len(losses(got)) == len(losses(expected)) > 0
+    torch.testing.assert_close(losses(got), losses(expected), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    "laconic",
+    [
+        LaconicConfig(),
+        LaconicConfig(mode="combined"),
+        LaconicConfig(loss="chunked", activations=16),
+        LaconicConfig(activations=16, gradients=12),
+        EVERYTHING,
+    ],
+    ids=["activations", "combined", "chunked", "gradients", "everything"],
+)
+def test_losses_are_those_of_the_host_and_logs_say_what_was_saved(laconic: LaconicConfig, tmp_path: Path) -> None:
+    alone, trainer = trained(tmp_path, None), trained(tmp_path, laconic)
+    assert_near(trainer, alone)
+    first, last = ([entry for entry in trainer.state.log_history if "loss" in entry][index] for index in (0, -1))
+    # The first loss comes before any update; forward values have the same bits.
+    if laconic.loss == "exact":
+        assert first["loss"] == losses(alone)[0].item()
+    assert first["grad_norm"] == pytest.approx(alone.state.log_history[0]["grad_norm"], rel=0.01)
+    assert ("laconic/activation_factor" in last) == laconic.changes_model
+    if laconic.activations == 4:
+        assert last["laconic/activation_factor"] > 3
+    num_weights = sum(p.numel() for p in trainer.model.parameters())
+    if laconic.gradients != 32:
+        assert num_weights < last["laconic/gradient_nbytes"] < 2 * num_weights
+
+
+def test_a_resumed_run_is_equal_bit_for_bit_and_an_exact_checkpoint_is_taken_over(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = trained(tmp_path / "whole", EVERYTHING, **saving)
+    resumed = trained(tmp_path / "resumed", EVERYTHING, tmp_path / "whole" / "checkpoint-2", **saving)
+    for got, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(got, expected)
+
+    alone = trained(tmp_path / "alone", None, **saving)
+    taken_over = trained(tmp_path / "other", EVERYTHING, tmp_path / "alone" / "checkpoint-2")
+    assert isinstance(taken_over.optimizer.optimizer, AdamW8bit)
+    torch.testing.assert_close(losses(taken_over)[-2:], losses(alone)[-2:], rtol=1e-3, atol=0)
+
+
+def test_the_best_model_is_found_and_saved_without_a_trace(tmp_path: Path) -> None:
+    trainer = LaconicTrainer(
+        llama(),
+        arguments(
+            tmp_path,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+        ),
+        train_dataset=rows(),
+        eval_dataset=rows(8),
+        laconic=EVERYTHING,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert trainer.evaluate()["eval_loss"] == best
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not [file for file in (tmp_path / "saved").glob("*.json") if "laconic" in file.read_text()]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for got, expected in zip(loaded.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_training_again_and_models_that_are_made_anew(tmp_path: Path) -> None:
+    twice = trained(tmp_path, EVERYTHING)
+    twice.train()
+    made = LaconicTrainer(
+        model_init=lambda: llama(), args=arguments(tmp_path), train_dataset=rows(), laconic=EVERYTHING
+    )
+    made.train()
+    first, model = losses(made), made.model
+    made.train()
+    assert made.model is not model
+    assert torch.equal(losses(made), first)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {"max_grad_norm": 0.0},
+        {"label_smoothing_factor": 0.1},
+        {"auto_find_batch_size": True},
+        {"neftune_noise_alpha": 5.0},
+        {"optim": "adamw_torch_fused", "weight_decay": 0.1},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"torch_empty_cache_steps": 1, "dataloader_drop_last": True},
+    ],
+    ids=str,
+)
+def test_options_of_the_host_mean_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert_near(trained(tmp_path, EVERYTHING, **changes), trained(tmp_path, None, **changes))
+
+
+def with_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "gate_proj"])
+    return peft.get_peft_model(llama(), config)
+
+
+def test_adapters_are_trained_and_saved(tmp_path: Path) -> None:
+    alone = trained(tmp_path, None, model=with_adapters(), learning_rate=1e-2)
+    trainer = trained(tmp_path, EVERYTHING, model=with_adapters(), learning_rate=1e-2)
+    assert_near(trainer, alone)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    num_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert trainer.state.log_history[0]["laconic/gradient_nbytes"] < 2 * num_trained
+
+
+def test_other_trainers_and_models(tmp_path: Path) -> None:
+    class Own(LaconicTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    shape = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "decoder_start_token_id": 0}
+    found = []
+    for kind in (Seq2SeqTrainer, Own):
+        set_seed(0)
+        settings = arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=8)
+        trainer = kind(T5ForConditionalGeneration(T5Config(vocab_size=256, **shape)), settings, train_dataset=rows())
+        trainer.train()
+        assert trainer.predict(rows(4)).predictions.shape[0] == 4
+        found.append(trainer)
+    assert_near(found[1], found[0])
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    labelled = [{**row, "labels": index % 3} for index, row in enumerate(rows())]
+    found = []
+    for kind in (Trainer, LaconicTrainer):
+        set_seed(0)
+        model = BertForSequenceClassification(BertConfig(vocab_size=256, num_labels=3, **shape))
+        trainer = kind(model, arguments(tmp_path), train_dataset=labelled)
+        trainer.train()
+        found.append(trainer)
+    assert_near(found[1], found[0])
+
+
+def test_a_callback_compresses_in_any_trainer(tmp_path: Path) -> None:
+    callback = LaconicCallback()
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=rows(), callbacks=[callback])
+    trainer.train()
+    assert_near(trainer, trained(tmp_path, None))
+    assert callback.report is not None
+    trainer.train()  # converted once
+
+
+def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from laconic.integrations import huggingface
+
+    words = Tokenizer(models.WordLevel({str(word): word for word in range(256)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
+    data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
+    settings = arguments(tmp_path, trl.SFTConfig, bf16=False)
+
+    def sft(kind: Any, **own: Any) -> Any:
+        trainer = kind(llama(), settings, train_dataset=data, processing_class=tokenizer, **own)
+        trainer.train()
+        return trainer
+
+    assert huggingface.LaconicSFTTrainer is huggingface.LaconicSFTTrainer
+    assert_near(sft(huggingface.LaconicSFTTrainer, laconic=EVERYTHING), sft(trl.SFTTrainer))
+    with pytest.raises(ConfigError, match=r"SFTTrainer\.compute_loss computes the loss instead of the model"):
+        sft(huggingface.LaconicSFTTrainer, laconic=LaconicConfig(loss="chunked"))
+
+
+def test_flags_are_parsed_by_the_host() -> None:
+    parser = HfArgumentParser((LaconicConfig,))  # type: ignore[arg-type]
+    (config,) = parser.parse_args_into_dataclasses(["--activations", "8", "--attention", "nf4", "--gradients", "12"])
+    assert config == LaconicConfig(activations=8, attention="nf4", gradients=12)
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses(["--gradients", "9"])
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"activations": 3}, FormatError, "bits is 3"),
+        ({"mode": "all"}, ConfigError, "mode is 'all', but it must be one of sites, hooks, combined"),
+        ({"loss": "fused"}, ConfigError, "loss is 'fused'"),
+        ({"gradients": 16}, ConfigError, "gradients is 16, but it must be one of 8, 12, 32"),
+        ({"optimizer": "adam"}, ConfigError, "optimizer is 'adam', but it must be one of host, adamw8bit"),
+        ({"activations": 16, "attention": "int8"}, ConfigError, "attention is 'int8', but activations is 16"),
+    ],
+)
+def test_values_that_do_not_exist_are_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LaconicConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("laconic", "changes", "message"),
+    [
+        ({"optimizer": "adamw8bit"}, {"optim": "adafactor"}, "optimizer is 'adamw8bit', but optim is 'adafactor'"),
+        ({"optimizer": "adamw8bit"}, {"optim_args": "a=1"}, "with optim_args 'a=1'"),
+        ({"loss": "chunked"}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1"),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused_at_construction(
+    laconic: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LaconicTrainer(llama(), arguments(tmp_path, **changes), laconic=LaconicConfig(**laconic))
+
+
+def test_an_optimizer_or_a_loss_of_ones_own_is_not_replaced(tmp_path: Path) -> None:
+    model = llama()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="the trainer was given an optimizer"):
+        LaconicTrainer(model, arguments(tmp_path), laconic=EVERYTHING, optimizers=(sgd, None))
+    with pytest.raises(ConfigError, match="compute_loss_func computes the loss instead of the model"):
+        LaconicTrainer(
+            model,
+            arguments(tmp_path),
+            laconic=LaconicConfig(loss="chunked"),
+            compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum(),
+        )
+    for own in ({"gradients": 8}, {"optimizer": "adamw8bit"}, {"loss": "chunked"}):
+        with pytest.raises(ConfigError, match="a callback sees neither"):
+            LaconicCallback(LaconicConfig(**own))
+    trainer = LaconicTrainer(
+        model, arguments(tmp_path), train_dataset=rows(), laconic=LaconicConfig(gradients=8), optimizers=(sgd, None)
+    )
+    trainer.train()
+    assert trainer.optimizer.optimizer is sgd
+    assert losses(trainer)[-1] != losses(trainer)[0]
+
+
+def test_a_model_that_cannot_be_compressed_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {"loss": self.weight.sum()}
+
+    steps: list[int] = []
+
+    class Counting(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            steps.append(1)
+
+    trainer = LaconicTrainer(Linear(), arguments(tmp_path), train_dataset=rows(), callbacks=[Counting()])
+    with pytest.raises(ModelError):
+        trainer.train()
+    assert not steps
+
+
+def _train_together(rank: int, folder: Path, port: int) -> None:
+    import os
+
+    os.environ.update(rank_environment(rank, 2, port))
+    alone = trained(folder / "alone", None, ddp_backend="gloo")
+    assert type(alone.model_wrapped).__name__ == "DistributedDataParallel"
+    saving = {"save_strategy": "steps", "save_steps": 2, "ddp_backend": "gloo"}
+    whole = trained(folder / "whole", EVERYTHING, **saving)
+    assert whole.model_wrapped is whole.model
+    resumed = trained(folder / "resumed", EVERYTHING, folder / "whole" / "checkpoint-2", **saving)
+    for got, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(got, expected)
+        first = expected.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, expected)
+    in_ddp = trained(folder / "ddp", LaconicConfig(), ddp_backend="gloo")
+    assert type(in_ddp.model_wrapped).__name__ == "DistributedDataParallel"
+    if rank == 0:
+        assert_near(whole, alone)
+        assert_near(in_ddp, alone)
+        norms = [[entry["grad_norm"] for entry in t.state.log_history if "loss" in entry] for t in (whole, alone)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def test_two_processes_agree_with_ddp_stay_alike_and_resume(tmp_path: Path) -> None:
+    run_ranks(_train_together, (tmp_path, free_port()), 2)
