@@ -73,14 +73,7 @@ class Script:
         return 0
 
     def _prepare_file(self, module: ModuleType) -> None:
-        module.__dict__.update(
-            __file__=self._name,
-            __builtins__=sys.modules["builtins"],
-            __loader__=SourceFileLoader("__main__", self._name),
-            __spec__=None,
-            __package__=None,
-            __cached__=None,
-        )
+        _name_parts(module, self._name, SourceFileLoader("__main__", self._name), None)
         sys.path[0] = os.path.dirname(os.path.realpath(self._name))
 
     def _prepare_module(self, module: ModuleType) -> tuple[str, CodeType]:
@@ -92,19 +85,24 @@ class Script:
                 f"module is {self._name}, but there is no such module in Python, nor a package with a __main__; give "
                 f"the name under which it would be imported from {os.getcwd()}"
             )
-        module.__dict__.update(
-            __file__=spec.origin,
-            __builtins__=sys.modules["builtins"],
-            __loader__=spec.loader,
-            __spec__=spec,
-            __package__=spec.parent,
-            __cached__=spec.cached,
-        )
+        _name_parts(module, spec.origin, spec.loader, spec)
         return spec.origin, code
 
     def _code_of_file(self) -> CodeType:
         with io.open_code(os.path.abspath(self._name)) as file:
             return compile(file.read(), self._name, "exec", dont_inherit=True)
+
+
+def _name_parts(module: ModuleType, path: str, loader: object, spec: ModuleSpec | None) -> None:
+    """Give `module` the names that Python gives to `__main__`."""
+    module.__dict__.update(
+        __file__=path,
+        __builtins__=sys.modules["builtins"],
+        __loader__=loader,
+        __spec__=spec,
+        __package__=None if spec is None else spec.parent,
+        __cached__=None if spec is None else spec.cached,
+    )
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
