@@ -2,6 +2,7 @@
 # make test    sets everything up and runs the tests
 # make check   lint, types and import contracts
 # make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
+# make site    the documentation as a site in build/site
 # make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
@@ -15,7 +16,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow check format wheels stranger clean
+.PHONY: demo test slow check format wheels stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -45,6 +46,9 @@ wheels: $(BIN)/python
 	for python in $(WHEEL_PYTHONS); do $$python -m pip wheel --no-deps --wheel-dir dist/raw dist/laconic-*.tar.gz || exit 1; done
 	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl
 	rm -r dist/raw
+
+site: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict --quiet
 
 stranger: $(BIN)/python
 	$(BIN)/python tools/stranger.py
