@@ -69,7 +69,7 @@ class ZippedGroups:
         self._before = audit.snapshot()
         if dist.is_available():
             self._make = c10d._new_process_group_helper
-            c10d._new_process_group_helper = self._make_zipped
+            c10d._new_process_group_helper = self._make_zipped  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
