@@ -141,7 +141,7 @@ def test_the_model_batch_and_random_states_are_as_before() -> None:
     rows = by_name(advice)
     assert rows["checkpointing"].nbytes < rows["exact"].nbytes
     assert rows["checkpointing"].gradient_error < 1e-6  # dropout draws the same numbers again
-    assert "mean square" in advice.loss
+    assert "outputs times" in advice.loss
     assert "only models of transformers" in advice.left_out["checkpointing, packed inputs"]
 
 
@@ -177,6 +177,15 @@ def test_what_only_hooks_can_pack_is_tried_with_hooks() -> None:
 def test_what_cannot_be_measured_is_refused(make: Callable[[], Any], batch: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         laconic.advise(make(), batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_are_computed_in_forward_are_copied() -> None:
+    model = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+    weight = model.weight
+    advice = laconic.advise(nn.Sequential(model, nn.Linear(8, 1)), (torch.ones(2, 8),), rounds=1)
+    assert advice.rows[0].gradient_error == 0
+    assert model.weight is weight
 
 
 def test_models_that_are_not_alone_in_their_copies_are_refused() -> None:
@@ -229,15 +238,24 @@ def test_losses_are_found_where_models_put_them() -> None:
     x = torch.ones(2, requires_grad=True)
     assert find_loss({"loss": x.sum(), "logits": x})[1] == "output.loss"
     assert find_loss((x.sum(), x))[1] == "the number that the model returns"
-    assert find_loss({"a": x, "b": [2 * x]})[0].item() == 5
+    loss, where = find_loss({"a": x, "b": [2 * x]})
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert where.startswith("outputs times")
+    assert gradient.unique().numel() == 2
+    norm = nn.LayerNorm(8)
+    inputs = torch.rand(2, 8, requires_grad=True)
+    assert torch.autograd.grad(find_loss(norm(inputs))[0], inputs)[0].norm() > 0.01
     with pytest.raises(ModelError, match="without a loss"):
         find_loss("nothing")
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor imports what torch itself deprecates
 def test_compiled_models_keep_less_under_a_memory_budget() -> None:
     model = nn.Sequential(*(Block() for _ in range(3)))
-    rows = by_name(laconic.advise(model, torch.randn(8, 32, 64), rounds=1, compile=True))
+    advice = laconic.advise(model, torch.randn(8, 32, 64), rounds=1, compile=True)
+    rows = by_name(advice)
+    assert "compiled" not in advice.left_out, advice.left_out["compiled"]
     assert rows["compiled, memory budget 0.5"].nbytes < rows["compiled"].nbytes
-    assert rows["compiled"].gradient_error < 0.2
+    assert rows["compiled"].gradient_error < 1e-3  # dropout included

@@ -58,7 +58,7 @@ def advise(
         batch: a dict of keyword arguments of its forward, a tuple or list of positional ones, or a tensor; on the
             model's device.
         loss_of: the loss of what the model returns. None takes `output.loss`, or the number that the model returns, or
-            the mean square of its outputs; the advice says which.
+            its outputs times fixed random numbers; the advice says which.
         rounds: of timing; each times every way once.
         autocast: dtype of torch.autocast around forward and loss, for example torch.bfloat16.
         compile: also measure the model under torch.compile, and with torch's activation memory budget. Compiling takes
@@ -98,7 +98,11 @@ class _Copies:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         try:
-            self._shared = {id(parameter): copy.deepcopy(parameter) for parameter in model.parameters()}
+            self._shared: dict[int, Any] = {id(p): copy.deepcopy(p) for p in model.parameters()}
+            # What the old weight_norm computes and copy.deepcopy refuses; it is computed anew in each forward.
+            values = (value for module in model.modules() for value in vars(module).values())
+            computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
+            self._shared.update({id(value): value.detach().clone() for value in computed})
             self.make()
         except Exception as error:
             raise ModelError(

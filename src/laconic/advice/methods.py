@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -126,9 +125,12 @@ def compiled(budget: float) -> Method:
 
     def backend(graph: Any, inputs: Any) -> Any:
         # A backend of its own: Dynamo gives copies of a model that share one the code compiled for the first of them.
+        import torch._inductor.config
         from torch._inductor.compile_fx import compile_fx
 
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        # Dropout draws eager torch's numbers, so that gradients can be compared.
+        settings = torch._inductor.config.patch(fallback_random=True)
+        with settings, torch._functorch.config.patch(activation_memory_budget=budget):
             return compile_fx(graph, inputs)
 
     def apply(model: nn.Module, inputs: Mapping[str, Any] | None) -> tuple[str, ...]:

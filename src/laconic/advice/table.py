@@ -115,7 +115,10 @@ class Advice:
             " parameter\n* no other way is better or equal in bytes, time and gradient",
         ]
         if self.left_out:
-            parts.append("\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items()))
+            names: dict[str, list[str]] = {}
+            for name, why in self.left_out.items():
+                names.setdefault(why, []).append(name)
+            parts.append("\n".join(f"left out: {'; '.join(same)}: {why}" for why, same in names.items()))
         for row in front:
             if row.lines:
                 parts.append(f"# {row.name}\n" + "\n".join(row.lines))
