@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageCl
 
 
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Llama of 28 million parameters in bf16, 2 x 256 tokens."""
+    """A Llama of 37 million parameters in bf16, 2 x 256 tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16384,

@@ -83,6 +83,8 @@ def test_bytes_and_gradients_of_rows_are_those_of_the_lines(
         norm = sum(float(g.norm()) ** 2 for g in reference.values()) ** 0.5
         assert row.gradient_error == pytest.approx(off / norm, rel=1e-3, abs=1e-6), row.name
         assert row.fastest_seconds <= row.seconds <= row.slowest_seconds
+        assert row.least_slowdown <= row.slowdown <= row.most_slowdown
+    assert rows["exact"].slowdown == rows["exact"].most_slowdown == 1
     assert rows["exact"].gradient_error == rows["checkpointing"].gradient_error == 0
     assert rows["4 bits"].gradient_error > rows["8 bits"].gradient_error > 0
     assert rows["4 bits"].nbytes < rows["8 bits"].nbytes < rows["exact"].nbytes
@@ -212,7 +214,7 @@ def test_models_that_are_not_alone_in_their_copies_are_refused() -> None:
 
 def test_a_row_is_on_the_front_if_no_other_beats_it() -> None:
     def row(name: str, nbytes: int, seconds: float, error: float) -> Row:
-        return Row(name, nbytes, 0, seconds, seconds, seconds, None, error, error, "", ())
+        return Row(name, nbytes, 0, *[seconds] * 6, None, error, error, "", ())
 
     rows = (
         row("exact", 100, 1.0, 0),

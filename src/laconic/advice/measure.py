@@ -82,9 +82,12 @@ def advise(
         if not compile:
             ways.left_out["compiled, memory budget"] = "compiling takes minutes; compile=True (--compile) does it"
         seconds = ways.time(rounds)
+        exact = seconds[EXACT]
+        quotients = {name: [a / b for a, b in zip(found, exact, strict=True)] for name, found in seconds.items()}
         rows = [
             Row(name, seconds=statistics.median(seconds[name]), fastest_seconds=min(seconds[name]),
-                slowest_seconds=max(seconds[name]), **found)
+                slowest_seconds=max(seconds[name]), slowdown=statistics.median(quotients[name]),
+                least_slowdown=min(quotients[name]), most_slowdown=max(quotients[name]), **found)
             for name, found in ways.found.items()
         ]  # fmt: skip
     number = sum(parameter.numel() for parameter in model.parameters())
