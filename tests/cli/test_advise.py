@@ -56,6 +56,7 @@ def test_a_directory_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["{}:number"], "has no function 'number'"),
         (["{}:wrong"], "must return (model, batch)"),
         (["{}.py:build"], "there is no file"),
+        (["{}"], "a file; name its function"),
         (["nowhere"], "must be a directory with a config.json"),
         (["{}:build", "--batch-size", "2"], "--batch-size is given beside"),
         (["{}:build", "--precision", "bf16-pure"], "convert it there"),

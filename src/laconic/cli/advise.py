@@ -63,6 +63,11 @@ def run(args: Sequence[str]) -> int:
 
 
 def _from_directory(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    if os.path.isfile(options.target):
+        raise ConfigError(
+            f"target is {options.target}, a file; name its function that returns (model, batch), as in"
+            f" {options.target}:build, or give a directory with a config.json"
+        )
     import torch
 
     from laconic.train.memory.directory import load_any, made_up_batches
