@@ -24,6 +24,7 @@ PAGE = Path(__file__).with_name("api.md")
 
 PACKAGES = (
     "laconic",
+    "laconic.advice",
     "laconic.activations",
     "laconic.gradients",
     "laconic.optim",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from laconic.activations import compress_activations, decompress_activations, linear_cross_entropy
+    from laconic.advice import advise
     from laconic.collectives.integrations.zip import zip_collectives
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients
@@ -23,6 +24,7 @@ __all__ = [
     "linear_cross_entropy",
     "compress_gradients",
     "zip_collectives",
+    "advise",
     "AdamW8bit",
     "BlockFormat",
     "BlockTensor",
@@ -39,6 +41,7 @@ _HOME = {
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
     "zip_collectives": "laconic.collectives.integrations.zip",
+    "advise": "laconic.advice",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",
     "BlockTensor": "laconic.formats",

@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "train": "train a model; without arguments, a small demo",
     "run": "run your own training script with the savings switched on",
+    "advise": "measure what each way to save activation memory keeps and costs on your model",
     "compare": "put runs side by side: a table and report.html",
     "plan": "predict bytes per rank, and choose what to keep under a budget",
     "profile": "measure this cluster's links and codecs",

@@ -14,7 +14,7 @@ from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.measured import measured_plan_text, measured_table_text
 from laconic.errors import PlanError
 
-__all__ = ["measure", "plan_measured"]
+__all__ = ["measure", "plan_measured", "quiet_profiler"]
 
 _TO_MEASURE = frozenset(
     ("model", "measure", "measure_batches", "choices", "image_size", "sequence_length", "precision", "json")
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     model = load_any(options.model, torch.bfloat16 if options.precision == "bf16-pure" else torch.float32)
     torch.nn.Module.to(model, device)
     inputs = made_up_batches(model, options.sequence_length, options.image_size)
-    with _quiet_profiler():
+    with quiet_profiler():
         table = measure_table(model, inputs, batches=options.measure_batches, words=words, precision=options.precision)
     table.save(options.measure)
     if options.json:
@@ -116,7 +116,7 @@ def _refuse_others(
 
 
 @contextmanager
-def _quiet_profiler() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Without the lines that torch's profiler writes to the file descriptor of errors at each of its starts."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 __all__ = ["run"]
 
@@ -24,26 +25,24 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("--attention", help="how query, key and value are kept: exact, recompute or a code (int8)")
     parser.add_argument("--loss", choices=("exact", "chunked"), help="chunked: never hold the logits (exact)")
     parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
-    parser.add_argument(
-        "--zip", choices=("auto", "on"), help="losslessly shorten what process groups send: where it pays, or all (not)"
-    )
+    parser.add_argument("--zip", choices=("auto", "on", "off"), default="off", help="code losslessly what process "
+        "groups of torch.distributed send: where it is faster, all that can be, or nothing (off)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as in python -m")
-    parser.add_argument("script", help="a Python file; with -m, a module")
+    parser.add_argument("script", help="a Python file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(args)
-    from laconic.run.messages import Messages
-    from laconic.run.refusal import Refusal
-    from laconic.run.savings import Savings, Wishes
+    from laconic.run.savings import Refusal, Savings, Wishes
     from laconic.run.script import Script
     from laconic.run.summary import render, summarize
+    from laconic.run.zipped_groups import ZippedGroups
 
     script = Script(options.script, options.arguments, is_module=options.is_module)
     savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
-    messages = Messages(options.zip)
-    with savings, messages:
+    groups = None if options.zip == "off" else ZippedGroups(options.zip)
+    with savings, groups or nullcontext():
         code = script.run(passed=Refusal)
     if not savings.is_forked and os.environ.get("RANK", "0") == "0":
-        summary = summarize(savings, messages)
+        summary = summarize(savings, groups)
         print(json.dumps(summary) if options.json else render(summary), file=sys.stderr)
     return code

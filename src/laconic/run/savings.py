@@ -29,11 +29,14 @@ from laconic.activations import compress_activations
 from laconic.activations.attention import attention_core_of
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import Report
-from laconic.errors import ModelError
+from laconic.errors import LaconicError, ModelError
 from laconic.optim import AdamW8bit
-from laconic.run.refusal import Refusal
 
-__all__ = ["ModelOutcome", "Savings", "Wishes"]
+__all__ = ["ModelOutcome", "Refusal", "Savings", "Wishes"]
+
+
+class Refusal(LaconicError):
+    """Something that was asked for by name cannot be done in this script."""
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,18 @@ class Script:
         module = ModuleType("__main__")
         if self._is_module:
             sys.argv, sys.path[0] = ["-m", *self._arguments], os.getcwd()
-            path, code = self._prepare_module(module)
+            path, spec, code = self._find_module()
         else:
-            path, code = self._name, None
-            self._prepare_file(module)
+            path, spec, code = self._name, None, None
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        module.__dict__.update(
+            __file__=path,
+            __builtins__=sys.modules["builtins"],
+            __loader__=SourceFileLoader("__main__", path) if spec is None else spec.loader,
+            __spec__=spec,
+            __package__=None if spec is None else spec.parent,
+            __cached__=None if spec is None else spec.cached,
+        )
         sys.argv = [path, *self._arguments]
         sys.modules["__main__"] = module
         try:
@@ -72,12 +80,8 @@ class Script:
             return 1
         return 0
 
-    def _prepare_file(self, module: ModuleType) -> None:
-        _name_parts(module, self._name, SourceFileLoader("__main__", self._name), None)
-        sys.path[0] = os.path.dirname(os.path.realpath(self._name))
-
-    def _prepare_module(self, module: ModuleType) -> tuple[str, CodeType]:
-        """The path of the module's file and its code."""
+    def _find_module(self) -> tuple[str, ModuleSpec, CodeType]:
+        """The path of the module's file, its spec and its code."""
         spec = _spec_of(self._name)
         code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
         if spec is None or code is None or spec.origin is None:
@@ -85,24 +89,11 @@ class Script:
                 f"module is {self._name}, but there is no such module in Python, nor a package with a __main__; give "
                 f"the name under which it would be imported from {os.getcwd()}"
             )
-        _name_parts(module, spec.origin, spec.loader, spec)
-        return spec.origin, code
+        return spec.origin, spec, code
 
     def _code_of_file(self) -> CodeType:
         with io.open_code(os.path.abspath(self._name)) as file:
             return compile(file.read(), self._name, "exec", dont_inherit=True)
-
-
-def _name_parts(module: ModuleType, path: str, loader: object, spec: ModuleSpec | None) -> None:
-    """Give `module` the names that Python gives to `__main__`."""
-    module.__dict__.update(
-        __file__=path,
-        __builtins__=sys.modules["builtins"],
-        __loader__=loader,
-        __spec__=spec,
-        __package__=None if spec is None else spec.parent,
-        __cached__=None if spec is None else spec.cached,
-    )
 
 
 def _spec_of(name: str) -> ModuleSpec | None:

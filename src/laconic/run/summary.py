@@ -5,41 +5,46 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from laconic.run.messages import Messages
+from laconic.collectives.audit import RAW
 from laconic.run.savings import ModelOutcome, Savings
+from laconic.run.zipped_groups import ZippedGroups
 
 __all__ = ["render", "summarize"]
 
 
-def summarize(savings: Savings, messages: Messages) -> dict[str, Any]:
+def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str, Any]:
     """The outcome as plain data for JSON.
 
     Returns:
         "models": of each "model" (its class), bytes kept for backward by one forward of its first batch in
         "exact_nbytes" and "nbytes" (None if not measured, and then "unmeasured" says why), "left_exact" (why the whole
         model is as it was, or None) and "exact_modules"; "optimizers": class -> steps; "step_seconds": median between
-        two steps of the same optimizer, None below two steps; "messages" (None without --zip): groups by "groups" that
-        were made laconic's and "own_groups" that the script made so, and of this process "raw_nbytes", "sent_nbytes",
-        "calls" and "left_raw" (reason -> calls).
+        two steps of the same optimizer, None below two steps; "sent": without `groups` None, else what this process
+        sent: "zip" (the flag), "groups" (coded process groups), "left_groups" (why others were left -> how many),
+        "calls" and "coded_calls", "nbytes" of the values and "sent_nbytes" of the messages, "coding_seconds", and
+        "uncoded" (why -> calls).
     """
     seconds = savings.step_seconds
     return {
         "models": [_model(outcome) for outcome in savings.models],
         "optimizers": dict(savings.optimizers),
         "step_seconds": median(seconds) if seconds else None,
-        "messages": None if messages.zip is None else _sent(messages),
+        "sent": None if groups is None else _sent(groups),
     }
 
 
-def _sent(messages: Messages) -> dict[str, Any]:
-    sent = messages.sent
+def _sent(groups: ZippedGroups) -> dict[str, Any]:
+    sent = groups.sent
     return {
-        "groups": dict(messages.groups),
-        "own_groups": messages.own,
-        "raw_nbytes": sent.raw_nbytes,
-        "sent_nbytes": sent.sent_nbytes,
-        "calls": sum(entry.num_calls for entry in sent.entries),
-        "left_raw": sent.left_raw(),
+        "zip": groups.zip,
+        "groups": sent.num_groups,
+        "left_groups": sent.left,
+        "calls": sum(entry.num_calls for entry in sent.counts.entries),
+        "coded_calls": sum(entry.num_calls for entry in sent.counts.entries if entry.codec != RAW),
+        "nbytes": sent.counts.raw_nbytes,
+        "sent_nbytes": sent.counts.sent_nbytes,
+        "coding_seconds": sent.counts.coding_seconds,
+        "uncoded": sent.counts.left_raw(),
     }
 
 
@@ -82,24 +87,24 @@ def render(summary: dict[str, Any]) -> str:
         lines.append(f"steps: {steps}" + ("" if time is None else f"; {time * 1e3:.1f} ms per step (median)"))
         if not summary["models"]:
             lines.append("activations are exact: no module with the optimizer's parameters was called in training mode")
-    if summary["messages"] is not None:
-        lines += _message_lines(summary["messages"])
+    if summary["sent"] is not None:
+        lines += _sent_lines(summary["sent"])
     return "\n".join(f"laconic run: {line}" for line in lines)
 
 
-def _message_lines(sent: dict[str, Any]) -> list[str]:
-    if not sent["groups"]:
-        made = "the script made its own groups laconic's" if sent["own_groups"] else "the script made no process group"
-        lines = [f"--zip changed nothing: {made}"]
-    else:
-        lines = []
-    if sent["calls"]:
-        factor = sent["raw_nbytes"] / max(1, sent["sent_nbytes"])
+def _sent_lines(sent: dict[str, Any]) -> list[str]:
+    if not sent["groups"] and not sent["left_groups"]:
+        return [f"--zip {sent['zip']} had no effect: this process made no process group of torch.distributed"]
+    lines = []
+    if sent["groups"]:
+        factor = sent["nbytes"] / max(1, sent["sent_nbytes"])
         lines.append(
-            f"this process sent {sent['sent_nbytes']:,} bytes instead of {sent['raw_nbytes']:,} ({factor:.2f}x less) "
-            f"in {sent['calls']:,} calls"
+            f"this process sent {sent['sent_nbytes']:,} bytes for {sent['nbytes']:,} bytes of values ({factor:.2f}x "
+            f"less) in {sent['calls']:,} calls, {sent['coded_calls']:,} of them coded"
         )
-        lines += [f"  left raw: {count:,} calls, {reason}" for reason, count in sent["left_raw"].items()]
-    elif sent["groups"]:
-        lines.append("nothing was sent through the script's process groups")
+    lines += [f"  uncoded: {count:,} calls, {why}" for why, count in sent["uncoded"].items()]
+    lines += [
+        f"  left as the script made it, and not counted: {count} group(s), {why}"
+        for why, count in sent["left_groups"].items()
+    ]
     return lines

@@ -1,0 +1,6 @@
+"""`laconic.advise`: the ways to save activation memory, measured on a user's model and machine."""
+
+from laconic.advice.measure import advise
+from laconic.advice.table import Advice, Row
+
+__all__ = ["advise", "Advice", "Row"]
