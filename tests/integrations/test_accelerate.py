@@ -119,6 +119,18 @@ def test_what_comes_too_late_or_is_not_the_accelerators_is_refused() -> None:
         attach(accelerator, prepared)
 
 
+def test_an_accelerator_averages_the_gradients_of_one_model(tmp_path: Path) -> None:
+    run_ranks(_attach_two, (free_port(),), 2)
+
+
+def _attach_two(rank: int, port: int) -> None:
+    os.environ.update(rank_environment(rank, 2, port))
+    accelerator, config = fresh(), LaconicConfig(activations=16, gradients=8)
+    attach(accelerator, llama(), config)
+    with pytest.raises(ConfigError, match="averages those of another LlamaForCausalLM already"):
+        attach(accelerator, llama(), config)
+
+
 def test_other_models_of_the_accelerator_are_prepared_as_ever() -> None:
     accelerator = fresh()
     attached = attach(accelerator, llama())

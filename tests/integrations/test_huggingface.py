@@ -26,8 +26,10 @@ from transformers import (
     set_seed,
 )
 
+import laconic
 from laconic import AdamW8bit
 from laconic.errors import ConfigError, FormatError, ModelError
+from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer, LaconicTrainerMixin
 from tests.distributed.processes import free_port, rank_environment, run_ranks
@@ -162,6 +164,58 @@ def test_training_again_and_models_that_are_made_anew(tmp_path: Path) -> None:
     made.train()
     assert made.model is not model
     assert torch.equal(losses(made), first)
+
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=str)
+def test_a_model_that_was_evaluated_before_trains_alike(changes: dict[str, Any], tmp_path: Path) -> None:
+    kinds = arguments(tmp_path, **changes)
+    trainer = LaconicTrainer(llama(), kinds, train_dataset=rows(), eval_dataset=rows(8), laconic=EVERYTHING)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert torch.equal(losses(trainer), losses(trained(tmp_path, EVERYTHING, **changes)))
+    assert trainer.laconic_report is not None
+    assert trainer.evaluate()["eval_loss"] < before
+
+
+def test_trainers_follow_each_other_on_one_model(tmp_path: Path) -> None:
+    first, alone = trained(tmp_path, EVERYTHING), trained(tmp_path, None)
+    second = trained(tmp_path, EVERYTHING, model=first.model)
+    assert second.laconic_report is first.laconic_report
+    assert_near(second, trained(tmp_path, None, model=alone.model))
+
+    with pytest.raises(ConfigError, match="activations is 8, but the model was converted for an earlier trainer"):
+        trained(tmp_path, LaconicConfig(activations=8), model=first.model)
+    with pytest.raises(ConfigError, match="activations is 16, but the model was converted"):
+        trained(tmp_path, LaconicConfig(activations=16, gradients=8), model=first.model)
+    without = trained(tmp_path, LaconicConfig(), model=first.model)  # takes the gradients in codes back
+    assert "laconic/gradient_nbytes" not in without.state.log_history[0]
+    assert all(owner_of(parameter) is None for parameter in first.model.parameters())
+    laconic.decompress_activations(first.model)
+    assert trained(tmp_path, LaconicConfig(activations=8), model=first.model).laconic_report is not None
+
+
+def test_a_trainer_that_makes_its_own_optimizer_is_converted_or_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    class Behind(LaconicTrainerMixin, Own):
+        pass
+
+    class InFront(LaconicTrainerMixin, Trainer):
+        create_optimizer = Own.create_optimizer
+
+    for kind, owner in ((Behind, "Own"), (InFront, "InFront")):
+        trainer = kind(llama(), arguments(tmp_path), train_dataset=rows(), laconic=LaconicConfig(gradients=8))
+        trainer.train()
+        assert {"laconic/activation_factor", "laconic/gradient_nbytes"} <= trainer.state.log_history[0].keys()
+        trainer = kind(llama(), arguments(tmp_path), train_dataset=rows(), laconic=EVERYTHING)
+        with pytest.raises(ConfigError, match=f"'adamw8bit', but {owner}.create_optimizer made SGD"):
+            trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -362,8 +416,38 @@ def _train_together(rank: int, folder: Path, port: int) -> None:
     if rank == 0:
         assert_near(whole, alone)
         assert_near(in_ddp, alone)
+        num_weights = sum(p.numel() for p in whole.model.parameters())
+        assert num_weights < whole.state.log_history[0]["laconic/gradient_sent_nbytes"] < 1.3 * num_weights
         norms = [[entry["grad_norm"] for entry in t.state.log_history if "loss" in entry] for t in (whole, alone)]
         assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def _train_after_evaluation(rank: int, folder: Path, port: int) -> None:
+    import os
+
+    os.environ.update(rank_environment(rank, 2, port))
+    first: Any = None
+    for config in (EVERYTHING, LaconicConfig(), EVERYTHING):
+        trainer = LaconicTrainer(
+            first.model if first else llama(),
+            arguments(folder, ddp_backend="gloo"),
+            train_dataset=rows(),
+            eval_dataset=rows(8),
+            laconic=config,
+        )
+        first = first or trainer
+        trainer.evaluate()
+        trainer.train()
+        wrapped = type(trainer.model_wrapped).__name__
+        assert wrapped == ("LlamaForCausalLM" if config.gradients == 8 else "DistributedDataParallel")
+        for parameter in trainer.model.parameters():
+            same = parameter.detach().clone()
+            dist.broadcast(same, 0)
+            assert torch.equal(same, parameter)
+
+
+def test_two_processes_stay_alike_after_an_evaluation_and_with_one_trainer_after_the_other(tmp_path: Path) -> None:
+    run_ranks(_train_after_evaluation, (tmp_path, free_port()), 2)
 
 
 def test_two_processes_agree_with_ddp_stay_alike_and_resume(tmp_path: Path) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch.distributed as dist
 from torch import nn
 
 from laconic.activations import compress_activations
+from laconic.activations.attention import attention_core_of
+from laconic.activations.replacement import replacements_of
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
 from laconic.formats import BlockFormat
+from laconic.gradients import CompressedGradients, compress_gradients
+from laconic.gradients.turns import owner_of
 
-__all__ = ["LaconicConfig", "compress", "logged"]
+__all__ = ["LaconicConfig", "compress", "hold_gradients", "logged", "release_gradients"]
 
 _GRADIENT_BITS = (8, 12, 32)
 _MODES = ("sites", "hooks", "combined")
@@ -82,17 +88,58 @@ class LaconicConfig:
         return self.activations != 16 or self.loss != "exact"
 
 
+_converted: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Report]] = WeakKeyDictionary()
+_held: WeakSet[CompressedGradients] = WeakSet()
+
+
 def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
     """Convert a model as the configuration says; None if that leaves it as it is.
 
+    A model that an earlier trainer converted in the same way stays as it is, and the result is that trainer's.
+
     Raises:
+        ConfigError: an earlier trainer converted the model in another way.
         ModelError: as `compress_activations`.
     """
+    wished: dict[str, Any] = {name: getattr(config, name) for name in ("activations", "attention", "mode", "loss")}
+    if model in _converted and _is_compressed(model):
+        earlier, report = _converted[model]
+        for name, value in wished.items():
+            if value != earlier[name]:
+                raise ConfigError(
+                    f"{name} is {value!r}, but the model was converted for an earlier trainer, where {name} is "
+                    f"{earlier[name]!r}; give the same, or call laconic.decompress_activations(model) first"
+                )
+        return report
     if not config.changes_model:
         return None
-    mode: Any = config.mode
-    loss: Any = config.loss
-    return compress_activations(model, config.activations, attention=config.attention, mode=mode, loss=loss)
+    report = compress_activations(
+        model, wished["activations"], attention=wished["attention"], mode=wished["mode"], loss=wished["loss"]
+    )
+    _converted[model] = wished, report
+    return report
+
+
+def _is_compressed(model: nn.Module) -> bool:
+    return any([*replacements_of(module)] or attention_core_of(module) is not None for module in model.modules())
+
+
+def hold_gradients(model: nn.Module, group: dist.ProcessGroup | None, bits: int) -> CompressedGradients:
+    """Hold a model's gradients in codes, as `compress_gradients`, in place of those an earlier trainer held."""
+    release_gradients(model)
+    gradients = compress_gradients(model, group, bits=bits)
+    _held.add(gradients)
+    return gradients
+
+
+def release_gradients(model: nn.Module) -> None:
+    """Drop the gradients that an earlier trainer holds in codes, and let autograd make plain ones again."""
+    owners = {id(owner): owner for owner in map(owner_of, model.parameters()) if owner is not None}
+    for owner in owners.values():
+        if isinstance(owner, CompressedGradients) and owner in _held:
+            for parameter in owner.parameters.values():
+                parameter.grad = None
+            owner.remove()
 
 
 def logged(report: Report | None) -> dict[str, float]:
