@@ -28,7 +28,7 @@ from transformers import (
 
 import laconic
 from laconic import AdamW8bit
-from laconic.errors import ConfigError, FormatError, ModelError
+from laconic.errors import ConfigError, ModelError
 from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer, LaconicTrainerMixin
@@ -322,18 +322,24 @@ def test_flags_are_parsed_by_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "error", "message"),
+    ("values", "message"),
     [
-        ({"activations": 3}, FormatError, "bits is 3"),
-        ({"mode": "all"}, ConfigError, "mode is 'all', but it must be one of sites, hooks, combined"),
-        ({"loss": "fused"}, ConfigError, "loss is 'fused'"),
-        ({"gradients": 16}, ConfigError, "gradients is 16, but it must be one of 8, 12, 32"),
-        ({"optimizer": "adam"}, ConfigError, "optimizer is 'adam', but it must be one of host, adamw8bit"),
-        ({"activations": 16, "attention": "int8"}, ConfigError, "attention is 'int8', but activations is 16"),
+        ({"activations": 3}, "activations is 3, but it must be one of 2, 4, 5, 6, 8, 16"),
+        ({"activations": 4.0}, "activations is 4.0"),
+        ({"attention": "int7"}, "attention is 'int7', but it must be one of None, exact, recompute"),
+        ({"gradients": True}, "gradients is True"),
+        ({"mode": "all"}, "mode is 'all', but it must be one of sites, hooks, combined"),
+        ({"loss": "fused"}, "loss is 'fused'"),
+        ({"gradients": 16}, "gradients is 16, but it must be one of 8, 12, 32"),
+        ({"optimizer": "adam"}, "optimizer is 'adam', but it must be one of host, adamw8bit"),
+        ({"activations": 16, "attention": "int8"}, "attention is 'int8', but activations is 16"),
+        ({"activations": 16, "mode": "combined"}, "mode is 'combined', but activations is 16"),
+        ({"attention": "int8", "mode": "hooks"}, "attention is 'int8', but mode is 'hooks'"),
+        ({"loss": "chunked", "mode": "hooks"}, "loss is 'chunked', but mode is 'hooks'"),
     ],
 )
-def test_values_that_do_not_exist_are_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_values_that_do_not_exist_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LaconicConfig(**values)
 
 
@@ -350,6 +356,14 @@ def test_arguments_that_exclude_each_other_are_refused_at_construction(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LaconicTrainer(llama(), arguments(tmp_path, **changes), laconic=LaconicConfig(**laconic))
+
+
+def test_a_configuration_is_a_laconic_config(tmp_path: Path) -> None:
+    other: Any = {"gradients": 8}
+    with pytest.raises(ConfigError, match="laconic is a dict, but it must be a LaconicConfig"):
+        LaconicTrainer(llama(), arguments(tmp_path), laconic=other)
+    with pytest.raises(ConfigError, match="laconic is a dict"):
+        LaconicCallback(other)
 
 
 def test_an_optimizer_or_a_loss_of_ones_own_is_not_replaced(tmp_path: Path) -> None:
@@ -446,6 +460,7 @@ def _train_after_evaluation(rank: int, folder: Path, port: int) -> None:
             assert torch.equal(same, parameter)
 
 
+@pytest.mark.slow
 def test_two_processes_stay_alike_after_an_evaluation_and_with_one_trainer_after_the_other(tmp_path: Path) -> None:
     run_ranks(_train_after_evaluation, (tmp_path, free_port()), 2)
 

@@ -16,7 +16,7 @@ from laconic.activations.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients
-from laconic.integrations.config import LaconicConfig, compress, hold_gradients, release_gradients
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients
 
 __all__ = ["Attached", "LaconicConfig", "attach"]
 
@@ -57,13 +57,13 @@ def attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig | N
             another model in the same way.
         ModelError: the model cannot be converted.
     """
-    config = config or LaconicConfig()
+    config = given(config)
     if config.optimizer != "host":
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but a loop of your own makes its optimizer itself; write "
             "laconic.AdamW8bit(model.parameters(), ...) and leave optimizer out"
         )
-    if getattr(model, "_is_accelerate_prepared", False):
+    if any(model is prepared for prepared in accelerator._models):
         raise ConfigError("the model has been prepared already; call attach before accelerator.prepare")
     taken = getattr(accelerator.backward, "laconic_model", model)
     if config.gradients != 32 and taken is not model:

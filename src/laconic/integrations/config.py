@@ -14,12 +14,14 @@ from laconic.activations.attention import attention_core_of
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
-from laconic.formats import BlockFormat
 from laconic.gradients import CompressedGradients, compress_gradients
 from laconic.gradients.turns import owner_of
+from laconic.ops import BITS
 
-__all__ = ["LaconicConfig", "compress", "hold_gradients", "logged", "release_gradients"]
+__all__ = ["LaconicConfig", "compress", "given", "hold_gradients", "logged", "release_gradients"]
 
+_ACTIVATION_BITS = (2, 4, 5, 6, 8, 16)
+_ATTENTIONS = ("exact", "recompute", *BITS)
 _GRADIENT_BITS = (8, 12, 32)
 _MODES = ("sites", "hooks", "combined")
 _LOSSES = ("exact", "chunked")
@@ -39,7 +41,7 @@ class LaconicConfig:
         optimizer: "adamw8bit" is `laconic.AdamW8bit` with the host's hyperparameters; "host" what the host makes.
 
     Raises:
-        ConfigError: a value is none of these.
+        ConfigError: a value is none of these, or does nothing beside another.
     """
 
     activations: int = field(default=4, metadata={"help": "Bits of saved activations; 16 leaves them exact."})
@@ -66,26 +68,44 @@ class LaconicConfig:
     )
 
     def __post_init__(self) -> None:
-        BlockFormat.from_bits(self.activations)  # refuses other bits
         for name, allowed in (
+            ("activations", _ACTIVATION_BITS),
+            ("attention", (None, *_ATTENTIONS)),
             ("mode", _MODES),
             ("loss", _LOSSES),
             ("gradients", _GRADIENT_BITS),
             ("optimizer", _OPTIMIZERS),
         ):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed or isinstance(value, bool | float):
                 words = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be one of {words}")
-        if self.activations == 16 and self.attention is not None:
-            raise ConfigError(
-                f"attention is {self.attention!r}, but activations is 16, which leaves all of them exact; give fewer "
-                "bits, or leave attention out"
-            )
+                raise ConfigError(f"{name} is {value!r}, but it must be one of {words}")
+        for name, value, idle, why in (
+            ("attention", self.attention, self.activations == 16, "activations is 16, which leaves all of them exact"),
+            ("mode", self.mode, self.activations == 16, "activations is 16, which leaves all of them exact"),
+            ("attention", self.attention, self.mode == "hooks", "mode is 'hooks', which packs all tensors alike"),
+            ("loss", self.loss, self.mode == "hooks", "mode is 'hooks', which leaves the loss as it is"),
+        ):
+            if idle and value not in (None, "sites", "exact"):
+                raise ConfigError(f"{name} is {value!r}, but {why}; change one of the two, or leave {name} out")
 
     @property
     def changes_model(self) -> bool:
         """Whether a model is converted."""
         return self.activations != 16 or self.loss != "exact"
+
+
+def given(config: LaconicConfig | None) -> LaconicConfig:
+    """The configuration that a host was given; the default in place of None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is None:
+        return LaconicConfig()
+    if not isinstance(config, LaconicConfig):
+        raise ConfigError(f"laconic is a {type(config).__name__}, but it must be a LaconicConfig, or None")
+    return config
 
 
 _converted: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Report]] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
 from laconic.integrations.accelerate import Attached, attach_anew
-from laconic.integrations.config import LaconicConfig, compress, logged
+from laconic.integrations.config import LaconicConfig, compress, given, logged
 from laconic.optim import AdamW8bit
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LaconicTrainerMixin:
     """
 
     def __init__(self, *args: Any, laconic: LaconicConfig | None = None, **kwargs: Any) -> None:
-        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic = given(laconic)
         self.laconic_report: Report | None = None
         self._laconic_model: nn.Module | None = None
         self._laconic_attached: Attached | None = None
@@ -135,7 +135,7 @@ class LaconicCallback(TrainerCallback):
     """
 
     def __init__(self, laconic: LaconicConfig | None = None) -> None:
-        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic = given(laconic)
         for name, own in (("gradients", 32), ("optimizer", "host"), ("loss", "exact")):
             if getattr(self.laconic, name) != own:
                 raise ConfigError(

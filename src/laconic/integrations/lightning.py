@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from laconic.activations.report import Report
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import CompressedGradients
-from laconic.integrations.config import LaconicConfig, compress, hold_gradients, logged
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged
 
 __all__ = ["LaconicCallback", "LaconicConfig", "LaconicStrategy"]
 
@@ -103,7 +103,7 @@ class LaconicCallback(Callback):
     """
 
     def __init__(self, laconic: LaconicConfig | None = None, submodule: str | None = None) -> None:
-        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic = given(laconic)
         if self.laconic.gradients != 32:
             raise ConfigError(
                 f"gradients is {self.laconic.gradients}, but in Lightning they are the strategy's; give "
