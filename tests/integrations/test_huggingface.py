@@ -289,21 +289,28 @@ def test_a_callback_compresses_in_any_trainer(tmp_path: Path) -> None:
     trainer.train()  # converted once
 
 
-def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
+def words() -> Any:
+    """A tokenizer of the numbers below 256."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({str(word): word for word in range(256)}, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
+
+
+@pytest.mark.parametrize("changes", [{}, {"packing": True, "max_length": 32}], ids=str)
+def test_supervised_fine_tuning_with_trl(changes: dict[str, Any], tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
     from laconic.integrations import huggingface
 
-    words = Tokenizer(models.WordLevel({str(word): word for word in range(256)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
     data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
-    settings = arguments(tmp_path, trl.SFTConfig, bf16=False)
+    settings = arguments(tmp_path, trl.SFTConfig, bf16=False, **changes)
 
     def sft(kind: Any, **own: Any) -> Any:
-        trainer = kind(llama(), settings, train_dataset=data, processing_class=tokenizer, **own)
+        trainer = kind(llama(), settings, train_dataset=data, processing_class=words(), **own)
         trainer.train()
         return trainer
 
@@ -311,6 +318,45 @@ def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
     assert_near(sft(huggingface.LaconicSFTTrainer, laconic=EVERYTHING), sft(trl.SFTTrainer))
     with pytest.raises(ConfigError, match=r"SFTTrainer\.compute_loss computes the loss instead of the model"):
         sft(huggingface.LaconicSFTTrainer, laconic=LaconicConfig(loss="chunked"))
+
+
+def _preferences(trl: Any) -> tuple[Any, Any, dict[str, Any]]:
+    return trl.DPOTrainer, trl.DPOConfig, {"ref_model": llama()}
+
+
+def _rewards(trl: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def different(completions: list[str], **others: Any) -> list[float]:
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    return trl.GRPOTrainer, trl.GRPOConfig, {"reward_funcs": different}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [_preferences, _rewards])
+def test_other_trainers_of_trl(parts: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    def text(ids: Tensor) -> str:
+        return " " + " ".join(map(str, ids.tolist()))
+
+    found = [row["input_ids"] for row in rows()]
+    names = {"prompt": slice(8), "chosen": slice(8, 16), "rejected": slice(16, 24)}
+    data = Dataset.from_list([{name: text(ids[part]) for name, part in names.items()} for ids in found])
+    runs = []
+    for laconic_config in (None, EVERYTHING):
+        host, settings, others = parts(trl)
+        kind = host if laconic_config is None else type("Mine", (LaconicTrainerMixin, host), {})
+        own = {} if laconic_config is None else {"laconic": laconic_config}
+        short = {"num_generations": 4, "max_completion_length": 8} if host is trl.GRPOTrainer else {}
+        set_seed(0)
+        args = arguments(tmp_path, settings, bf16=False, **short)
+        runs.append(kind(llama(), args=args, train_dataset=data, processing_class=words(), **others, **own))
+        runs[-1].train()
+    torch.testing.assert_close(losses(runs[1]), losses(runs[0]), rtol=2e-3, atol=1e-4)
+    norms = [[entry["grad_norm"] for entry in run.state.log_history if "loss" in entry] for run in runs]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert runs[1].laconic_report is not None
 
 
 def test_flags_are_parsed_by_the_host() -> None:
