@@ -131,13 +131,15 @@ def test_a_model_is_trained_again_by_another_accelerator(tmp_path: Path) -> None
     assert all(owner_of(parameter) is gradients[1] for parameter in model.parameters())
 
 
-def test_an_accelerator_averages_the_gradients_of_one_model(tmp_path: Path) -> None:
+def test_an_accelerator_averages_the_gradients_of_one_model_if_all_processes_say_so(tmp_path: Path) -> None:
     run_ranks(_attach_two, (free_port(),), 2)
 
 
 def _attach_two(rank: int, port: int) -> None:
     os.environ.update(rank_environment(rank, 2, port))
     accelerator, config = fresh(), LaconicConfig(activations=16, gradients=8)
+    with pytest.raises(ConfigError, match="gradients is 32 on rank 0 and 8 on rank 1"):
+        attach(accelerator, llama(), config if rank else LaconicConfig(activations=16))
     attach(accelerator, llama(), config)
     with pytest.raises(ConfigError, match="averages those of another LlamaForCausalLM already"):
         attach(accelerator, llama(), config)

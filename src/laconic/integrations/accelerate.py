@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from laconic.activations.report import Report
 from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError
 from laconic.gradients import CompressedGradients
+from laconic.gradients.replicas import check_same_settings
 from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients
 
 __all__ = ["Attached", "LaconicConfig", "attach"]
@@ -54,7 +55,7 @@ def attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig | N
     Raises:
         ConfigError: the model is prepared already, the configuration asks for an optimizer, or `gradients` is not 32
             and the accelerator shards the model, leaves training to DeepSpeed or Megatron-LM, or was attached to
-            another model in the same way.
+            another model in the same way; or the processes' configurations differ.
         ModelError: the model cannot be converted.
     """
     config = given(config)
@@ -89,6 +90,9 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
             f"gradients is {config.gradients}, but {accelerator.distributed_type.value} holds and reduces gradients "
             "itself; leave gradients at 32, or train one model per process"
         )
+    world = dist.group.WORLD if accelerator.num_processes > 1 else None
+    if world is not None:
+        check_same_settings(asdict(config), world)
     for name in ("prepare_model", "backward"):  # those of an earlier model
         if hasattr(accelerator.__dict__.get(name), "laconic_model"):
             delattr(accelerator, name)
@@ -100,9 +104,8 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
         release_gradients(model)
         return attached
     model.to(accelerator.device)
-    group = dist.group.WORLD if accelerator.num_processes > 1 else None
-    attached.gradients = hold_gradients(model, group, config.gradients)
-    if group is not None:
+    attached.gradients = hold_gradients(model, world, config.gradients)
+    if world is not None:
         _reduce_in(accelerator, model, attached, attached.gradients)
     return attached
 
