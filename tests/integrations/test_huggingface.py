@@ -23,6 +23,8 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
     set_seed,
 )
 
@@ -278,6 +280,24 @@ def test_other_trainers_and_models(tmp_path: Path) -> None:
         trainer.train()
         found.append(trainer)
     assert_near(found[1], found[0])
+
+
+def test_images_are_compressed_without_bytes_in_the_logs(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    pixels = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    data = [{"pixel_values": image, "labels": index % 4} for index, image in enumerate(pixels)]
+    found = []
+    for kind in (Trainer, LaconicTrainer):
+        set_seed(0)
+        model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=4, **shape))
+        found.append(kind(model, arguments(tmp_path), train_dataset=data))
+        found[-1].train()
+    assert_near(found[1], found[0])
+    report = found[1].laconic_report
+    assert report is not None
+    assert report.unmeasured is not None
+    assert any(row.format == "nf4" for row in report.rows)
+    assert not [name for name in found[1].state.log_history[0] if name.startswith("laconic/")]
 
 
 def test_a_callback_compresses_in_any_trainer(tmp_path: Path) -> None:
