@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.errors import ConfigError
+from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.accelerate import Attached, attach
 from tests.distributed.processes import free_port, rank_environment, run_ranks
@@ -117,6 +118,31 @@ def test_what_comes_too_late_or_is_not_the_accelerators_is_refused() -> None:
     prepared = accelerator.prepare(llama())
     with pytest.raises(ConfigError, match=r"call attach before accelerator\.prepare"):
         attach(accelerator, prepared)
+
+
+def test_a_model_is_trained_again_by_another_accelerator(tmp_path: Path) -> None:
+    model, gradients = llama(), []
+    for _ in range(2):  # as where a cell of a notebook runs twice
+        accelerator = fresh()
+        gradients.append(attach(accelerator, model, LaconicConfig(gradients=8)).gradients)
+        prepared = accelerator.prepare(model)
+        ids = batches(0)[0]
+        accelerator.backward(prepared(input_ids=ids, labels=ids).loss)
+    assert all(owner_of(parameter) is gradients[1] for parameter in model.parameters())
+
+
+def test_an_accelerator_averages_the_gradients_of_one_model_if_all_processes_say_so(tmp_path: Path) -> None:
+    run_ranks(_attach_two, (free_port(),), 2)
+
+
+def _attach_two(rank: int, port: int) -> None:
+    os.environ.update(rank_environment(rank, 2, port))
+    accelerator, config = fresh(), LaconicConfig(activations=16, gradients=8)
+    with pytest.raises(ConfigError, match="gradients is 32 on rank 0 and 8 on rank 1"):
+        attach(accelerator, llama(), config if rank else LaconicConfig(activations=16))
+    attach(accelerator, llama(), config)
+    with pytest.raises(ConfigError, match="averages those of another LlamaForCausalLM already"):
+        attach(accelerator, llama(), config)
 
 
 def test_other_models_of_the_accelerator_are_prepared_as_ever() -> None:

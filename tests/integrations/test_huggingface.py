@@ -23,11 +23,15 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
     set_seed,
 )
 
+import laconic
 from laconic import AdamW8bit
-from laconic.errors import ConfigError, FormatError, ModelError
+from laconic.errors import ConfigError, ModelError
+from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer, LaconicTrainerMixin
 from tests.distributed.processes import free_port, rank_environment, run_ranks
@@ -164,6 +168,58 @@ def test_training_again_and_models_that_are_made_anew(tmp_path: Path) -> None:
     assert torch.equal(losses(made), first)
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=str)
+def test_a_model_that_was_evaluated_before_trains_alike(changes: dict[str, Any], tmp_path: Path) -> None:
+    kinds = arguments(tmp_path, **changes)
+    trainer = LaconicTrainer(llama(), kinds, train_dataset=rows(), eval_dataset=rows(8), laconic=EVERYTHING)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert torch.equal(losses(trainer), losses(trained(tmp_path, EVERYTHING, **changes)))
+    assert trainer.laconic_report is not None
+    assert trainer.evaluate()["eval_loss"] < before
+
+
+def test_trainers_follow_each_other_on_one_model(tmp_path: Path) -> None:
+    first, alone = trained(tmp_path, EVERYTHING), trained(tmp_path, None)
+    second = trained(tmp_path, EVERYTHING, model=first.model)
+    assert second.laconic_report is first.laconic_report
+    assert_near(second, trained(tmp_path, None, model=alone.model))
+
+    with pytest.raises(ConfigError, match="activations is 8, but the model was converted for an earlier trainer"):
+        trained(tmp_path, LaconicConfig(activations=8), model=first.model)
+    with pytest.raises(ConfigError, match="activations is 16, but the model was converted"):
+        trained(tmp_path, LaconicConfig(activations=16, gradients=8), model=first.model)
+    without = trained(tmp_path, LaconicConfig(), model=first.model)  # takes the gradients in codes back
+    assert "laconic/gradient_nbytes" not in without.state.log_history[0]
+    assert all(owner_of(parameter) is None for parameter in first.model.parameters())
+    laconic.decompress_activations(first.model)
+    assert trained(tmp_path, LaconicConfig(activations=8), model=first.model).laconic_report is not None
+
+
+def test_a_trainer_that_makes_its_own_optimizer_is_converted_or_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    class Behind(LaconicTrainerMixin, Own):
+        pass
+
+    class InFront(LaconicTrainerMixin, Trainer):
+        create_optimizer = Own.create_optimizer
+
+    for kind, owner in ((Behind, "Own"), (InFront, "InFront")):
+        trainer = kind(llama(), arguments(tmp_path), train_dataset=rows(), laconic=LaconicConfig(gradients=8))
+        trainer.train()
+        assert {"laconic/activation_factor", "laconic/gradient_nbytes"} <= trainer.state.log_history[0].keys()
+        trainer = kind(llama(), arguments(tmp_path), train_dataset=rows(), laconic=EVERYTHING)
+        with pytest.raises(ConfigError, match=f"'adamw8bit', but {owner}.create_optimizer made SGD"):
+            trainer.train()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -226,6 +282,24 @@ def test_other_trainers_and_models(tmp_path: Path) -> None:
     assert_near(found[1], found[0])
 
 
+def test_images_are_compressed_without_bytes_in_the_logs(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    pixels = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    data = [{"pixel_values": image, "labels": index % 4} for index, image in enumerate(pixels)]
+    found = []
+    for kind in (Trainer, LaconicTrainer):
+        set_seed(0)
+        model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=4, **shape))
+        found.append(kind(model, arguments(tmp_path), train_dataset=data))
+        found[-1].train()
+    assert_near(found[1], found[0])
+    report = found[1].laconic_report
+    assert report is not None
+    assert report.unmeasured is not None
+    assert any(row.format == "nf4" for row in report.rows)
+    assert not [name for name in found[1].state.log_history[0] if name.startswith("laconic/")]
+
+
 def test_a_callback_compresses_in_any_trainer(tmp_path: Path) -> None:
     callback = LaconicCallback()
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=rows(), callbacks=[callback])
@@ -235,21 +309,28 @@ def test_a_callback_compresses_in_any_trainer(tmp_path: Path) -> None:
     trainer.train()  # converted once
 
 
-def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
+def words() -> Any:
+    """A tokenizer of the numbers below 256."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({str(word): word for word in range(256)}, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
+
+
+@pytest.mark.parametrize("changes", [{}, {"packing": True, "max_length": 32}], ids=str)
+def test_supervised_fine_tuning_with_trl(changes: dict[str, Any], tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
     from laconic.integrations import huggingface
 
-    words = Tokenizer(models.WordLevel({str(word): word for word in range(256)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
     data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
-    settings = arguments(tmp_path, trl.SFTConfig, bf16=False)
+    settings = arguments(tmp_path, trl.SFTConfig, bf16=False, **changes)
 
     def sft(kind: Any, **own: Any) -> Any:
-        trainer = kind(llama(), settings, train_dataset=data, processing_class=tokenizer, **own)
+        trainer = kind(llama(), settings, train_dataset=data, processing_class=words(), **own)
         trainer.train()
         return trainer
 
@@ -257,6 +338,45 @@ def test_supervised_fine_tuning_with_trl(tmp_path: Path) -> None:
     assert_near(sft(huggingface.LaconicSFTTrainer, laconic=EVERYTHING), sft(trl.SFTTrainer))
     with pytest.raises(ConfigError, match=r"SFTTrainer\.compute_loss computes the loss instead of the model"):
         sft(huggingface.LaconicSFTTrainer, laconic=LaconicConfig(loss="chunked"))
+
+
+def _preferences(trl: Any) -> tuple[Any, Any, dict[str, Any]]:
+    return trl.DPOTrainer, trl.DPOConfig, {"ref_model": llama()}
+
+
+def _rewards(trl: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def different(completions: list[str], **others: Any) -> list[float]:
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    return trl.GRPOTrainer, trl.GRPOConfig, {"reward_funcs": different}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [_preferences, _rewards])
+def test_other_trainers_of_trl(parts: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    def text(ids: Tensor) -> str:
+        return " " + " ".join(map(str, ids.tolist()))
+
+    found = [row["input_ids"] for row in rows()]
+    names = {"prompt": slice(8), "chosen": slice(8, 16), "rejected": slice(16, 24)}
+    data = Dataset.from_list([{name: text(ids[part]) for name, part in names.items()} for ids in found])
+    runs = []
+    for laconic_config in (None, EVERYTHING):
+        host, settings, others = parts(trl)
+        kind = host if laconic_config is None else type("Mine", (LaconicTrainerMixin, host), {})
+        own = {} if laconic_config is None else {"laconic": laconic_config}
+        short = {"num_generations": 4, "max_completion_length": 8} if host is trl.GRPOTrainer else {}
+        set_seed(0)
+        args = arguments(tmp_path, settings, bf16=False, **short)
+        runs.append(kind(llama(), args=args, train_dataset=data, processing_class=words(), **others, **own))
+        runs[-1].train()
+    torch.testing.assert_close(losses(runs[1]), losses(runs[0]), rtol=2e-3, atol=1e-4)
+    norms = [[entry["grad_norm"] for entry in run.state.log_history if "loss" in entry] for run in runs]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert runs[1].laconic_report is not None
 
 
 def test_flags_are_parsed_by_the_host() -> None:
@@ -268,18 +388,24 @@ def test_flags_are_parsed_by_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "error", "message"),
+    ("values", "message"),
     [
-        ({"activations": 3}, FormatError, "bits is 3"),
-        ({"mode": "all"}, ConfigError, "mode is 'all', but it must be one of sites, hooks, combined"),
-        ({"loss": "fused"}, ConfigError, "loss is 'fused'"),
-        ({"gradients": 16}, ConfigError, "gradients is 16, but it must be one of 8, 12, 32"),
-        ({"optimizer": "adam"}, ConfigError, "optimizer is 'adam', but it must be one of host, adamw8bit"),
-        ({"activations": 16, "attention": "int8"}, ConfigError, "attention is 'int8', but activations is 16"),
+        ({"activations": 3}, "activations is 3, but it must be one of 2, 4, 5, 6, 8, 16"),
+        ({"activations": 4.0}, "activations is 4.0"),
+        ({"attention": "int7"}, "attention is 'int7', but it must be one of None, exact, recompute"),
+        ({"gradients": True}, "gradients is True"),
+        ({"mode": "all"}, "mode is 'all', but it must be one of sites, hooks, combined"),
+        ({"loss": "fused"}, "loss is 'fused'"),
+        ({"gradients": 16}, "gradients is 16, but it must be one of 8, 12, 32"),
+        ({"optimizer": "adam"}, "optimizer is 'adam', but it must be one of host, adamw8bit"),
+        ({"activations": 16, "attention": "int8"}, "attention is 'int8', but activations is 16"),
+        ({"activations": 16, "mode": "combined"}, "mode is 'combined', but activations is 16"),
+        ({"attention": "int8", "mode": "hooks"}, "attention is 'int8', but mode is 'hooks'"),
+        ({"loss": "chunked", "mode": "hooks"}, "loss is 'chunked', but mode is 'hooks'"),
     ],
 )
-def test_values_that_do_not_exist_are_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_values_that_do_not_exist_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LaconicConfig(**values)
 
 
@@ -296,6 +422,14 @@ def test_arguments_that_exclude_each_other_are_refused_at_construction(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LaconicTrainer(llama(), arguments(tmp_path, **changes), laconic=LaconicConfig(**laconic))
+
+
+def test_a_configuration_is_a_laconic_config(tmp_path: Path) -> None:
+    other: Any = {"gradients": 8}
+    with pytest.raises(ConfigError, match="laconic is a dict, but it must be a LaconicConfig"):
+        LaconicTrainer(llama(), arguments(tmp_path), laconic=other)
+    with pytest.raises(ConfigError, match="laconic is a dict"):
+        LaconicCallback(other)
 
 
 def test_an_optimizer_or_a_loss_of_ones_own_is_not_replaced(tmp_path: Path) -> None:
@@ -362,8 +496,39 @@ def _train_together(rank: int, folder: Path, port: int) -> None:
     if rank == 0:
         assert_near(whole, alone)
         assert_near(in_ddp, alone)
+        num_weights = sum(p.numel() for p in whole.model.parameters())
+        assert num_weights < whole.state.log_history[0]["laconic/gradient_sent_nbytes"] < 1.3 * num_weights
         norms = [[entry["grad_norm"] for entry in t.state.log_history if "loss" in entry] for t in (whole, alone)]
         assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def _train_after_evaluation(rank: int, folder: Path, port: int) -> None:
+    import os
+
+    os.environ.update(rank_environment(rank, 2, port))
+    first: Any = None
+    for config in (EVERYTHING, LaconicConfig(), EVERYTHING):
+        trainer = LaconicTrainer(
+            first.model if first else llama(),
+            arguments(folder, ddp_backend="gloo"),
+            train_dataset=rows(),
+            eval_dataset=rows(8),
+            laconic=config,
+        )
+        first = first or trainer
+        trainer.evaluate()
+        trainer.train()
+        wrapped = type(trainer.model_wrapped).__name__
+        assert wrapped == ("LlamaForCausalLM" if config.gradients == 8 else "DistributedDataParallel")
+        for parameter in trainer.model.parameters():
+            same = parameter.detach().clone()
+            dist.broadcast(same, 0)
+            assert torch.equal(same, parameter)
+
+
+@pytest.mark.slow
+def test_two_processes_stay_alike_after_an_evaluation_and_with_one_trainer_after_the_other(tmp_path: Path) -> None:
+    run_ranks(_train_after_evaluation, (tmp_path, free_port()), 2)
 
 
 def test_two_processes_agree_with_ddp_stay_alike_and_resume(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
-from laconic.errors import ConfigError, ModelError, TrainingError
+from laconic.errors import ConfigError, ModelError
+from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from tests.distributed.processes import free_port, rank_environment, run_ranks
 from tests.integrations.test_huggingface import llama
@@ -46,11 +47,16 @@ class Module(lightning.LightningModule):
 def fit(module: Module, callbacks: list[Any], folder: Path, resume: Path | None = None, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 256, (32,), generator=generator) for _ in range(64)]
-    usual = {"accelerator": "cpu", "devices": 1, "max_steps": 3, "accumulate_grad_batches": 2, "limit_train_batches": 2}
+    usual: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 3,
+        "accumulate_grad_batches": 2,
+        "limit_train_batches": 2,
+    }
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(
-        default_root_dir=folder, callbacks=callbacks, gradient_clip_val=1.0, **(usual | quiet | options)
-    )
+    usual["gradient_clip_val"] = 1.0
+    trainer = lightning.Trainer(default_root_dir=folder, callbacks=callbacks, **(usual | quiet | options))
     trainer.fit(module, torch.utils.data.DataLoader(ids, batch_size=4), ckpt_path=resume)
     return trainer
 
@@ -79,6 +85,27 @@ def test_a_checkpoint_is_gone_on_from_and_has_the_modules_own_names(tmp_path: Pa
         assert torch.equal(got, expected)
 
 
+class MadeLate(Module):
+    """Makes its model in `configure_model`, as those do that are too large for one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = llama()
+
+
+def test_a_model_that_configure_model_makes_is_converted_then(tmp_path: Path) -> None:
+    alone, module, callback = MadeLate(), MadeLate(), LaconicCallback()
+    fit(alone, [], tmp_path, enable_checkpointing=False)
+    for _ in range(2):
+        fit(module, [callback], tmp_path, enable_checkpointing=False)
+    assert callback.report is not None
+    assert module.losses[: len(alone.losses)] == pytest.approx(alone.losses, rel=1e-3)
+
+
 def test_the_part_to_convert_is_named_or_found(tmp_path: Path) -> None:
     class Two(Module):
         def __init__(self) -> None:
@@ -102,6 +129,51 @@ def test_what_is_lightnings_is_refused() -> None:
         LaconicCallback(LaconicConfig(optimizer="adamw8bit"))
     with pytest.raises(ConfigError, match="gradients is 32"):
         LaconicStrategy(gradients=32)
+    for name, value in (("ddp_comm_hook", print), ("model_averaging_period", 2)):
+        with pytest.raises(ConfigError, match=f"{name} is .*averages gradients without DDP"):
+            LaconicStrategy(**{name: value})
+
+
+class ByHand(Module):
+    """Manual optimization: two optimizers, clipping, and micro-batches that are not averaged before the last."""
+
+    automatic_optimization = False
+
+    def training_step(self, ids: Tensor, number: int) -> None:
+        is_last = number % 2 == 1
+        optimizers = self.optimizers()
+        loss = self.model(input_ids=ids, labels=ids).loss
+        with optimizers[0].toggle_model(sync_grad=is_last):
+            for parameter in self.parameters():
+                parameter.requires_grad_(True)  # Lightning froze those of the other optimizer
+            self.manual_backward(loss / 2)
+        self.losses.append(loss.item())
+        if is_last:
+            for optimizer in optimizers:
+                self.clip_gradients(optimizer, 1.0, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [self._optimizer(part, lr=1e-3) for part in (parameters[:5], parameters[5:])]
+
+
+def fit_again(folder: Path, options: dict[str, Any]) -> None:
+    """Fits follow each other on one module, with callbacks and strategies of their own."""
+    module, other, reports = Module(), Module(), []
+    strategy = LaconicStrategy(8, process_group_backend="gloo")
+    for own in (LaconicStrategy(12, process_group_backend="gloo"), strategy):
+        callback = LaconicCallback()
+        fit(module, [callback], folder, **options, strategy=own)
+        reports.append(callback.report)
+        assert all(owner_of(parameter) is own.compressed for parameter in module.parameters())
+    assert reports[0] is reports[1] is not None
+    with pytest.raises(ConfigError, match="mode is 'combined', but the model was converted for an earlier"):
+        fit(module, [LaconicCallback(LaconicConfig(mode="combined"))], folder, **options)
+    strategy.connect(other)  # as the next fit of the same Trainer does
+    strategy.configure_ddp()
+    assert all(owner_of(parameter) is strategy.compressed for parameter in other.parameters())
 
 
 def _fit_together(rank: int, folder: Path, port: int) -> None:
@@ -121,9 +193,20 @@ def _fit_together(rank: int, folder: Path, port: int) -> None:
         first = parameter.detach().clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, parameter)
-    with pytest.raises(TrainingError, match="not reduced yet"):
-        fit(Module(), [], folder, strategy=LaconicStrategy(8, process_group_backend="gloo"), **options)
+    by_hand = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "limit_train_batches": 4, "max_steps": 8}
+    fit_again(folder, options)
+    options |= by_hand
+    alone, module = ByHand(), ByHand(laconic.AdamW8bit)
+    fit(alone, [], folder, strategy="ddp", **options)
+    strategy = LaconicStrategy(12, process_group_backend="gloo")  # without a callback
+    fit(module, [], folder, strategy=strategy, **options)
+    assert module.losses == pytest.approx(alone.losses, rel=1e-3)
+    assert len(module.losses) == 8
+    for parameter in module.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, parameter)
 
 
-def test_two_processes_agree_with_ddp_and_stay_alike(tmp_path: Path) -> None:
+def test_two_processes_agree_with_ddp_stay_alike_and_fit_again(tmp_path: Path) -> None:
     run_ranks(_fit_together, (tmp_path, free_port()), 2)

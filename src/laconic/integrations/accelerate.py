@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -10,28 +10,33 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from laconic.activations.report import Report
+from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError
-from laconic.gradients import CompressedGradients, compress_gradients
-from laconic.integrations.config import LaconicConfig, compress
+from laconic.gradients import CompressedGradients
+from laconic.gradients.replicas import check_same_settings
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients
 
 __all__ = ["Attached", "LaconicConfig", "attach"]
 
 _WITHOUT_GRADIENTS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attached:
     """What `attach` did.
 
     Attributes:
         report: of the compressed activations; None where they are left exact.
         gradients: those in codes; None where the host holds them.
+        sent_nbytes: bytes this process sent when gradients were last averaged in codes; 0 in one process.
     """
 
     report: Report | None
     gradients: CompressedGradients | None
+    sent_nbytes: int = 0
 
 
 def attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig | None = None) -> Attached:
@@ -48,39 +53,64 @@ def attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig | N
         config: `optimizer` has to be "host": make `laconic.AdamW8bit` yourself.
 
     Raises:
-        ConfigError: the model is prepared already, the configuration asks for an optimizer, or the accelerator shards
-            the model or leaves training to DeepSpeed or Megatron-LM and `gradients` is not 32.
+        ConfigError: the model is prepared already, the configuration asks for an optimizer, or `gradients` is not 32
+            and the accelerator shards the model, leaves training to DeepSpeed or Megatron-LM, or was attached to
+            another model in the same way; or the processes' configurations differ.
         ModelError: the model cannot be converted.
     """
-    config = config or LaconicConfig()
+    config = given(config)
     if config.optimizer != "host":
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but a loop of your own makes its optimizer itself; write "
             "laconic.AdamW8bit(model.parameters(), ...) and leave optimizer out"
         )
-    return _attach(accelerator, model, config)
-
-
-def _attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig) -> Attached:
-    if getattr(model, "_is_accelerate_prepared", False) or accelerator.unwrap_model(model) is not model:
+    if any(model is prepared for prepared in accelerator._models):
         raise ConfigError("the model has been prepared already; call attach before accelerator.prepare")
+    taken = getattr(accelerator.backward, "laconic_model", model)
+    if config.gradients != 32 and taken is not model:
+        raise ConfigError(
+            f"gradients is {config.gradients}, but the accelerator averages those of another {type(taken).__name__} "
+            "already; make an Accelerator for each model"
+        )
+    return attach_anew(accelerator, model, config)
+
+
+def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfig) -> Attached:
+    """Do what `attach` does, also with a model that was evaluated or trained before, in place of an earlier one.
+
+    Raises:
+        ConfigError, ModelError: as `attach`.
+    """
+    if accelerator.unwrap_model(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ConfigError(
+            "the model is wrapped or sharded already (evaluating before training does so, too); convert it before"
+        )
     if config.gradients != 32 and accelerator.distributed_type in _WITHOUT_GRADIENTS:
         raise ConfigError(
             f"gradients is {config.gradients}, but {accelerator.distributed_type.value} holds and reduces gradients "
             "itself; leave gradients at 32, or train one model per process"
         )
-    report = compress(model, config)
+    world = dist.group.WORLD if accelerator.num_processes > 1 else None
+    if world is not None:
+        check_same_settings(asdict(config), world)
+    for name in ("prepare_model", "backward"):  # those of an earlier model
+        if hasattr(accelerator.__dict__.get(name), "laconic_model"):
+            delattr(accelerator, name)
+    # Accelerate wraps nothing that it has prepared before, be it for evaluation: replicas would train each on its own.
+    if accelerator.num_processes > 1 and getattr(model, "_is_accelerate_prepared", False):
+        model._is_accelerate_prepared = False
+    attached = Attached(compress(model, config), None)
     if config.gradients == 32:
-        return Attached(report, None)
+        release_gradients(model)
+        return attached
     model.to(accelerator.device)
-    group = dist.group.WORLD if accelerator.num_processes > 1 else None
-    gradients = compress_gradients(model, group, bits=config.gradients)
-    if group is not None:
-        _reduce_in(accelerator, model, gradients)
-    return Attached(report, gradients)
+    attached.gradients = hold_gradients(model, world, config.gradients)
+    if world is not None:
+        _reduce_in(accelerator, model, attached, attached.gradients)
+    return attached
 
 
-def _reduce_in(accelerator: Any, model: nn.Module, gradients: CompressedGradients) -> None:
+def _reduce_in(accelerator: Any, model: nn.Module, attached: Attached, gradients: CompressedGradients) -> None:
     """Let `gradients` take the place of DDP in an accelerator."""
     prepare_model, backward = accelerator.prepare_model, accelerator.backward
 
@@ -94,8 +124,13 @@ def _reduce_in(accelerator: Any, model: nn.Module, gradients: CompressedGradient
         if not accelerator.sync_gradients:
             backward(loss, *args, **kwargs)
             return
+        before = sent_in_background_nbytes()
         with gradients.last_micro_batch():
             backward(loss, *args, **kwargs)
         gradients.reduce()
+        attached.sent_nbytes = sent_in_background_nbytes() - before
 
-    accelerator.prepare_model, accelerator.backward = prepare, reducing
+    own: dict[str, Any] = {"prepare_model": prepare, "backward": reducing}
+    for name, function in own.items():
+        function.laconic_model = model
+        setattr(accelerator, name, function)

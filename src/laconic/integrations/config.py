@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch.distributed as dist
 from torch import nn
 
 from laconic.activations import compress_activations
+from laconic.activations.attention import attention_core_of
+from laconic.activations.replacement import replacements_of
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
-from laconic.formats import BlockFormat
+from laconic.gradients import CompressedGradients, compress_gradients
+from laconic.gradients.turns import owner_of
+from laconic.ops import BITS
 
-__all__ = ["LaconicConfig", "compress", "logged"]
+__all__ = ["LaconicConfig", "compress", "given", "hold_gradients", "logged", "release_gradients"]
 
+_ACTIVATION_BITS = (2, 4, 5, 6, 8, 16)
+_ATTENTIONS = ("exact", "recompute", *BITS)
 _GRADIENT_BITS = (8, 12, 32)
 _MODES = ("sites", "hooks", "combined")
 _LOSSES = ("exact", "chunked")
@@ -33,7 +41,7 @@ class LaconicConfig:
         optimizer: "adamw8bit" is `laconic.AdamW8bit` with the host's hyperparameters; "host" what the host makes.
 
     Raises:
-        ConfigError: a value is none of these.
+        ConfigError: a value is none of these, or does nothing beside another.
     """
 
     activations: int = field(default=4, metadata={"help": "Bits of saved activations; 16 leaves them exact."})
@@ -60,21 +68,26 @@ class LaconicConfig:
     )
 
     def __post_init__(self) -> None:
-        BlockFormat.from_bits(self.activations)  # refuses other bits
         for name, allowed in (
+            ("activations", _ACTIVATION_BITS),
+            ("attention", (None, *_ATTENTIONS)),
             ("mode", _MODES),
             ("loss", _LOSSES),
             ("gradients", _GRADIENT_BITS),
             ("optimizer", _OPTIMIZERS),
         ):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed or isinstance(value, bool | float):
                 words = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be one of {words}")
-        if self.activations == 16 and self.attention is not None:
-            raise ConfigError(
-                f"attention is {self.attention!r}, but activations is 16, which leaves all of them exact; give fewer "
-                "bits, or leave attention out"
-            )
+                raise ConfigError(f"{name} is {value!r}, but it must be one of {words}")
+        for name, value, idle, why in (
+            ("attention", self.attention, self.activations == 16, "activations is 16, which leaves all of them exact"),
+            ("mode", self.mode, self.activations == 16, "activations is 16, which leaves all of them exact"),
+            ("attention", self.attention, self.mode == "hooks", "mode is 'hooks', which packs all tensors alike"),
+            ("loss", self.loss, self.mode == "hooks", "mode is 'hooks', which leaves the loss as it is"),
+        ):
+            if idle and value not in (None, "sites", "exact"):
+                raise ConfigError(f"{name} is {value!r}, but {why}; change one of the two, or leave {name} out")
 
     @property
     def changes_model(self) -> bool:
@@ -82,17 +95,71 @@ class LaconicConfig:
         return self.activations != 16 or self.loss != "exact"
 
 
+def given(config: LaconicConfig | None) -> LaconicConfig:
+    """The configuration that a host was given; the default in place of None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is None:
+        return LaconicConfig()
+    if not isinstance(config, LaconicConfig):
+        raise ConfigError(f"laconic is a {type(config).__name__}, but it must be a LaconicConfig, or None")
+    return config
+
+
+_converted: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Report]] = WeakKeyDictionary()
+_held: WeakSet[CompressedGradients] = WeakSet()
+
+
 def compress(model: nn.Module, config: LaconicConfig) -> Report | None:
     """Convert a model as the configuration says; None if that leaves it as it is.
 
+    A model that an earlier trainer converted in the same way stays as it is, and the result is that trainer's.
+
     Raises:
+        ConfigError: an earlier trainer converted the model in another way.
         ModelError: as `compress_activations`.
     """
+    wished: dict[str, Any] = {name: getattr(config, name) for name in ("activations", "attention", "mode", "loss")}
+    if model in _converted and _is_compressed(model):
+        earlier, report = _converted[model]
+        for name, value in wished.items():
+            if value != earlier[name]:
+                raise ConfigError(
+                    f"{name} is {value!r}, but the model was converted for an earlier trainer, where {name} is "
+                    f"{earlier[name]!r}; give the same, or call laconic.decompress_activations(model) first"
+                )
+        return report
     if not config.changes_model:
         return None
-    mode: Any = config.mode
-    loss: Any = config.loss
-    return compress_activations(model, config.activations, attention=config.attention, mode=mode, loss=loss)
+    report = compress_activations(
+        model, wished["activations"], attention=wished["attention"], mode=wished["mode"], loss=wished["loss"]
+    )
+    _converted[model] = wished, report
+    return report
+
+
+def _is_compressed(model: nn.Module) -> bool:
+    return any([*replacements_of(module)] or attention_core_of(module) is not None for module in model.modules())
+
+
+def hold_gradients(model: nn.Module, group: dist.ProcessGroup | None, bits: int) -> CompressedGradients:
+    """Hold a model's gradients in codes, as `compress_gradients`, in place of those an earlier trainer held."""
+    release_gradients(model)
+    gradients = compress_gradients(model, group, bits=bits)
+    _held.add(gradients)
+    return gradients
+
+
+def release_gradients(model: nn.Module) -> None:
+    """Drop the gradients that an earlier trainer holds in codes, and let autograd make plain ones again."""
+    owners = {id(owner): owner for owner in map(owner_of, model.parameters()) if owner is not None}
+    for owner in owners.values():
+        if isinstance(owner, CompressedGradients) and owner in _held:
+            for parameter in owner.parameters.values():
+                parameter.grad = None
+            owner.remove()
 
 
 def logged(report: Report | None) -> dict[str, float]:

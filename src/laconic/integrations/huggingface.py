@@ -12,8 +12,8 @@ from transformers.training_args import OptimizerNames
 
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
-from laconic.integrations.accelerate import Attached, _attach
-from laconic.integrations.config import LaconicConfig, compress, logged
+from laconic.integrations.accelerate import Attached, attach_anew
+from laconic.integrations.config import LaconicConfig, compress, given, logged
 from laconic.optim import AdamW8bit
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class LaconicTrainerMixin:
     The model is converted when training begins: after PEFT has wrapped it, before DDP, FSDP2 or torch.compile do. What
     is saved has no trace of it and loads with `from_pretrained`. Logs of training gain
     "laconic/activation_nbytes_per_token", "laconic/activation_factor" and, with gradients in codes,
-    "laconic/gradient_nbytes".
+    "laconic/gradient_nbytes" (held) and "laconic/gradient_sent_nbytes" (by this process, for one step).
 
     With `gradients` of 8 or 12 bits the model is not wrapped in DDP: gradients are averaged in codes in the last
     micro-batch of a step, and clipping, `grad_norm` and the optimizer read the codes. With `optimizer="adamw8bit"` the
@@ -42,11 +42,13 @@ class LaconicTrainerMixin:
         args, kwargs: of the trainer.
 
     Raises:
-        ConfigError: at construction, when the trainer's arguments and the configuration exclude each other.
+        ConfigError: at construction, when the trainer's arguments and the configuration exclude each other; when
+            training begins, if a subclass makes another optimizer than `optimizer` says, or an earlier trainer has
+            converted the model in another way.
     """
 
     def __init__(self, *args: Any, laconic: LaconicConfig | None = None, **kwargs: Any) -> None:
-        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic = given(laconic)
         self.laconic_report: Report | None = None
         self._laconic_model: nn.Module | None = None
         self._laconic_attached: Attached | None = None
@@ -72,6 +74,14 @@ class LaconicTrainerMixin:
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
         return optimizer
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        if training:
+            # A subclass may make its optimizer itself and so have called neither of the two above.
+            self._convert_laconic()
+            _check_optimizer(self)
+        wrapped: nn.Module = super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
+        return wrapped
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch, as the trainer's."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -83,16 +93,23 @@ class LaconicTrainerMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with what was saved beside the loss."""
         if "loss" in logs:
-            logs = {**logs, **logged(self.laconic_report)}
-            if self._laconic_gradient_nbytes:
-                logs["laconic/gradient_nbytes"] = self._laconic_gradient_nbytes
+            logs = {**logs, **logged(self.laconic_report), **self._logged_gradients()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _logged_gradients(self) -> dict[str, int]:
+        attached = self._laconic_attached
+        if attached is None or attached.gradients is None:
+            return {}
+        found = {"laconic/gradient_nbytes": self._laconic_gradient_nbytes}
+        if attached.sent_nbytes:
+            found["laconic/gradient_sent_nbytes"] = attached.sent_nbytes
+        return found
 
     def _convert_laconic(self) -> None:
         trainer: Any = self
         if self._laconic_model is trainer.model and self._laconic_accelerator is trainer.accelerator:
             return
-        attached = _attach(trainer.accelerator, trainer.model, self.laconic)
+        attached = attach_anew(trainer.accelerator, trainer.model, self.laconic)
         self._laconic_model, self._laconic_accelerator = trainer.model, trainer.accelerator
         self._laconic_attached, self.laconic_report = attached, attached.report
 
@@ -118,7 +135,7 @@ class LaconicCallback(TrainerCallback):
     """
 
     def __init__(self, laconic: LaconicConfig | None = None) -> None:
-        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic = given(laconic)
         for name, own in (("gradients", 32), ("optimizer", "host"), ("loss", "exact")):
             if getattr(self.laconic, name) != own:
                 raise ConfigError(
@@ -175,6 +192,20 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but the trainer was given an optimizer; leave one of them out"
         )
+
+
+def _check_optimizer(trainer: Any) -> None:
+    """Refuse an optimizer that a subclass makes instead of the one the configuration asks for."""
+    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if trainer.laconic.optimizer == "host" or isinstance(made, AdamW8bit):
+        return
+    own = (
+        kind for kind in type(trainer).__mro__ if kind is not LaconicTrainerMixin and "create_optimizer" in vars(kind)
+    )
+    raise ConfigError(
+        f"optimizer is {trainer.laconic.optimizer!r}, but {next(own).__name__}.create_optimizer made "
+        f"{type(made).__name__}; return super().create_optimizer() there, or leave optimizer out"
+    )
 
 
 def _check_arguments(arguments: TrainingArguments, config: LaconicConfig) -> None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from laconic.activations.report import Report
 from laconic.errors import ConfigError, ModelError
-from laconic.gradients import CompressedGradients, compress_gradients
-from laconic.integrations.config import LaconicConfig, compress, logged
+from laconic.gradients import CompressedGradients
+from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged
 
 __all__ = ["LaconicCallback", "LaconicConfig", "LaconicStrategy"]
+
+
+_OF_DDP = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class LaconicStrategy(DDPStrategy):
     """DDP's place with gradients in codes: they are held and averaged in 8 or 12 bits, and nothing is wrapped.
 
-    `Trainer(strategy=LaconicStrategy(), callbacks=[LaconicCallback()])`; without the callback nobody reduces, and the
-    first step raises TrainingError. Clipping and any optimizer of torch read the codes.
+    `Trainer(strategy=LaconicStrategy())`, with `LaconicCallback` or without. As in DDP, gradients are averaged while
+    backward goes on, but for the micro-batches that Lightning accumulates before the last. Clipping and any optimizer
+    of torch read the codes.
 
     Args:
         gradients: bits, 8 or 12.
@@ -32,13 +41,19 @@ class LaconicStrategy(DDPStrategy):
         compressed: the gradients, once fitting has begun.
 
     Raises:
-        ConfigError: gradients is neither 8 nor 12.
+        ConfigError: gradients is neither 8 nor 12, or an argument is of DDP's own reduction.
     """
 
     def __init__(self, gradients: int = 8, **kwargs: Any) -> None:
         if gradients not in (8, 12):
             raise ConfigError(f"gradients is {gradients!r}, but it must be 8 or 12; take 'ddp' for 32")
+        for name in _OF_DDP:
+            if kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"{name} is {kwargs[name]!r}, but LaconicStrategy averages gradients without DDP; leave {name} out"
+                )
         self._gradient_bits = gradients
+        self._accumulates = False
         self.compressed: CompressedGradients | None = None
         super().__init__(**kwargs)
 
@@ -46,13 +61,32 @@ class LaconicStrategy(DDPStrategy):
         """Hold the gradients in codes instead of wrapping the model."""
         module = self.lightning_module
         assert module is not None
-        if self.compressed is None:
-            self.compressed = compress_gradients(module, dist.group.WORLD, bits=self._gradient_bits)
+        self.compressed = hold_gradients(module, dist.group.WORLD, self._gradient_bits)
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backward of a micro-batch; the last one of a step averages."""
+        gradients = self.compressed
+        if self._accumulates or gradients is None:
+            return super().backward(*args, **kwargs)
+        with gradients.last_micro_batch():
+            loss = super().backward(*args, **kwargs)
+        gradients.reduce()
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let the backwards inside accumulate."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
 
 
 class LaconicCallback(Callback):
-    """Converts the module when fitting begins, before a strategy wraps it, and reduces for `LaconicStrategy`.
+    """Converts the module when fitting begins, before a strategy wraps it.
 
+    A module without parameters, whose `configure_model` makes the model, is converted after that.
     What was saved is logged as "laconic/activation_nbytes_per_token" and "laconic/activation_factor".
 
     Args:
@@ -69,7 +103,7 @@ class LaconicCallback(Callback):
     """
 
     def __init__(self, laconic: LaconicConfig | None = None, submodule: str | None = None) -> None:
-        self.laconic = LaconicConfig() if laconic is None else laconic
+        self.laconic = given(laconic)
         if self.laconic.gradients != 32:
             raise ConfigError(
                 f"gradients is {self.laconic.gradients}, but in Lightning they are the strategy's; give "
@@ -81,29 +115,41 @@ class LaconicCallback(Callback):
                 "laconic.AdamW8bit there and leave optimizer out"
             )
         self._submodule = submodule
-        self._model: nn.Module | None = None
         self.report: Report | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Convert, when stage is "fit"."""
         if stage != "fit":
             return
+        if is_overridden("configure_model", pl_module) and next(pl_module.parameters(), None) is None:
+            self._convert_when_made(pl_module)
+        else:
+            self._convert(pl_module)
+
+    def _convert(self, pl_module: LightningModule) -> None:
         model = _chosen(pl_module, self._submodule)
-        if self._model is not model:
-            self.report, self._model = compress(model, self.laconic), model
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ModelError(
+                f"{type(model).__name__} is sharded already; call laconic.compress_activations in configure_model, "
+                "before fully_shard, and leave the callback out"
+            )
+        self.report = compress(model, self.laconic)
+
+    def _convert_when_made(self, pl_module: LightningModule) -> None:
+        make = pl_module.configure_model
+
+        @wraps(make)
+        def made() -> None:
+            del pl_module.configure_model  # the class's own again
+            make()
+            self._convert(pl_module)
+
+        pl_module.configure_model = made  # type: ignore[method-assign]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what was saved."""
         if trainer.logger is not None and (found := logged(self.report)):
             trainer.logger.log_metrics(found, step=trainer.global_step)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Average the gradients of `LaconicStrategy`, before they are clipped."""
-        strategy = trainer.strategy
-        if isinstance(strategy, LaconicStrategy) and strategy.compressed is not None:
-            strategy.compressed.reduce()
 
 
 def _chosen(module: LightningModule, name: str | None) -> nn.Module:
