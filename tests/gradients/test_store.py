@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable
 
@@ -458,3 +460,31 @@ def test_a_number_of_backwards_that_cannot_be_is_refused_and_changes_nothing(num
         model(torch.ones(1, 4)).sum().backward()
     gradients.reduce()
     assert gradients.norm() > 0
+
+
+def test_a_model_that_nobody_needs_any_more_is_freed() -> None:
+    for steps in range(2):
+        model = nn.Sequential(nn.Linear(64, 64))
+        gradients = compress_gradients(model)
+        for _ in range(steps):
+            model(torch.randn(2, 64)).sum().backward()
+        gone = weakref.ref(model)
+        del model, gradients
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_result_that_nobody_keeps_goes_on_and_is_in_no_copy() -> None:
+    model = nn.Linear(64, 64)
+    compress_gradients(model)
+    gc.collect()
+    model(torch.randn(2, 64)).sum().backward()
+    assert quantized_gradient(model.weight) is not None
+    model.zero_grad()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other(torch.randn(2, 64)).sum().backward()
+        assert quantized_gradient(other.weight) is None
+        assert other.weight.grad is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
 
 __all__ = ["Members", "check_model"]
+
+_HELD = "_laconic_gradients"
 
 
 class Members:
@@ -71,7 +74,7 @@ class Members:
         for parameter in self.parameters.values():
             if all(parameter is not other for other in found.values()):
                 self._handles.pop(id(parameter)).remove()
-                release(parameter)
+                _let_go(parameter)
         for parameter in found.values():
             if id(parameter) not in self._handles:
                 own(parameter, self._owner)
@@ -82,7 +85,17 @@ class Members:
         return True
 
     def _hook_on(self, parameter: nn.Parameter) -> None:
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hook)
+        # The garbage collector does not look into hooks: one that held the store would keep the model for ever. So the
+        # parameter holds it where the collector sees it, and the hook finds it there.
+        found = weakref.WeakMethod(self._hook)
+
+        def arrived(parameter: nn.Parameter) -> None:
+            hook = found()
+            if hook is not None:
+                hook(parameter)
+
+        parameter.__dict__[_HELD] = _Held(self._owner)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)
         self._handles[id(parameter)] = handle
 
     def place_of(self, parameter: Tensor) -> tuple[int, str]:
@@ -95,8 +108,23 @@ class Members:
         for handle in self._handles.values():
             handle.remove()
         for parameter in self.parameters.values():
-            release(parameter)
+            _let_go(parameter)
         self._handles.clear()
+
+
+class _Held:
+    """Keeps a store alive for as long as a parameter is; a copy of the parameter, also in a file, keeps nothing."""
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+def _let_go(parameter: nn.Parameter) -> None:
+    release(parameter)
+    parameter.__dict__.pop(_HELD, None)
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
