@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,53 @@ def test_sizes_in_words() -> None:
     for text in ("", "GB", "-3GB", "0", "3 parsecs"):
         with pytest.raises(PlanError, match="must be a size"):
             parse_nbytes(text)
+
+
+_TERM = re.compile(
+    r"^  (parameters|gradients|optimizer|activations|logits|buffers|workspace) +([\d.]+ [KMGT]?B)  (.*)$", re.M
+)
+_TRIED = {
+    "--optimizer adamw8bit": ["--optimizer", "adamw8bit"],
+    "--gradients 8": ["--gradients", "8"],
+    "--loss chunked": ["--loss", "chunked"],
+    "--policy uniform4": ["--policy", "uniform4"],
+    "--fsdp with --dp 2 or more": ["--fsdp", "--dp", "4"],
+    "more --dp": ["--dp", "16"],
+    "--stages 2 or more": ["--stages", "2"],
+    "fewer --micro-batches": ["--micro-batches", "4"],
+    "fewer tokens per micro-batch: --batch": ["--sequence-length", "64"],
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--optimizer", "adamw8bit", "--sequence-length", "512"],
+        ["--optimizer", "adamw8bit", "--gradients", "8", "--sequence-length", "128", "--policy", "uniform4"],
+        ["--dp", "8", "--fsdp", "--policy", "uniform4", "--sequence-length", "8192"],
+        ["--dp", "8", "--fsdp", "--policy", "uniform4", "--loss", "chunked", "--sequence-length", "128"],
+        ["--stages", "4", "--micro-batches", "64", "--policy", "uniform4", "--sequence-length", "8192"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_said_of_the_largest_terms_makes_them_smaller(
+    model: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def largest(*more: str) -> dict[str, tuple[float, str]]:
+        assert main(["plan", model, *flags, *more]) in (0, 1)
+        found = _TERM.findall(capsys.readouterr().out)
+        return {name: (parse_nbytes(size.replace(" ", "")), told) for name, size, told in found}
+
+    terms = largest()
+    assert len(terms) == 3
+    tried = 0
+    for name, (nbytes, told) in terms.items():
+        switch = next((flag for flag in _TRIED if told.startswith(flag)), None)
+        if switch is None:
+            assert told.startswith("--memory SIZE")
+            continue
+        then = largest(*_TRIED[switch])
+        assert name not in then or then[name][0] < nbytes, told
+        tried += 1
+    assert tried

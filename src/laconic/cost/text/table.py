@@ -9,6 +9,7 @@ from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import EXACT
 from laconic.cost.planner.policy import Chosen
 from laconic.cost.sizes import format_nbytes
+from laconic.cost.text.remedies import largest_terms_text
 
 __all__ = ["columns", "plan_text"]
 
@@ -54,6 +55,7 @@ def plan_text(job: Job, chosen: Chosen, budget_nbytes: int | None) -> str:
     else:
         over = format_nbytes(fullest.total_nbytes - budget_nbytes)
         parts.append(f"does not fit: {peak}, {over} more than {format_nbytes(budget_nbytes)}")
+    parts.append(largest_terms_text(job, chosen))
     return "\n\n".join(parts)
 
 
