@@ -213,3 +213,12 @@ def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="output projection of LlamaForCausalLM is Sequential, and it must be a plain"):
         laconic.compress_activations(model, loss="chunked")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_classifier_holds_no_language_model() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **shape))
+    with pytest.raises(ModelError, match="ViTForImageClassification holds no Hugging Face language model"):
+        laconic.compress_activations(model, loss="chunked")

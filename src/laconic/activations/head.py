@@ -325,7 +325,11 @@ def find_head(model: nn.Module) -> CausalHead:
             projection = _projection_of(module)
             full_name = f"{name}.{projection}" if name else projection
             return replace(_head_of(module, projection), name=name, projection=full_name)
-    raise ModelError(
+    raise _no_language_model(model)
+
+
+def _no_language_model(model: nn.Module) -> ModelError:
+    return ModelError(
         f"loss is 'chunked', but {type(model).__name__} holds no Hugging Face language model; "
         f"call laconic.linear_cross_entropy where the loss is computed"
     )
@@ -338,6 +342,8 @@ def _takes(module: nn.Module, *names: str) -> bool:
 def _projection_of(module: nn.Module) -> str:
     """The name of the output projection, a plain linear layer in the language model."""
     projection = _attribute(module, "get_output_embeddings")()
+    if projection is None:  # a classifier, a detector
+        raise _no_language_model(module)
     name = next((name for name, child in module.named_modules() if child is projection), None)
     if name is None or type(projection) is not nn.Linear:
         raise ModelError(
