@@ -1,6 +1,7 @@
 """`laconic zip`, `unzip` and `verify`: arguments, what is printed, exit codes."""
 
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -145,3 +146,19 @@ def test_progress_is_shown_on_a_terminal_only(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.progress_bar(lambda: pytest.fail("not asked for"), "what") as advance:
         assert advance is None
+
+
+def test_results_are_json_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    zipped = folder / "model.safetensors.laconic"
+    for command, path in (("zip", file), ("verify", zipped), ("unzip", zipped)):
+        if command == "unzip":
+            file.unlink()
+        assert main([command, str(path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["path"] == str(file if command == "unzip" else zipped)
+        assert found["original_nbytes"] == size
+        assert found["zipped_nbytes"] == zipped.stat().st_size
+        assert found["num_tensors"] == 2
+        assert found["seconds"] > 0

@@ -311,3 +311,16 @@ def test_page_draws_its_charts_in_a_browser(tmp_path: Path) -> None:
     assert page.count("<svg") == 5
     assert page.count("<path") >= 9
     assert "NaN" not in page.partition("<script")[0]
+
+
+def test_json_has_the_numbers_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path, "exact"), make_run(tmp_path, "nf4", bits=4, loss=1.01)]
+    out = tmp_path / "page.html"
+    assert main(["compare", *map(str, runs), "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == ["exact", "nf4"]
+    assert found["report"] == str(out)
+    assert out.exists()
+    kept = found["measures"]["kept for backward per token"]
+    assert kept[0] > kept[1] > 0
+    assert found["configuration"]["activations.bits"] == ["16", "4"]

@@ -17,9 +17,11 @@ def run(args: Sequence[str]) -> int:
     )
     parser.add_argument("run_dirs", metavar="RUN", nargs="+", help="run directory; the first one is the reference")
     parser.add_argument("--out", default="report.html", metavar="FILE", help="the report (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON: numbers in bytes and seconds")
     options = parser.parse_args(args)
     from laconic.train.report.compare import compare
 
-    print(compare(options.run_dirs, options.out))
-    print(f"\nwrote {options.out}")
+    print(compare(options.run_dirs, options.out, as_json=options.json))
+    if not options.json:
+        print(f"\nwrote {options.out}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 __all__ = ["run"]
@@ -19,8 +20,10 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("out_dir", metavar="DIR", help="directory to write; must not hold a model yet")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint inside RUN/checkpoints (default: the latest)")
     parser.add_argument("--zip", action="store_true", help="as `laconic zip` would write it; `laconic unzip` undoes it")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(args)
     from laconic.train.checkpoint.export import export
 
-    print(f"wrote {export(options.run_dir, options.out_dir, options.checkpoint, options.zip)}")
+    written = export(options.run_dir, options.out_dir, options.checkpoint, options.zip)
+    print(json.dumps({"path": str(written)}) if options.json else f"wrote {written}")
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from laconic.cli.progress import progress_bar
 from laconic.cli.verify import add_zipped, note_unlisted
-from laconic.cli.zip import path_of
+from laconic.cli.zip import path_of, print_json
 
 __all__ = ["run"]
 
@@ -33,5 +33,8 @@ def run(args: Sequence[str]) -> int:
         made = unzip(options.path, options.out, base=options.base, num_threads=options.jobs, progress=progress)
     seconds = time.perf_counter() - started
     note_unlisted(made.unlisted)
+    if options.json:
+        print_json(made, seconds)
+        return 0
     print(f"wrote {made.path}: {made.original_nbytes:,} bytes, {made.num_tensors} tensors, {seconds:.1f} s")
     return 0

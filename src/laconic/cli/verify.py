@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from laconic.cli.progress import progress_bar
-from laconic.cli.zip import add_jobs, path_of
+from laconic.cli.zip import add_jobs, add_json, path_of, print_json
 
 __all__ = ["add_zipped", "note_unlisted", "run"]
 
@@ -36,6 +36,9 @@ def run(args: Sequence[str]) -> int:
             f"laconic: note: the differences are sound; give --base {seen.unchecked} to verify the tensors too",
             file=sys.stderr,
         )
+    if options.json:
+        print_json(seen, seconds)
+        return 0
     print(
         f"{seen.path} is sound: {seen.num_tensors} tensors, {seen.num_other_files} other files, "
         f"{seen.original_nbytes:,} bytes in {seen.zipped_nbytes:,}, {seconds:.1f} s"
@@ -50,6 +53,7 @@ def add_zipped(parser: argparse.ArgumentParser) -> None:
         "--base", metavar="BASE", type=path_of, help="the checkpoint it was zipped against with --delta"
     )
     add_jobs(parser)
+    add_json(parser)
 
 
 def note_unlisted(names: Sequence[str]) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from laconic.cli.progress import progress_bar
 
-__all__ = ["add_jobs", "path_of", "run"]
+if TYPE_CHECKING:
+    from laconic.formats.archive import Summary
+
+__all__ = ["add_jobs", "add_json", "path_of", "print_json", "run"]
 
 
 def run(args: Sequence[str]) -> int:
@@ -36,6 +42,7 @@ def run(args: Sequence[str]) -> int:
         help="exponent code (default: auto, the smallest)",
     )
     add_jobs(parser)
+    add_json(parser)
     options = parser.parse_args(args)
     import torch
 
@@ -53,6 +60,9 @@ def run(args: Sequence[str]) -> int:
             progress=progress,
         )
     seconds = time.perf_counter() - started
+    if options.json:
+        print_json(made, seconds)
+        return 0
     share = f" ({made.zipped_nbytes / made.original_nbytes:.1%})" if made.num_tensors else ""
     print(
         f"wrote {made.path}: {made.original_nbytes:,} -> {made.zipped_nbytes:,} bytes{share}, "
@@ -78,6 +88,16 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add the flag --jobs to `parser`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--jobs", metavar="N", type=_positive, default=cores, help=f"threads (default: {cores})")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --json to `parser`."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def print_json(made: Summary, seconds: float) -> None:
+    """Print a result and the seconds it took as JSON."""
+    print(json.dumps({**dataclasses.asdict(made), "path": str(made.path), "seconds": seconds}, indent=1))
 
 
 def _positive(text: str) -> int:

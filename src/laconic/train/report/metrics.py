@@ -26,6 +26,7 @@ __all__ = [
     "MetricsWriter",
     "Progress",
     "check_tensorboard",
+    "json_number",
     "peak_memory_nbytes",
     "read_metrics",
 ]
@@ -61,7 +62,7 @@ class MetricsWriter:
 
     def write(self, step: int, **fields: Value) -> None:
         """Append one row. `fields` are numbers, strings, booleans or None."""
-        row = {"step": step, **{name: _to_json(value) for name, value in fields.items()}}
+        row = {"step": step, **{name: json_number(value) for name, value in fields.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         if self._events is not None:
@@ -75,7 +76,9 @@ class MetricsWriter:
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with open(temporary, "w", encoding="utf-8") as file:
             for row in kept:
-                file.write(json.dumps({name: _to_json(value) for name, value in row.items()}, allow_nan=False) + "\n")
+                file.write(
+                    json.dumps({name: json_number(value) for name, value in row.items()}, allow_nan=False) + "\n"
+                )
             file.flush()
             os.fsync(file.fileno())
         self._file.close()
@@ -212,7 +215,8 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _to_json(value: Any) -> Any:
+def json_number(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that are not finite become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

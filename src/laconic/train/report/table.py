@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from laconic.cost.sizes import format_nbytes
+from laconic.train.report.metrics import json_number
 from laconic.train.report.run_reader import LOSS_WINDOW, Run
 
-__all__ = ["Row", "config_differences", "summary_rows", "text_table"]
+__all__ = ["Row", "as_data", "config_differences", "summary_rows", "text_table"]
 
 _MISSING = "-"
 """Stands where a run does not tell."""
@@ -25,6 +27,8 @@ class Cell:
     difference: str = ""
     better: bool | None = None
     """Whether the difference is an improvement; None where neither direction is."""
+    value: float | str | None = None
+    """What the text stands for, in tokens, seconds or bytes, fit for JSON; None where a run does not tell."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
     # Losses of different tokenizers are comparable per byte of text only.
     unit = "" if all(run.loss_scale == 1.0 for run in runs) else ", bits per byte"
     per = " or ".join(sorted({run.unit for run in runs}, reverse=True))
-    settings = tuple(Cell(run.activation_setting or _MISSING) for run in runs)
+    settings = tuple(Cell(run.activation_setting or _MISSING, value=run.activation_setting) for run in runs)
     return [
         Row("activations kept as", settings),
         row("steps", lambda run: run.steps, _Form("{:,.0f}".format, relative=False, lower_is_better=None)),
@@ -90,6 +94,16 @@ def config_differences(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def as_data(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]) -> dict[str, Any]:
+    """The same as data for JSON: "runs", "measures" and "configuration" (label -> a value per run), "notes"."""
+    return {
+        "runs": [run.name for run in runs],
+        "measures": {row.label: [cell.value for cell in row.cells] for row in rows},
+        "configuration": {row.label: [cell.text for cell in row.cells] for row in differences},
+        "notes": [note for run in runs for note in run.notes],
+    }
+
+
 def text_table(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[Row]) -> str:
     """Both tables as aligned text, a column per run, followed by the notes of the runs."""
     lines = [["", *(run.name for run in runs)]]
@@ -124,11 +138,11 @@ class _Form:
             return Cell(_MISSING)
         text = self.write(value) if math.isfinite(value) else str(value)
         if first is None or not math.isfinite(first) or not math.isfinite(value):
-            return Cell(text)
+            return Cell(text, value=json_number(value))
         if value == first:
-            return Cell(text, "=")
+            return Cell(text, "=", value=value)
         if self.relative and not first:
-            return Cell(text)
+            return Cell(text, value=json_number(value))
         change = value - first
         if self.relative:
             difference = f"{change / first * 100:+.1f} %"
@@ -137,7 +151,7 @@ class _Form:
         # A difference that rounds to nothing is neither good nor bad.
         visible = any(digit in difference for digit in "123456789")
         better = None if self.lower_is_better is None or not visible else (change < 0) == self.lower_is_better
-        return Cell(text, difference if visible else "=", better)
+        return Cell(text, difference if visible else "=", better, value)
 
 
 def _config_text(run: Run, name: str) -> str:
