@@ -37,7 +37,7 @@ def _meet(rank: int, folder: str, secrets: tuple[str | None, ...]) -> None:
         assert x.eq(sum(range(1, len(secrets) + 1))).all()
         dist.destroy_process_group()
     else:
-        with pytest.raises(ConfigError, match="'laconic/settings/.' in the store was written by a process"):
+        with pytest.raises(ConfigError, match=r"'laconic/settings/.' in the store was written by a process"):
             make()
         assert time.monotonic() - began < 30  # at once, not when the time of the group is over
 

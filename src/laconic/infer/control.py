@@ -30,6 +30,7 @@ from laconic.errors import CollectiveError, ConfigError
 from laconic.infer.connections import Admission, keep_alive
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
+from laconic.json_text import parse_json
 from laconic.shared_secret import admit, enter, seal, unseal
 from laconic.train.distributed.world import RankInfo, read_environment
 
@@ -340,7 +341,7 @@ class RankConnections:
                 if not (byte := connection.recv(1)):
                     return None
                 line += byte
-            hello = json.loads(line)
+            hello = parse_json(line)
             fits = isinstance(hello["rank"], int) and isinstance(hello["pid"], int) and isinstance(hello["host"], str)
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -368,7 +369,7 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
         )
     _, store = master_store(info, timeout_seconds)
     try:
-        address, port, token = json.loads(unseal(_place(), store.get(_place())))
+        address, port, token = parse_json(unseal(_place(), store.get(_place())))
         connection = socket.create_connection((address, port), timeout_seconds)
         enter(connection, token, _PURPOSE, timeout_seconds)
     except ConfigError:
