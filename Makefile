@@ -3,6 +3,7 @@
 # make check   lint, types and import contracts
 # make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
 # make site    the documentation as a site in build/site
+# make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
 # make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
 
@@ -16,7 +17,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow check format wheels stranger site clean
+.PHONY: demo test slow check format wheels sbom stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -49,6 +50,10 @@ wheels: $(BIN)/python
 
 site: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict --quiet
+
+sbom: $(VENV)/.installed-all
+	$(PYTHON) -m venv build/sbom && build/sbom/bin/python -m pip install --quiet cyclonedx-bom
+	mkdir -p dist && build/sbom/bin/cyclonedx-py environment $(BIN)/python --output-file dist/laconic.cdx.json
 
 stranger: $(BIN)/python
 	$(BIN)/python tools/stranger.py

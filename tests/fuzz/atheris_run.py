@@ -6,13 +6,17 @@ python -m tests.fuzz.atheris_run decode -max_total_time=3600 [corpus directory] 
 
 from __future__ import annotations
 
+import contextlib
+import random
 import sys
 import tempfile
 from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["laconic.formats", "laconic.ops.lossless"]):
+with atheris.instrument_imports(
+    include=["laconic.formats", "laconic.ops.lossless", "laconic.cost", "laconic.train.config", "laconic.infer.server"]
+):
     from tests.fuzz.targets import TARGETS, try_once
 
 
@@ -24,6 +28,9 @@ def main() -> None:
     target = TARGETS[name]
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        if target.change is not None and seed % 2:
+            with contextlib.suppress(ValueError, RecursionError):  # only JSON can be changed as JSON
+                return target.reseal(target.change(data, random.Random(seed)))[:max_size]
         return target.reseal(atheris.Mutate(data, max_size))[:max_size]
 
     with tempfile.TemporaryDirectory() as corpus:

@@ -41,7 +41,10 @@ def fuzz(name: str, seed: int, seconds: float, max_inputs: int | None = None) ->
         assert try_once(target, data) or name != "decode" or data[6] == 255, "a seed is refused"
     stop = time.monotonic() + seconds
     while time.monotonic() < stop and (max_inputs is None or run.num_inputs < max_inputs):
-        data = mutated(seeds, dice)
+        if target.change is not None and dice.random() < 0.8:
+            data = target.change(dice.choice(seeds), dice)
+        else:
+            data = mutated(seeds, dice)
         if dice.random() < 0.7:
             data = target.reseal(data)
         run.num_inputs += 1

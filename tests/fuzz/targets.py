@@ -1,7 +1,7 @@
 """Every parser of bytes that come from outside, as a function that must bear any bytes.
 
-A target either takes its input or raises FormatError, files also CheckpointError; anything else is a finding. Add a
-parser here and both fuzzers, the plain one of `run.py` and atheris, take it.
+A target either takes its input or raises what it may; anything else is a finding. Add a parser here, or to
+documents.py if it reads text, and both fuzzers, the plain one of `run.py` and atheris, take it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import struct
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from laconic.errors import CheckpointError, FormatError
+from laconic.errors import FormatError
 from laconic.formats import lossless
 from laconic.formats.archive import zip_path
 from laconic.formats.container import ContainerFile
@@ -25,19 +23,10 @@ from laconic.formats.safetensors_header import parse_header
 from laconic.ops import lossless_decode_, lossless_decode_add_, reference
 from laconic.ops.lossless import EXPONENT_DTYPES, LAYOUTS, TOO_LONG, DamagedMessage, Status, front_checksum
 from tests.formats.structured import structured
+from tests.fuzz.documents import DOCUMENTS
+from tests.fuzz.target import Target
 
 __all__ = ["TARGETS", "Target", "try_once"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A parser under test."""
-
-    run: Callable[[bytes], object]
-    """Returns something true where it got past the outermost checks, so that a run can say whether it got deep."""
-    seeds: Callable[[], list[bytes]]
-    reseal: Callable[[bytes], bytes] = lambda data: data
-    """Makes the outer checksum fit again, so that what is behind it is reached."""
 
 
 def _messages() -> list[bytes]:
@@ -154,6 +143,7 @@ TARGETS = {
     "compare": Target(_compare, _messages, _reseal_message),
     "container": Target(_read_container, _containers, _reseal_container),
     "safetensors_header": Target(_read_safetensors_header, _safetensors_headers),
+    **DOCUMENTS,
 }
 
 
@@ -163,5 +153,5 @@ def try_once(target: Target, data: bytes) -> bool:
         return bool(target.run(data))
     except DamagedMessage as damage:
         return damage.status >= Status.DIRECTORY
-    except (FormatError, CheckpointError):
+    except target.refusals:
         return False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.documents import DOCUMENTS
 from tests.fuzz.run import fuzz, main
 from tests.fuzz.targets import TARGETS, Target
 
@@ -18,11 +19,22 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_parsers_bear_any_bytes(name: str) -> None:
-    run = fuzz(name, seed=1, seconds=60, max_inputs=600)
+    max_inputs = 20 if name == "plan" else 150 if name in DOCUMENTS else 600
+    _bears(name, seed=1, max_inputs=max_inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_parsers_bear_any_text(name: str) -> None:
+    _bears(name, seed=2, max_inputs=150 if name == "plan" else 1000)
+
+
+def _bears(name: str, seed: int, max_inputs: int) -> None:
+    run = fuzz(name, seed, seconds=200, max_inputs=max_inputs)
     assert run.finding is None
-    assert run.num_inputs == 600
+    assert run.num_inputs == max_inputs
     # The fuzzer gets behind the checksums, or it would try nothing but them.
-    assert run.num_deep >= 10
+    assert run.num_deep >= max(1, max_inputs // 60)
 
 
 def test_a_finding_is_kept_and_told(
@@ -46,8 +58,9 @@ def test_a_finding_is_kept_and_told(
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed")
 @pytest.mark.parametrize("name", TARGETS)
 def test_parsers_bear_what_atheris_finds(name: str) -> None:
+    runs = 300 if name in DOCUMENTS else 3000
     result = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.atheris_run", name, "-runs=3000", "-max_len=20000"],
+        [sys.executable, "-m", "tests.fuzz.atheris_run", name, f"-runs={runs}", "-max_len=20000"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -56,4 +69,4 @@ def test_parsers_bear_what_atheris_finds(name: str) -> None:
         timeout=250,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "Done 3000 runs" in result.stderr
+    assert f"Done {runs} runs" in result.stderr

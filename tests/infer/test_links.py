@@ -24,6 +24,7 @@ from laconic.infer.connections import Connection, accept_attention, connect_expe
 from laconic.infer.links import TcpExpertLink, serve
 from laconic.infer.messages import SUMS, Header, Rows, pack_rows
 from laconic.infer.payload import Coder
+from laconic.shared_secret import enter, seal
 
 SECONDS = 30
 
@@ -229,10 +230,15 @@ def test_workers_find_each_other_in_any_order_and_strangers_are_sent_away(monkey
     store.wait(["expert worker 0"])
     address, port, token = json.loads(store.get("expert worker 0"))
     assert address == "127.0.0.1"
-    strangers = [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, b"0" * 32 + bytes(4), token.encode() + bytes([0, 0, 0, 9])]
+    strangers = [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, bytes(100)]
     held = [socket.create_connection((address, port)) for _ in strangers]
     for hello, stranger in zip(strangers, held, strict=True):
         stranger.sendall(hello)
+    guest = socket.create_connection((address, port))
+    enter(guest, token, "rows of expert worker 0", SECONDS)
+    guest.sendall(bytes([0, 0, 0, 9]))  # no attention worker has this number
+    strangers.append(b"is none")
+    held.append(guest)
     attention = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 0)]
     for thread in attention:
         thread.start()
@@ -242,7 +248,7 @@ def test_workers_find_each_other_in_any_order_and_strangers_are_sent_away(monkey
     for hello, stranger in zip(strangers, held, strict=True):
         stranger.settimeout(SECONDS)
         with contextlib.suppress(ConnectionResetError):
-            assert not hello or stranger.recv(1) == b""
+            assert not hello or len(stranger.makefile("rb").read()) <= 16  # a nonce
         stranger.close()
     for rank, number in itertools.product(range(2), range(2)):
         mine, theirs = found["attention", rank][number], found["expert", number][rank]  # type: ignore[index]
@@ -250,6 +256,41 @@ def test_workers_find_each_other_in_any_order_and_strangers_are_sent_away(monkey
         assert theirs.receive()[0].layer == 10 * rank + number
         mine.close()
         theirs.close()
+
+
+def test_an_address_that_a_stranger_wrote_into_the_store_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setenv("LACONIC_SECRET", "correct horse battery staple")
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        forged = json.dumps([*stranger.getsockname(), "0" * 32])
+        for value in (forged, "laconic-hmac:" + "0" * 64 + ":" + forged, seal("expert worker 1", forged)):
+            store.set("expert worker 0", value)
+            with pytest.raises(ConfigError, match="'expert worker 0' in the store was written by a process"):
+                connect_expert(store, 0, 0)
+        stranger.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            stranger.accept()
+        # Who listens there without the secret is found out before a row is sent.
+        store.set("expert worker 0", seal("expert worker 0", forged))
+        found: list[bytes] = []
+        thread = threading.Thread(target=lambda: found.append(_play_expert(stranger)))
+        thread.start()
+        with pytest.raises(ConfigError, match="listens for rows of expert worker 0 has another shared secret"):
+            connect_expert(store, 0, 0)
+        thread.join(SECONDS)
+        assert len(found[0]) == 48
+
+
+def _play_expert(listening: socket.socket) -> bytes:
+    """Everything that is sent to one who answers with the right lengths."""
+    listening.settimeout(SECONDS)
+    connected, _ = listening.accept()
+    with connected:
+        connected.sendall(bytes(16 + 32))
+        heard = b""
+        while more := connected.recv(1000):
+            heard += more
+    return heard
 
 
 def test_addresses_follow_the_interface_or_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,12 @@ print(len(list(worker.events)), worker.ending(), flush=True)
 """
 RANK_END = """
 import json, os, socket, sys, time
+sys.path.insert(0, "src")
+from laconic.shared_secret import enter
 address, port, token = json.loads(sys.argv[1])
 connection = socket.create_connection((address, port))
-hello = {"rank": 1, "token": token, "pid": os.getpid(), "host": "other"}
+enter(connection, token, "ranks of an engine", 10)
+hello = {"rank": 1, "pid": os.getpid(), "host": "other"}
 connection.sendall(json.dumps(hello).encode() + b"\\n")
 time.sleep(60)
 """
@@ -85,7 +88,7 @@ def test_a_host_that_is_cut_off_is_noticed_without_a_word_from_it(make_lab: Make
     engine = lab.start(0, [sys.executable, "-c", ENGINE_END], environment(**changes), cwd=ROOT)
     engine.wait_for("place")
     place = engine.out.partition("place ")[2].splitlines()[0]
-    lab.start(1, [sys.executable, "-S", "-c", RANK_END, place])
+    lab.start(1, [sys.executable, "-S", "-c", RANK_END, place], cwd=ROOT)
     engine.wait_for("connected")
     lab.host_links[1].cut()
     start = time.monotonic()

@@ -15,6 +15,7 @@ from laconic.activations.choice import RECOMPUTED, Choice, Recompute, choice_of,
 from laconic.activations.sites import Site
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
+from laconic.json_text import parse_json
 
 __all__ = ["ATTENTION", "ActivationPlan", "Policy", "careful_head", "uniform"]
 
@@ -119,12 +120,15 @@ class ActivationPlan:
             FormatError: the text is not such a plan.
         """
         try:
-            plan = json.loads(text)
+            plan = parse_json(text)
+        except ValueError as error:
+            raise FormatError(f"not an activation plan: {error!r}; write one with ActivationPlan.to_json") from error
+        try:
             if plan["version"] not in (1, 2):
                 raise FormatError(f"version of the activation plan is {plan['version']!r}, but only 1 and 2 are known")
             choices = {name: choice_of(entry) for name, entry in plan["sites"].items()}
             layers = {name: choice_of(entry["input"]) for name, entry in plan.get("layers", {}).items()}
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"not an activation plan: {error!r}; write one with ActivationPlan.to_json") from error
         formats: dict[str, BlockFormat | None] = {}
         for name, choice in layers.items():

@@ -21,6 +21,7 @@ from laconic.formats.durable import fsync_file, new_directory, new_file
 from laconic.formats.mapped import SafetensorsFile, TensorSource, map_file
 from laconic.formats.safetensors_header import unique_names
 from laconic.formats.zipped import is_zipped, open_tensors
+from laconic.json_text import parse_json
 
 __all__ = ["MANIFEST", "Summary", "tensors_nbytes", "unzip", "verify", "zip_path"]
 
@@ -323,11 +324,11 @@ def _read_manifest(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[st
     try:
         if path.stat().st_size > _MANIFEST_LIMIT_NBYTES:
             raise ValueError
-        manifest = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_names)
+        manifest = parse_json(path.read_text("utf-8"), object_pairs_hook=unique_names)
         expected = manifest.pop("sha256")
         found = _manifest_sha256(manifest)
         version, records = manifest["version"], manifest["files"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise FormatError(f"{path}: is not a complete manifest of `laconic zip`") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -27,6 +27,7 @@ from laconic.formats.chunk import Code, decode_chunk, difference, difference_pay
 from laconic.formats.mapped import TensorSource, map_file
 from laconic.formats.pipeline import in_order
 from laconic.formats.safetensors_header import HEADER_LIMIT_NBYTES, TensorEntry, parse_header, unique_names
+from laconic.json_text import parse_json
 
 __all__ = ["CHUNK_NBYTES", "SUFFIX", "ContainerFile", "write_container"]
 
@@ -260,9 +261,9 @@ class ContainerFile:
     def _read_index(self, text: bytes) -> None:
         where = str(self.path)
         try:
-            index = json.loads(text.decode("utf-8"), object_pairs_hook=unique_names)
+            index = parse_json(text.decode("utf-8"), object_pairs_hook=unique_names)
             base_name, records, self.data_nbytes = index["base"], index["tensors"], index["data_nbytes"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise FormatError(f"{where}: its index is not one of `laconic zip`") from None
         if not isinstance(records, list) or not _is_size(self.data_nbytes) or not isinstance(base_name, str | None):
             raise FormatError(f"{where}: its index must have base, data_nbytes and a list of tensors")
@@ -385,7 +386,7 @@ def write_container(
 
 def _described(header: bytes, where: str) -> list[TensorEntry]:
     """The entries of `header`, checked to describe its data completely."""
-    fields = json.loads(header)
+    fields = parse_json(header)
     ends = [entry["data_offsets"][1] for key, entry in fields.items() if key != "__metadata__"]
     return parse_header(header, max(ends, default=0), where)[0]
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
+import reprlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -106,20 +108,30 @@ def read_dcp_metadata(directory: Path) -> Metadata:
     """
     file = directory / ".metadata"
     try:
-        with open(file, "rb") as stream:
-            loaded = _Unpickler(stream).load()
+        data = file.read_bytes()
+        _check_memo(data)
+        loaded = _Unpickler(io.BytesIO(data)).load()
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except _Refused as error:
         raise CheckpointError(
             f"{file} asks for {error}, which no checkpoint needs; nothing of it was run. Do not use this checkpoint"
         ) from None
+    except _Unfit as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     try:
         return _metadata(loaded)
     except (_Unfit, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
+
+
+def _check_memo(data: bytes) -> None:
+    """Refuse what would allocate more than it holds: an unpickler makes its memo as long as the largest index says."""
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(argument, int) and argument > len(data):
+            raise _Unfit(f"it remembers an object under number {argument}, but has {len(data)} bytes")
 
 
 class _Refused(Exception):
@@ -146,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         self._known: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
         self._known |= {("torch", name): dtype for name, dtype in _DTYPES.items()}
-        self._known |= dict.fromkeys(_PATHS, lambda *parts: "/".join(map(str, parts)))
+        self._known |= dict.fromkeys(_PATHS, _joined)
         self._known["torch", "Size"] = lambda sizes: torch.Size(sizes)
         self._known["torch.serialization", "_get_layout"] = lambda name: name
         self._known[_METADATA, "_MEM_FORMAT_ENCODING"] = lambda number: number
@@ -158,7 +170,14 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        raise _Refused(f"the persistent object {pid!r}")
+        raise _Refused(f"the persistent object {reprlib.repr(pid)}")
+
+
+def _joined(*parts: Any) -> str:
+    """A path. Of nothing but text: whatever else is in a pickle may be long to print."""
+    if not all(map(_is_text, parts)):
+        raise _Unfit("a path has parts that are no text")
+    return "/".join(parts)
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
@@ -173,7 +192,7 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
 
 def _checked(fields: dict[str, Any], name: str, holds: Callable[[Any], bool]) -> Any:
     if name not in fields or not holds(fields[name]):
-        raise _Unfit(f"{name} is {repr(fields.get(name))[:100]}")
+        raise _Unfit(f"{name} is {reprlib.repr(fields.get(name))}")
     return fields[name]
 
 
@@ -213,7 +232,7 @@ def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     size = _checked(fields, "size", _is_size)
     properties = _checked(fields, "properties", lambda value: isinstance(value, _Record)).state
     if not isinstance(properties, tuple) or not properties or not isinstance(properties[0], torch.dtype):
-        raise _Unfit(f"a tensor has the properties {properties!r}")
+        raise _Unfit(f"a tensor has the properties {reprlib.repr(properties)}")
     chunks = []
     for chunk in _checked(fields, "chunks", lambda value: isinstance(value, list)):
         of_chunk = _fields(chunk, "ChunkStorageMetadata")
@@ -243,5 +262,5 @@ def _storage(info: Any) -> _StorageInfo:
     if not _PLAIN_FILE.fullmatch(name) or name in (".", ".."):
         raise _Unfit(f"it names the file {name!r}, which is not a plain file name")
     if fields.get("transform_descriptors"):
-        raise _Unfit(f"{name} is stored in another form: {fields['transform_descriptors']!r}")
+        raise _Unfit(f"{name} is stored in another form: {reprlib.repr(fields['transform_descriptors'])}")
     return _StorageInfo(name, _checked(fields, "offset", _is_count), _checked(fields, "length", _is_count))

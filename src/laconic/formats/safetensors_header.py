@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from laconic.errors import FormatError
+from laconic.json_text import parse_json
 
 __all__ = ["HEADER_LIMIT_NBYTES", "Element", "TensorEntry", "element", "parse_header", "unique_names", "write_header"]
 
@@ -107,8 +108,8 @@ def parse_header(text: bytes, data_nbytes: int, where: str) -> tuple[list[Tensor
         FormatError: the text is no header or names a tensor twice, or the tensors do not fill the data exactly.
     """
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_names)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text.decode("utf-8"), object_pairs_hook=unique_names)
+    except ValueError as error:
         raise FormatError(f"{where}: the safetensors header is not valid JSON ({_short(error)})") from None
     if not isinstance(header, dict):
         raise FormatError(f"{where}: the safetensors header is a {type(header).__name__}, but it must be an object")

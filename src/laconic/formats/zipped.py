@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from laconic.errors import CheckpointError, FormatError
 from laconic.formats.container import SUFFIX, ContainerFile
 from laconic.formats.mapped import SafetensorsFile, TensorsInMemory, TensorSource
 from laconic.formats.safetensors_header import TensorEntry, unique_names
+from laconic.json_text import parse_json
 
 __all__ = ["is_zipped", "load_zipped", "open_tensors"]
 
@@ -176,9 +176,9 @@ def _by_index(directory: Path, index: Path, base: TensorSource | None) -> dict[s
     try:
         if index.stat().st_size > _INDEX_LIMIT_NBYTES:
             raise ValueError
-        weight_map = json.loads(index.read_text("utf-8"), object_pairs_hook=unique_names)["weight_map"]
+        weight_map = parse_json(index.read_text("utf-8"), object_pairs_hook=unique_names)["weight_map"]
         shards = dict.fromkeys(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise FormatError(f"{index}: is not an index of safetensors files") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {index}: {error.strerror}") from error

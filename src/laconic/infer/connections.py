@@ -5,14 +5,13 @@ body, and while both ends compute that wait cost a third of a 400 Mbit/s link. A
 takes and buffers what comes while nobody asks.
 
 Expert workers listen at one address of their machine and put it into the store in which all workers meet, with a token
-that whoever connects has to show first. Nothing is encrypted: a network in which strangers can read the store or the
-packets is not safe, as with torch's own groups.
+that whoever connects has to know. A shared secret keeps out who can read the store, too (shared_secret.py). Nothing is
+encrypted: a network in which strangers can read or change the packets is not safe, as with torch's own groups.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import queue
@@ -20,9 +19,9 @@ import secrets
 import socket
 import struct
 import threading
-import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import psutil
 import torch
@@ -30,19 +29,22 @@ from torch import Tensor
 
 from laconic.errors import ConfigError, FormatError
 from laconic.infer.messages import HEADER_LENGTH, Header
+from laconic.shared_secret import admit, enter, seal, unseal
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["FOREVER", "Connection", "accept_attention", "connect_expert", "keep_alive"]
+__all__ = ["FOREVER", "Admission", "Connection", "accept_attention", "connect_expert", "keep_alive"]
+
+T = TypeVar("T")
 
 FOREVER = timedelta(days=3650)
 """How long workers wait for each other: the engine ends those whose peers never come."""
 
 _HELLO_SECONDS = 5.0
 _TOKEN_NBYTES = 16
-_HELLO = struct.Struct(f"!{2 * _TOKEN_NBYTES}sI")
-"""The token and the number of the attention worker."""
+_HELLO = struct.Struct("!I")
+"""The number of the attention worker; follows the proof that it takes part."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
 """A machine that has gone without a word is noticed after 15 s, by a connection on which nothing waits to leave."""
@@ -144,6 +146,57 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits; its number stays taken until `close`
 
 
+class Admission(Generic[T]):
+    """Connections of those who take part, in the order in which they have said who they are.
+
+    Each is heard in a thread of its own, so that a stranger who says nothing holds up nobody.
+
+    Args:
+        listening: closed by `close`.
+        hear: returns what the other end says, None for a stranger, whose connection is closed.
+    """
+
+    def __init__(self, listening: socket.socket, hear: Callable[[socket.socket], T | None]) -> None:
+        self._listening, self._hear = listening, hear
+        self._heard: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept_all, name="laconic-accept", daemon=True).start()
+
+    def next(self, seconds: float | None = None) -> tuple[socket.socket, T]:
+        """Wait for the next one, `seconds` at most; the connection is the caller's.
+
+        Raises:
+            TimeoutError: nobody came.
+        """
+        try:
+            return self._heard.get(timeout=None if seconds is None else max(0.0, seconds))
+        except queue.Empty:
+            raise TimeoutError(f"nobody came within {seconds:g} s") from None
+
+    def close(self) -> None:
+        """Listen no more, and close the connections that nobody has taken."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        self._listening.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._heard.get_nowait()[0].close()
+
+    def _accept_all(self) -> None:
+        with contextlib.suppress(OSError):  # `listening` is closed
+            while True:
+                connected, _ = self._listening.accept()
+                threading.Thread(target=self._hear_one, args=(connected,), daemon=True).start()
+
+    def _hear_one(self, connected: socket.socket) -> None:
+        said = self._hear(connected)
+        if said is None or self._closed.is_set():
+            connected.close()
+        else:
+            self._heard.put((connected, said))
+
+
 def accept_attention(store: Store, number: int, attention: int) -> list[Connection]:
     """Wait, as expert worker `number`, for all attention workers.
 
@@ -156,38 +209,20 @@ def accept_attention(store: Store, number: int, attention: int) -> list[Connecti
         A connection to each, in their order.
 
     Raises:
-        ConfigError: this machine has no address at which it could listen.
+        ConfigError: this machine has no address at which it could listen, or its shared secret is not valid.
     """
     token = secrets.token_hex(_TOKEN_NBYTES)
     with _listen(own_address()) as listening:
-        store.set(_key(number), json.dumps([*listening.getsockname()[:2], token]))
+        store.set(_key(number), seal(_key(number), json.dumps([*listening.getsockname()[:2], token])))
         found: dict[int, Connection] = {}
-        heard: queue.SimpleQueue[tuple[socket.socket, int]] = queue.SimpleQueue()
-        all_here = threading.Event()
-
-        def accept_all() -> None:
-            with contextlib.suppress(OSError):  # `listening` is closed
-                while True:
-                    connected, _ = listening.accept()
-                    # In a thread of its own: a stranger who says nothing holds up nobody.
-                    threading.Thread(target=hear, args=(connected,), daemon=True).start()
-
-        def hear(connected: socket.socket) -> None:
-            rank = _read_hello(connected, token)
-            if rank is None or rank >= attention or all_here.is_set():
-                connected.close()  # a stranger
-            else:
-                heard.put((connected, rank))
-
-        threading.Thread(target=accept_all, name="laconic-accept", daemon=True).start()
+        admission = Admission(listening, lambda connected: _read_hello(connected, token, number))
         while len(found) < attention:
-            connected, rank = heard.get()
-            if rank in found:
+            connected, rank = admission.next()
+            if rank in found or rank >= attention:
                 connected.close()
                 continue
             found[rank] = Connection(connected, f"laconic-attention-{rank}")
-        all_here.set()
-        listening.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        admission.close()
     return [found[rank] for rank in range(attention)]
 
 
@@ -195,14 +230,19 @@ def connect_expert(store: Store, number: int, rank: int) -> Connection:
     """Connect, as attention worker `rank`, to expert worker `number`, once it is there.
 
     Raises:
-        ConfigError: its address cannot be reached from here.
+        ConfigError: its address cannot be reached from here, or its shared secret is another one.
     """
     store.set_timeout(FOREVER)
-    address, port, token = json.loads(store.get(_key(number)))
+    address, port, token = json.loads(unseal(_key(number), store.get(_key(number))))
     connected = None
     try:
         connected = socket.create_connection((address, port), timeout=15.0)
-        connected.sendall(_HELLO.pack(token.encode(), rank))
+        enter(connected, token, _purpose(number), seconds=15.0)
+        connected.sendall(_HELLO.pack(rank))
+    except ConfigError:
+        assert connected is not None
+        connected.close()
+        raise
     except OSError as error:
         if connected is not None:
             connected.close()
@@ -284,17 +324,17 @@ def _key(number: int) -> str:
     return f"expert worker {number}"
 
 
-def _read_hello(connected: socket.socket, token: str) -> int | None:
+def _purpose(number: int) -> str:
+    return f"rows of expert worker {number}"
+
+
+def _read_hello(connected: socket.socket, token: str, number: int) -> int | None:
     """Read who has connected; None if it is no worker of this engine."""
-    deadline = time.monotonic() + _HELLO_SECONDS
-    hello = b""
-    try:
-        while len(hello) < _HELLO.size:
-            connected.settimeout(max(0.01, deadline - time.monotonic()))
-            if not (more := connected.recv(_HELLO.size - len(hello))):
-                return None
-            hello += more
-    except OSError:
+    if not admit(connected, token, _purpose(number), _HELLO_SECONDS):
         return None
-    shown, rank = _HELLO.unpack(hello)
-    return int(rank) if hmac.compare_digest(shown, token.encode()) else None
+    connected.settimeout(_HELLO_SECONDS)
+    try:
+        (rank,) = _HELLO.unpack(connected.recv(_HELLO.size, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        return None
+    return int(rank)

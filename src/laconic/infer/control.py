@@ -5,14 +5,13 @@ worker of that rank. Ranks find the engine in the TCPStore at MASTER_ADDR and MA
 over that connection is what passes over the pipes of a local worker. When a process ends, its connection breaks. Rows
 and sums never pass here: for those the workers meet in the same store.
 
-The connection is not encrypted. A rank shows the token that rank 0 has put into the store, so a network in which
-strangers can reach the store is not safe, as with torch itself.
+The connection is not encrypted. A rank proves that it knows the token that rank 0 has put into the store, and a shared
+secret where there is one (shared_secret.py). Without one, whoever can reach the store can take part, as with torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -28,9 +27,11 @@ from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from laconic.errors import CollectiveError, ConfigError
-from laconic.infer.connections import keep_alive
+from laconic.infer.connections import Admission, keep_alive
 from laconic.infer.settings import WorkerSettings
 from laconic.infer.split import Split
+from laconic.json_text import parse_json
+from laconic.shared_secret import admit, enter, seal, unseal
 from laconic.train.distributed.world import RankInfo, read_environment
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ _LAST_WORDS_SECONDS = 1.0
 _HELLO_SECONDS = 5.0
 _HELLO_NBYTES = 4096
 _KEY = "laconic-infer/engine"
+_PURPOSE = "ranks of an engine"
 _TCP = "tcp://"
 
 
@@ -290,8 +292,9 @@ class RankConnections:
             ) from None
         self._token = secrets.token_hex(16)
         where = [address, self._listening.getsockname()[1], self._token]
-        store.set(f"{_attempt()}/{_KEY}", json.dumps(where))
+        store.set(_place(), seal(_place(), json.dumps(where)))
         self._store = store  # the one that hosts it must live
+        self._admission = Admission(self._listening, self._read_hello)
 
     def accept(self, settings: dict[int, WorkerSettings], timeout_seconds: float) -> dict[int, RemoteWorker]:
         """Wait for each rank of `settings` and tell it its own.
@@ -302,9 +305,8 @@ class RankConnections:
         deadline = time.monotonic() + timeout_seconds
         found: dict[int, RemoteWorker] = {}
         while missing := sorted(set(settings) - set(found)):
-            self._listening.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                connection, _ = self._listening.accept()
+                connection, hello = self._admission.next(deadline - time.monotonic())
             except TimeoutError:
                 for worker in found.values():
                     worker.kill()
@@ -313,8 +315,7 @@ class RankConnections:
                     f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not connect to the engine"
                     f" within {timeout_seconds:g} s; see their output, or give start_timeout_seconds"
                 ) from None
-            hello = self._read_hello(connection)
-            if hello is None or hello["rank"] not in missing:
+            if hello["rank"] not in missing:
                 connection.close()
                 continue
             worker = RemoteWorker(connection, hello["rank"], hello["pid"], hello["host"])
@@ -325,10 +326,12 @@ class RankConnections:
 
     def close(self) -> None:
         """Listen no more."""
-        self._listening.close()
+        self._admission.close()
 
     def _read_hello(self, connection: socket.socket) -> dict[str, Any] | None:
         """Read the first line of a connection; None if it is no rank's."""
+        if not admit(connection, self._token, _PURPOSE, _HELLO_SECONDS):
+            return None
         keep_alive(connection, reads_at_once=True)
         connection.settimeout(_HELLO_SECONDS)
         line = b""
@@ -338,13 +341,12 @@ class RankConnections:
                 if not (byte := connection.recv(1)):
                     return None
                 line += byte
-            hello = json.loads(line)
-            known = hmac.compare_digest(str(hello["token"]).encode(), self._token.encode())
+            hello = parse_json(line)
             fits = isinstance(hello["rank"], int) and isinstance(hello["pid"], int) and isinstance(hello["host"], str)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         connection.settimeout(None)
-        return hello if known and fits else None
+        return hello if fits else None
 
 
 def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[str]]:
@@ -367,8 +369,11 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
         )
     _, store = master_store(info, timeout_seconds)
     try:
-        address, port, token = json.loads(store.get(f"{_attempt()}/{_KEY}"))
+        address, port, token = parse_json(unseal(_place(), store.get(_place())))
         connection = socket.create_connection((address, port), timeout_seconds)
+        enter(connection, token, _PURPOSE, timeout_seconds)
+    except ConfigError:
+        raise
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"rank {info.rank} on {socket.gethostname()} found no engine on rank 0 within {timeout_seconds:g} s"
@@ -377,7 +382,7 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
     connection.settimeout(None)
     keep_alive(connection, reads_at_once=True)
     events, commands = connection.makefile("w", encoding="utf-8"), connection.makefile("r", encoding="utf-8")
-    hello = {"rank": info.rank, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
+    hello = {"rank": info.rank, "pid": os.getpid(), "host": socket.gethostname()}
     events.write(json.dumps(hello) + "\n")
     events.flush()
     line = commands.readline()
@@ -386,6 +391,11 @@ def connect_rank(timeout_seconds: float) -> tuple[WorkerSettings, IO[str], IO[st
     if info.local_world_size == info.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return WorkerSettings.from_json(line), commands, events
+
+
+def _place() -> str:
+    """The key under which ranks find the engine."""
+    return f"{_attempt()}/{_KEY}"
 
 
 def _attempt() -> str:

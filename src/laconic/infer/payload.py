@@ -7,6 +7,7 @@ directions, and the messages of one direction, may differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
@@ -19,6 +20,7 @@ from laconic.collectives.policy.selector import prepare, prepared_rates
 from laconic.cost.comm.seconds import send_pays
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat, BlockTensor
+from laconic.formats.lossless import read_header
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -155,6 +157,10 @@ def decode_values(coding: int, message: Tensor, shape: tuple[int, int], dtype: t
     if coding == RAW:
         return message.view(dtype).view(shape)
     if coding == LOSSLESS:
+        # The header of the link says any shape; that of the code cannot say more than its bytes hold.
+        header = read_header(message)
+        if header.code == "too long" or math.prod(header.shape) != math.prod(shape):
+            raise FormatError(f"a message of shape {header.shape}, {header.code}, came for rows of shape {shape}")
         values = torch.empty(shape, dtype=dtype)
         _CODEC.decode_into(message, values)
         return values

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 from laconic.errors import ConfigError, LaconicError, ModelError
 from laconic.infer.sampling import ChosenToken, Sampling, sample
+from laconic.json_text import parse_json
 from laconic.moe.huggingface.blocks import Block, find_blocks
 from laconic.moe.huggingface.experts import FusedExperts, check
 
@@ -379,7 +379,7 @@ def _weight_files(model_dir: Path) -> list[str]:
     if not index.is_file():
         return ["model.safetensors"]
     try:
-        return sorted({str(file) for file in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted({str(file) for file in parse_json(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{str(index)!r} is no index of safetensors files ({type(error).__name__}: {error}); save the model again"

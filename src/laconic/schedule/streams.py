@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from laconic.errors import ScheduleError
+from laconic.json_text import parse_json
 
 __all__ = ["Span", "StreamPlan", "Task", "Timeline", "simulate"]
 
@@ -156,7 +157,7 @@ class StreamPlan:
             ScheduleError: the text is no such plan, of another version, or a plan that cannot run.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except ValueError as error:
             raise ScheduleError(f"the plan is no JSON: {error}") from error
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):

@@ -7,13 +7,13 @@ would all train, and all give a useless model without a word. What is not certai
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from laconic.errors import ConfigError, ModelError
+from laconic.json_text import parse_json
 from laconic.train.config.schema import FINE_TUNING_RATE, TrainConfig
 
 __all__ = ["find_weights", "own_tokenizer", "resolve_defaults"]
@@ -122,9 +122,9 @@ def _tokenizer_files(directory: Path) -> list[str]:
 def _num_entries(directory: Path) -> Any:
     """The vocabulary's size in config.json; None if it cannot be read."""
     try:
-        config = json.loads((directory / "config.json").read_bytes())
+        config = parse_json((directory / "config.json").read_bytes())
         return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return None  # refused, with its reason, when the model is built
 
 

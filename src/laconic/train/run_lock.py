@@ -27,6 +27,7 @@ import psutil
 
 from laconic.errors import CheckpointError, ConfigError
 from laconic.formats.durable import fsync_file
+from laconic.json_text import parse_json
 
 __all__ = ["LOCK_FILE", "RunLock"]
 
@@ -157,8 +158,8 @@ def _parsed(stream: IO[bytes]) -> dict[str, Any]:
     """The holder of the lock; empty if there is none, or if it died while it wrote."""
     stream.seek(0)
     try:
-        content = json.loads(stream.read())
-    except (ValueError, RecursionError):
+        content = parse_json(stream.read())
+    except ValueError:
         return {}
     whole = isinstance(content, dict) and all(name in content for name in ("token", *_myself("")))
     return content if whole else {}

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import DebugLevel, _create_process_group
 
 from laconic.collectives.engine.handshake import difference
 from laconic.errors import ConfigError
+from laconic.shared_secret import seal, unseal
 
 __all__ = ["Backends", "compare", "connect", "forget"]
 
@@ -26,11 +27,12 @@ def compare(settings: Mapping[str, object], arguments: Any) -> None:
     They are exchanged through the store, as JSON: no connection exists yet that could hang.
 
     Raises:
-        ConfigError: settings differ; raised on all ranks.
+        ConfigError: settings or shared secrets differ; raised on all ranks.
     """
-    arguments.store.set(f"laconic/settings/{arguments.group_rank}", json.dumps(settings))
+    store, key = arguments.store, "laconic/settings/{}".format
+    store.set(key(arguments.group_rank), seal(key(arguments.group_rank), json.dumps(settings)))
     everyones = {
-        rank: json.loads(arguments.store.get(f"laconic/settings/{group_rank}"))
+        rank: json.loads(unseal(key(group_rank), store.get(key(group_rank))))
         for group_rank, rank in enumerate(global_ranks(arguments))
     }
     found = difference(everyones)

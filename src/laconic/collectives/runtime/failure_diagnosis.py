@@ -16,11 +16,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from laconic.errors import CollectiveError
+from laconic.errors import CollectiveError, ConfigError
+from laconic.shared_secret import seal, unseal
 
 __all__ = ["absent", "broke_off", "is_own", "reason_of"]
 
@@ -115,7 +117,7 @@ def _call_the_roll(group: dist.ProcessGroup, found: list[int]) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     try:
         store = group.get_group_store()
-        store.set(_key(group.rank()), str(group.rank()))
+        _write(store, group.rank(), str(group.rank()))
         silent = [peer for peer in range(group.size()) if peer != group.rank()]
         while silent and time.monotonic() < deadline:
             silent = [peer for peer in silent if not store.check([_key(peer)])]
@@ -138,15 +140,19 @@ def _follow_notes(group: dist.ProcessGroup, chain: list[int]) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     try:
         store = group.get_group_store()
-        store.set(_key(group.rank()), str(chain[0]))
+        _write(store, group.rank(), str(chain[0]))
         while chain[-1] != group.rank() and chain[-1] not in chain[:-1]:
             while not store.check([_key(chain[-1])]):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(_POLL_SECONDS)
-            chain.append(int(store.get(_key(chain[-1]))))
-    except RuntimeError:
-        return  # the store's process has ended
+            chain.append(int(unseal(_key(chain[-1]), store.get(_key(chain[-1])))))
+    except (RuntimeError, ConfigError):
+        return  # the store's process has ended, or the note is none of this run's
+
+
+def _write(store: Any, rank: int, note: str) -> None:
+    store.set(_key(rank), seal(_key(rank), note))
 
 
 def _key(peer: int) -> str:

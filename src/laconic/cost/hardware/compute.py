@@ -6,7 +6,6 @@ and data at hand.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -16,6 +15,7 @@ from typing import Any
 from laconic.cost.memory.job import Job
 from laconic.cost.memory.saved_tensors import Choice, Unit
 from laconic.errors import PlanError
+from laconic.json_text import parse_json
 
 __all__ = ["Hardware", "Sensitivity", "layer_forward_flops", "pack_seconds", "recompute_seconds"]
 
@@ -73,7 +73,7 @@ class Sensitivity:
             PlanError: the file cannot be read or is no such table.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(parse_json(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise PlanError(f"calibration is {str(path)!r}, but it must be a file: {error}") from error
         except ValueError as error:
@@ -134,7 +134,7 @@ _BY_FINENESS = ["int8", "int6", "int5", "nf4", "e2m1", "int4"]
 
 
 def _data(name: str) -> Any:
-    return json.loads((resources.files("laconic.cost") / "data" / name).read_text(encoding="utf-8"))
+    return parse_json((resources.files("laconic.cost") / "data" / name).read_text(encoding="utf-8"))
 
 
 def layer_forward_flops(job: Job) -> float:

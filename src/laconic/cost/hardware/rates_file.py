@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from laconic.errors import ConfigError
+from laconic.json_text import parse_json
 
 __all__ = ["cached_path", "check_format", "check_known", "load_json", "read_number", "read_table", "save_json"]
 
@@ -46,7 +47,7 @@ def load_json(path: str | Path, noun: str, read: Callable[[Any], T]) -> T:
         ConfigError: the file cannot be read, is not JSON, or `read` refuses it.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{noun} are {str(path)!r}, but it must be a file: {error}") from error
     except ValueError as error:
@@ -78,7 +79,8 @@ def read_table(data: Any, name: str | None, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is not a table.
     """
-    value = data if name is None else data.get(name)
+    inner = data.get(name) if isinstance(data, dict) and name is not None else None
+    value = data if name is None else inner
     if not isinstance(value, dict):
         raise ConfigError(f"{name or where} is {value!r}, but it must be a table; run laconic profile again")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -11,13 +10,14 @@ from typing import Any
 
 from laconic.cost.comm.rates import ITEM_NBYTES
 from laconic.errors import PlanError
+from laconic.json_text import parse_json
 
 __all__ = ["FAMILIES", "MODELS", "InferenceShape"]
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Known `model_type`s."""
 
-MODELS: Mapping[str, Mapping[str, Any]] = json.loads(
+MODELS: Mapping[str, Mapping[str, Any]] = parse_json(
     (resources.files("laconic.cost") / "data" / "infer_models.json").read_text(encoding="utf-8")
 )
 """Configurations of FinDEP's two models, by name: the fields that `InferenceShape.from_config` reads."""
@@ -164,7 +164,7 @@ class InferenceShape:
         path = Path(model)
         path = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = parse_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(
                 f"model is {str(model)!r}, but it must be a directory with a config.json, or one of "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any
 
 from laconic.cost.memory.families import FAMILIES, Family
 from laconic.errors import PlanError
+from laconic.json_text import parse_json
 
 __all__ = ["FAMILIES", "Family", "ModelShape"]
 
@@ -217,7 +217,7 @@ class ModelShape:
         file = Path(path)
         file = file / "config.json" if file.is_dir() else file
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = parse_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(
                 f"model is {str(path)!r}, but it must be a directory with a config.json: {error}"

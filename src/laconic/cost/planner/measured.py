@@ -15,6 +15,7 @@ from typing import Any
 from laconic.cost.memory.persistent import tensor_nbytes
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import PlanError
+from laconic.json_text import parse_json
 
 __all__ = ["EXACT_WORD", "Linear", "Measured", "MeasuredGroup", "MeasuredPlan", "MeasuredTable", "choose_measured"]
 
@@ -135,7 +136,7 @@ class MeasuredTable:
             PlanError: there is no such file, or it is no such table.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(parse_json(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise PlanError(f"measured is {str(path)!r}, but it must be a file: {error}") from error
         except ValueError as error:
@@ -168,7 +169,7 @@ class MeasuredTable:
                 largest_batch=int(data["largest_batch"]),
                 uniform_only=bool(data["uniform_only"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"the memory table is damaged: {error!r}; measure it again") from error

@@ -17,6 +17,7 @@ from laconic.cost.memory.predict import Prediction, predict
 from laconic.cost.memory.saved_tensors import EXACT, Batch, Choice
 from laconic.cost.planner.policy import Chosen
 from laconic.errors import PlanError
+from laconic.json_text import parse_json
 
 __all__ = ["Plan", "load_plan"]
 
@@ -202,7 +203,7 @@ def load_plan(path: str | Path) -> Plan:
         PlanError: there is no such file, or see `Plan.from_dict`.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"plan is {str(path)!r}, but it must be a file: {error}") from error
     except ValueError as error:

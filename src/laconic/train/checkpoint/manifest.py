@@ -11,6 +11,7 @@ from typing import Any
 
 from laconic.errors import CheckpointError
 from laconic.formats.durable import sha256_of
+from laconic.json_text import parse_json
 
 __all__ = ["MANIFEST", "VERSION", "check_file", "manifest_sha256", "read_manifest"]
 
@@ -31,10 +32,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is missing")
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = parse_json(file.read_bytes())
         expected = manifest.pop("sha256")
         found = manifest_sha256(manifest)
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not a complete manifest") from None
     if found != expected:
         raise CheckpointError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laconic.errors import DataError
+from laconic.json_text import parse_json
 
 __all__ = ["BytesTokenizer", "JsonTokenizer", "TokenArray", "Tokenizer", "bytes_per_token", "load_tokenizer"]
 
@@ -178,7 +178,7 @@ def _find_end_of_document(folder: Path, vocabulary: dict[str, int], wanted: str 
         return vocabulary[wanted]
     candidates = list(_END_OF_DOCUMENT)
     try:
-        declared = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
+        declared = parse_json((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
         candidates.insert(0, declared["content"] if isinstance(declared, dict) else declared)
     except (OSError, ValueError, AttributeError, KeyError):
         pass  # no such file, or not a usable one: the well-known names remain

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError, DataError
+from laconic.json_text import parse_json
 
 __all__ = [
     "METRICS_FILE",
@@ -234,7 +235,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise ValueError("no object with a step")
         except ValueError as error:

@@ -7,7 +7,6 @@ part empty and a note in `Run.notes`; only a directory that is no run at all is 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import DataError
+from laconic.json_text import parse_json
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
 
@@ -268,8 +268,8 @@ def _load_run(path: Path, name: str) -> Run:
         path=path,
         config=flat_settings(_read(path / "config.toml", lambda content: tomllib.loads(content.decode()), notes)),
         rows=_read_rows(path, notes),
-        activations=_read(path / "activations.json", json.loads, notes),
-        summary=_read(path / "summary.json", json.loads, notes),
+        activations=_read(path / "activations.json", parse_json, notes),
+        summary=_read(path / "summary.json", parse_json, notes),
         notes=(),
     )
     if run.config and not {"steps", "batch_size", "sequence_length"} & set(run.config):

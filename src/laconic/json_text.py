@@ -1,0 +1,30 @@
+"""JSON from outside: whatever is wrong with it is a ValueError."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["parse_json"]
+
+
+def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the value of a JSON document, as `json.loads` does.
+
+    Raises:
+        ValueError: it is no JSON, no UTF-8, holds a whole number that no float can hold, or lists and tables are nested
+            deeper than Python's parser goes, for which `json.loads` has an error of another family.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("lists and tables are nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    number = int(text)
+    if abs(number) > sys.float_info.max:  # the first computation with it would raise OverflowError
+        raise ValueError(f"{text[:9]}... is a whole number of {len(text)} digits")
+    return number

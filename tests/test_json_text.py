@@ -1,0 +1,34 @@
+"""Whatever is wrong with JSON from outside is a ValueError."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.json_text import parse_json
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False), st.lists))
+def test_values_come_back(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        b"\xff",
+        "[" * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+        '{"a":' * 100_000,
+        "1" + "0" * 400,
+        "-1" + "0" * 5000,
+    ],
+)
+def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text)
