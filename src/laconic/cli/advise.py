@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only
+from laconic.cli.progress import working
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _advise(options: argparse.Namespace) -> Advice:
     else:
         model, batch = _from_directory(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     autocast = torch.bfloat16 if options.precision == "bf16" else None
-    with quiet_profiler():
+    with working(f"measuring ways to train {options.target}"), quiet_profiler():
         advice = advise(
             model, batch, loss_of=loss_of, rounds=options.rounds, autocast=autocast, compile=options.compile
         )

@@ -54,12 +54,17 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("the following arguments are required: "):
             if unknown:  # a misspelt flag explains the missing one
                 return self._unknown(unknown[0])
-            return f"{message.partition(': ')[2]} is missing; {self.prog} --help tells what it takes"
+            rest = {_shown(action) for action in self.positionals() if action.nargs == argparse.REMAINDER}
+            missing = [name for name in message.partition(": ")[2].split(", ") if name not in rest]
+            verb = "is" if len(missing) == 1 else "are"
+            return f"{' and '.join(missing)} {verb} missing; {self.prog} --help tells what it takes"
         found = re.fullmatch(r"argument (\S+(?:/\S+)*): (.*)", message, re.DOTALL)
         if found is None:
             return message
         name, problem = found[1].split("/")[-1], found[2]
         action = next((one for one in self._actions if argparse._get_action_name(one) == found[1]), None)
+        if unknown and action is not None and not action.option_strings:  # its value was taken for an argument
+            return self._unknown(unknown[0])
         if problem.startswith("expected "):
             wanted = "" if action is None else f", e.g. {name} {self._example(action)}"
             return f"{name} needs {_values(problem)}{wanted}"

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only
+from laconic.cli.progress import working
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _measure(options: argparse.Namespace, emit: Callable[[Any], None]) -> int:
         text = own_text() if options.prompts is None else _read(Path(options.prompts))
         prompts = draw_prompts(paragraphs(text), encode, options.requests, options.max_prompt_tokens, options.seed)
         print(f"{name}, {options.dtype}, {len(os.sched_getaffinity(0))} cores", flush=True)
+        say = stack.enter_context(working("measuring plans"))
         comparison = compare(
             _starter(model_dir, options),
             kinds,
@@ -86,7 +87,7 @@ def _measure(options: argparse.Namespace, emit: Callable[[Any], None]) -> int:
             rates=rates,
             rounds=options.rounds,
             seed=options.seed,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=say,
         )
     about = {
         "command": "laconic bench infer",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only
+from laconic.cli.progress import working
 
 __all__ = ["make_parser", "run"]
 
@@ -15,7 +16,7 @@ def run(args: Sequence[str]) -> int:
     options = make_parser().parse_args(args)
     from laconic.train.checkpoint.export import export
 
-    with json_only(options.json) as emit:
+    with json_only(options.json) as emit, working(f"exporting {options.run_dir}"):
         written = export(options.run_dir, options.out_dir, options.checkpoint, options.zip)
         if options.json:
             emit({"path": written})

@@ -8,6 +8,7 @@ the script.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import laconic
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are not UTF-8
             stream.reconfigure(errors="backslashreplace")
-    _end_in_order_at_sigterm()
     try:
-        return _dispatch(args)
+        with _ending_in_order_at_sigterm():
+            return _dispatch(args)
     except LaconicError as error:
         print(f"laconic: error: {error}", file=sys.stderr)
         return 2
@@ -91,15 +92,22 @@ def _dispatch(args: list[str]) -> int:
     return code
 
 
-def _end_in_order_at_sigterm() -> None:
+@contextlib.contextmanager
+def _ending_in_order_at_sigterm() -> Iterator[None]:
     """Let SIGTERM end a command as Ctrl-C does, so that it ends its child processes and removes temporary files.
 
     A rank dies at once, as it may be waiting in a collective that never returns to Python.
     """
-    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+    alone = "RANK" not in os.environ and threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
         return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit_at_sigterm)
+    signal.signal(signal.SIGTERM, _exit_at_sigterm)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) in (_exit_at_sigterm, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _exit_at_sigterm(number: int, _: object) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.output import json_only, print_json
 from laconic.cli.plan_measured import measure, plan_measured
+from laconic.cli.progress import working
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.saved_tensors import EXACT, Choice
@@ -134,7 +135,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise PlanError("--calibrate measures a model, so it needs its directory, with weights")
     from laconic.train.memory.calibrate import calibrate_directory
 
-    with json_only(options.json):
+    with json_only(options.json), working(f"measuring the sensitivities of {options.model}"):
         measured = calibrate_directory(
             options.model,
             options.data or (),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from laconic.cli.output import json_only, print_json
+from laconic.cli.progress import working
 from laconic.cost.planner.measured import EXACT_WORD, MeasuredPlan, MeasuredTable, choose_measured
 from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.measured import measured_plan_text, measured_table_text
@@ -45,7 +46,7 @@ def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     model = load_any(options.model, torch.bfloat16 if options.precision == "bf16-pure" else torch.float32)
     torch.nn.Module.to(model, device)
     inputs = made_up_batches(model, options.sequence_length, options.image_size)
-    with json_only(options.json), quiet_profiler():
+    with json_only(options.json), working(f"measuring {options.model}"), quiet_profiler():
         table = measure_table(model, inputs, batches=options.measure_batches, words=words, precision=options.precision)
     table.save(options.measure)
     if options.json:

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.cli.arguments import Parser, add_json
 from laconic.cli.layer_flags import add_layer, layer_shape
 from laconic.cli.output import json_only, print_json
+from laconic.cli.progress import working
 from laconic.cost.comm.rates import WireRates, default_path
 from laconic.cost.comm.table import rates_text
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
@@ -50,12 +52,8 @@ def run(args: Sequence[str]) -> int:
 def _measure(world: World, path: Path, options: argparse.Namespace) -> int:
     from laconic.collectives.cluster_profile import profile
 
-    def report(text: str) -> None:
-        if world.is_main:
-            print(f"measuring {text}", file=sys.stderr, flush=True)
-
-    with json_only(options.json):
-        rates = profile(world.device, report, options.quick)
+    with json_only(options.json), _shown(world, "measuring links and codecs") as say:
+        rates = profile(world.device, lambda text: say(f"measuring {text}"), options.quick)
     return _finish(world, rates, rates_text(rates), path, "laconic explain", options.json)
 
 
@@ -72,11 +70,9 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
         nodes = world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         levels = (nodes,) if 1 < nodes < world.size else ()
     grid = Grid(options.mp, options.ep, options.esp, levels=levels, device_type=world.device.type)
-    if world.is_main:
-        print(f"measuring {grid!r}", file=sys.stderr, flush=True)
     dtype = getattr(torch, options.dtype)
     codecs = _lossy(options.codec)
-    with json_only(options.json):
+    with json_only(options.json), _shown(world, f"measuring {grid!r}"):
         rates = measure_moe(grid, shape, dtype=dtype, device=world.device, codecs=codecs, quick=options.quick)
     return _finish(
         world, rates, moe_rates_text(rates), path, "laconic explain --moe, and laconic.moe.autotune", options.json
@@ -90,9 +86,8 @@ def _measure_infer(world: World, path: Path, options: argparse.Namespace) -> int
     from laconic.cost.infer.table import infer_rates_text
 
     shape, dtype = layer_shape(options), getattr(torch, options.dtype)
-    if world.is_main:
-        print(f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links", file=sys.stderr, flush=True)
-    with json_only(options.json):
+    what = f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links"
+    with json_only(options.json), _shown(world, what):
         rates = measure_infer(shape, dtype=dtype, device=world.device, quick=options.quick)
     return _finish(world, rates, infer_rates_text(rates), path, "laconic infer plan", options.json)
 
@@ -111,6 +106,11 @@ def _finish(
         sys.stdout.flush()
     world.leave()
     return 0
+
+
+def _shown(world: World, what: str) -> AbstractContextManager[Callable[[str], None]]:
+    """Show the progress of the first process; the others are silent."""
+    return working(what) if world.is_main else nullcontext(lambda text: None)
 
 
 def _lossy(names: Sequence[str]) -> list[Codec]:

@@ -83,11 +83,18 @@ def path_of(text: str) -> Path:
     """Parse a path, for argparse.
 
     Raises:
-        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory.
+        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory. Or it has no
+            name, as /.
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
-    return Path(text)
+    path = Path(text)
+    if path.name not in ("", ".."):
+        return path
+    path = path.resolve()  # what is made is named after it
+    if not path.name:
+        raise argparse.ArgumentTypeError(f"{text!r} is the root of the file system, which cannot be named after")
+    return path
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
