@@ -40,7 +40,7 @@ def test_the_tables_are_printed_once(measured: tuple[Ending, Path]) -> None:
     ending, file = measured
     assert ending.out.count("links, node: 2 ranks") == 1
     assert f"wrote {file}" in ending.out
-    assert ending.err.splitlines()[0] == "measuring links, node: 2 ranks"
+    assert ending.err.splitlines()[0] == "laconic: measuring links, node: 2 ranks"
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ def laconic_run(directory: Path, script: str, *flags: str, arguments: tuple[str,
     return process.wait(), out, err
 
 
-def summary_of(err: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(err.splitlines()[-1])
+def summary_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return found
 
 
@@ -59,10 +59,10 @@ OWN_LOOP = """
 
 def test_own_loop_keeps_fewer_bytes_and_nothing_of_torch_stays_watched(tmp_path: Path) -> None:
     code, out, err = laconic_run(
-        tmp_path, OWN_LOOP, "--optimizer", "adamw8bit", "--json", arguments=("--epochs", "3", "--json")
+        tmp_path, OWN_LOOP, "--optimizer", "adamw8bit", "--json", "summary.json", arguments=("--epochs", "3", "--json")
     )
     assert (code, out) == (0, "['script.py', '--epochs', '3', '--json'] True\n"), err
-    summary = summary_of(err)
+    summary = summary_of(tmp_path)
     [model] = summary["models"]
     assert model["model"] == "Net"
     assert model["exact_nbytes"] > 8 * model["nbytes"] > 0
@@ -93,9 +93,9 @@ def test_what_the_script_compresses_is_left_to_it(tmp_path: Path) -> None:
         laconic.compress_activations(net, 8)
         train(net, torch.optim.AdamW(net.parameters()))
     """
-    code, _, err = laconic_run(tmp_path, script, "--json")
+    code, _, _ = laconic_run(tmp_path, script, "--json", "summary.json")
     assert code == 0
-    assert summary_of(err)["models"][0]["left_exact"] == "the script compresses it itself"
+    assert summary_of(tmp_path)["models"][0]["left_exact"] == "the script compresses it itself"
 
 
 def test_parts_called_before_the_whole_are_what_is_compressed(tmp_path: Path) -> None:

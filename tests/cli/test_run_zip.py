@@ -76,8 +76,8 @@ def run_pair(directory: Path, *flags: str, arguments: Sequence[str], ranks: int 
     return [process.wait() for process in processes], errors
 
 
-def sent_of(err: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(err.splitlines()[-1])["sent"]
+def sent_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "summary.json").read_text())["sent"]
     return found
 
 
@@ -94,10 +94,10 @@ def test_a_script_sends_less_and_trains_to_the_same_bits(tmp_path: Path, kind: s
     parameters = {}
     for flag in ("off", "on"):
         arguments = ("script.py", kind, backend, f"{flag}.pt")
-        codes, errors = run_pair(tmp_path, "--zip", flag, "--json", arguments=arguments)
+        codes, errors = run_pair(tmp_path, "--zip", flag, "--json", "summary.json", arguments=arguments)
         assert codes == [0, 0], errors
         parameters[flag] = torch.load(tmp_path / f"{flag}.pt")
-        sent = json.loads(errors[0].splitlines()[-1])["sent"]
+        sent = json.loads((tmp_path / "summary.json").read_text())["sent"]
         if flag == "off":
             assert sent is None
         else:
@@ -201,9 +201,9 @@ ACCELERATE = """
 def test_modules_whose_library_makes_the_group(tmp_path: Path, script: str) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "train_it.py").write_text(textwrap.dedent(script))
-    codes, errors = run_pair(tmp_path, "--zip", "on", "--json", arguments=("-m", "train_it", "out"))
+    codes, errors = run_pair(tmp_path, "--zip", "on", "--json", "summary.json", arguments=("-m", "train_it", "out"))
     assert codes == [0, 0], errors
-    sent = sent_of(errors[0])
+    sent = sent_of(tmp_path)
     assert sent["groups"] >= 1
     assert sent["coded_calls"] > 0
     assert sent["sent_nbytes"] < sent["nbytes"]

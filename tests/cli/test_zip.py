@@ -139,13 +139,10 @@ def test_progress_is_shown_on_a_terminal_only(folder: Path, monkeypatch: pytest.
     assert "/10.0k " in screen.getvalue()
     assert "B/s" in screen.getvalue()
     with progress.progress_bar(lambda: 10, "what") as advance:
-        assert advance is not None
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with progress.progress_bar(lambda: 10, "what") as advance:
-        assert advance is None
+        advance(10)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.progress_bar(lambda: pytest.fail("not asked for"), "what") as advance:
-        assert advance is None
+        advance(10)
 
 
 def test_results_are_json_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,3 +156,20 @@ def test_every_process_refuses_what_cannot_be_done(folder: Path, name: str, mess
     for rank in range(2):
         assert (folder / f"{name}.{rank}.txt").read_text().startswith(f"ConfigError: {message}")
     assert not (folder / name).exists()
+
+
+def test_a_run_has_the_timeline_of_its_third_step(folder: Path) -> None:
+    name = next(iter(SMOOTH_RUNS))
+    found = json.loads((folder / name / "timeline.json").read_text())
+    assert (found["version"], found["step"]) == (1, 3)
+    (group,) = found["groups"]
+    assert [lane["name"] for lane in group["lanes"]] == ["rank 0", "rank 1"]
+    passes = {task for lane in group["lanes"] for task, _, _ in lane["tasks"]}
+    micro_batches = {task[2:] for task in passes}
+    assert passes == {f"{stage}{kind}{micro}" for stage in range(2) for kind in "FB" for micro in micro_batches}
+    starts = {task: start for lane in group["lanes"] for task, start, _ in lane["tasks"]}
+    ends = {task: end for lane in group["lanes"] for task, _, end in lane["tasks"]}
+    assert min(starts.values()) == 0
+    for micro in micro_batches:  # on one machine, whose processes share a clock: what a stage needs has been made
+        assert ends[f"0F{micro}"] <= starts[f"1F{micro}"] + 1e-3
+        assert ends[f"1B{micro}"] <= starts[f"0B{micro}"] + 1e-3

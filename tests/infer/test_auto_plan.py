@@ -105,7 +105,7 @@ def test_the_command_knows_its_prompts(tmp_path: Path, slow: Path, capsys: pytes
     assert "plan auto: do not split: 2 workers with the whole model, " in out
     assert "2 requests of 7 + 6 tokens" in out
     assert main(["generate", "--model", str(path), *flags, "--json", "--micro-batches", "2"]) == 0
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = json.loads(capsys.readouterr().out)["generations"]
     assert [each["tokens"] for each in shown] == generated(path, [list(b"one"), list(b"another")], 6)
 
 

@@ -159,7 +159,7 @@ def test_torchrun_gives_the_tokens_of_generate(model: Path) -> None:
     flags = ("--attention", "2", "--experts", "1", "--slices", "2", "--payload", "lossless", "--max-new-tokens", "6")
     ending: Ending = finish(torchrun(3, model, *flags, "--json"), 120)
     assert ending.code == 0, ending.err
-    shown = [json.loads(line) for line in ending.out.splitlines()]  # nothing else is on standard output
+    shown = json.loads(ending.out)["generations"]  # nothing else is on standard output
     wanted = generated(model, [list(text.encode()) for text in ("one", "another prompt")], 6)
     assert [each["tokens"] for each in shown] == wanted
 

@@ -356,7 +356,7 @@ def test_the_command_prints_what_the_engine_generates(tmp_path: Path, capsys: py
     (tmp_path / "prompts.txt").write_text("another prompt\n\n")
     flags = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--slices", "2"]
     assert main(["generate", "--model", str(path), "--prompt", "one", "--json", *flags]) == 0
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = json.loads(capsys.readouterr().out)["generations"]
     assert [each["prompt"] for each in shown] == texts
     assert [each["tokens"] for each in shown] == generated(path, [list(text.encode()) for text in texts], 6)
 

@@ -227,7 +227,7 @@ def test_the_command_writes_the_trace_and_prints_its_summary(
     assert f"wrote {file}" in out
     assert main(["generate", "--model", str(path), "--json", *flags]) == 0
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 1
+    assert json.loads(captured.out)["trace"] == str(file)
     assert "trace: 6 steps" in captured.err
 
 

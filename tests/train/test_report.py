@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +16,7 @@ from laconic.train.report.html import downsample, smooth
 from laconic.train.report.metrics import MetricsWriter
 from laconic.train.report.run_reader import load_runs
 from laconic.train.report.table import config_differences, summary_rows
-
-KINDS = {"norm": 100.0, "linear": 300.0, "mlp": 500.0, "attention": 100.0}
-
-
-def make_run(
-    folder: Path, name: str, *, bits: int = 16, loss: float = 1.0, speed: float = 1000.0, steps: int = 40
-) -> Path:
-    """A run directory as training writes it: loss falls to `loss`, and bits below 16 keep a fraction of the bytes."""
-    run_dir = folder / name
-    run_dir.mkdir(parents=True)
-    save_config(load_config(None, {"activations.bits": bits, "run_dir": str(run_dir)}), run_dir / "config.toml")
-    with MetricsWriter(run_dir) as writer:
-        for step in range(1, steps + 1):
-            writer.write(
-                step,
-                loss=loss + 3.0 * 0.5**step,
-                tokens_per_second=1.0 if step == 1 else speed,
-                peak_memory_nbytes=500_000_000 + step,
-                wire_nbytes=2_000_000,
-            )
-            if step % 10 == 0:
-                writer.write(step, validation_loss=loss + (0.2 if step == 20 else 0.1 + 1 / step))
-    kept = {kind: nbytes * (bits / 16 if kind != "attention" else 1) for kind, nbytes in KINDS.items()}
-    activations = {
-        "reference_dtype": "bfloat16",
-        "tokens": 64,
-        "before_nbytes_per_token": sum(KINDS.values()),
-        "after_nbytes_per_token": sum(kept.values()),
-        "by_kind_before": KINDS,
-        "by_kind_after": kept,
-        "sites": [],
-    }
-    (run_dir / "activations.json").write_text(json.dumps(activations))
-    (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "loss": loss, "bf16_nbytes_per_token": 900.0}))
-    return run_dir
-
-
-def page_data(path: Path) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
-    assert match
-    data: dict[str, Any] = json.loads(match.group(1))
-    return data
+from tests.train.report_runs import make_run, page_data
 
 
 def cells(run_dirs: list[Path]) -> dict[str, list[tuple[str, str, bool | None]]]:
@@ -298,19 +255,6 @@ def test_downsampling_keeps_the_mean_and_the_end() -> None:
     assert thinned[-1][0] == 10_000
     assert sum(value for _, value in thinned) / 1000 == pytest.approx(5000.5)
     assert downsample(points[:5], 1000) == points[:5]
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_page_draws_its_charts_in_a_browser(tmp_path: Path) -> None:
-    compare([make_run(tmp_path, "exact"), make_run(tmp_path, "nf4", bits=4)], tmp_path / "report.html")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-    browser = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    page = subprocess.run(
-        [*browser, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=120
-    ).stdout
-    assert page.count("<svg") == 5
-    assert page.count("<path") >= 9
-    assert "NaN" not in page.partition("<script")[0]
 
 
 def test_json_has_the_numbers_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

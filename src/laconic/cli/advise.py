@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.cli.arguments import Parser, add_json
+from laconic.cli.output import json_only
+from laconic.cli.progress import working
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+    from laconic.advice import Advice
     from laconic.advice.training_call import LossOf
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 _MADE_UP = {"batch_size": 2, "sequence_length": 128, "image_size": None}
 """Flags of batches that are made up, and their defaults."""
@@ -31,7 +34,20 @@ def run(args: Sequence[str]) -> int:
         ConfigError: the target is no such directory or function, or a flag has no meaning for it.
         ModelError, PlanError: the model cannot be built or measured, or no batch for it can be made up.
     """
-    options = _parser().parse_args(args)
+    options = make_parser().parse_args(args)
+    with json_only(options.json) as emit:
+        advice = _advise(options)
+        if options.json:
+            emit(advice.to_dict())
+        else:
+            print(advice)
+            if options.plot is not None:
+                print(f"\nwrote {options.plot}")
+    return 0
+
+
+def _advise(options: argparse.Namespace) -> Advice:
+    """Measure, and draw the picture that was asked for."""
     for name in ("batch_size", "sequence_length", "image_size", "rounds"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, but it must be 1 or more")
@@ -47,19 +63,13 @@ def run(args: Sequence[str]) -> int:
     else:
         model, batch = _from_directory(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     autocast = torch.bfloat16 if options.precision == "bf16" else None
-    with quiet_profiler():
+    with working(f"measuring ways to train {options.target}"), quiet_profiler():
         advice = advise(
             model, batch, loss_of=loss_of, rounds=options.rounds, autocast=autocast, compile=options.compile
         )
     if options.plot is not None:
         advice.plot(options.plot)
-    if options.json:
-        print(json.dumps(advice.to_dict(), indent=1))
-    else:
-        print(advice)
-        if options.plot is not None:
-            print(f"\nwrote {options.plot}")
-    return 0
+    return advice
 
 
 def _from_directory(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
@@ -132,13 +142,13 @@ def _check_picture(path: str | None) -> None:
         raise ConfigError(f"--plot is {path!r}, but a picture's name must end in one of {', '.join(sorted(known))}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic advise",
         description="Measure the ways to keep less for backward on a model and this machine: exact, 4 and 8 bits, "
         "chunked loss, checkpointing, offload. Prints bytes kept, time, peak memory and gradient error of each, which "
         "of them no other beats, and the lines of Python to add.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("target", help="a directory with a config.json of transformers (random weights without a checkpoint), or "
@@ -150,6 +160,6 @@ def _parser() -> argparse.ArgumentParser:
         help="bf16: autocast; bf16-pure: parameters too (%(default)s)")  # fmt: skip
     add("--rounds", type=int, default=5, metavar="N", help="of timing (%(default)s)")
     add("--compile", action="store_true", help="also under torch.compile and its memory budget; takes minutes")
-    add("--json", action="store_true", help="print the table as JSON")
+    add_json(parser, "print the table as one JSON document")
     add("--plot", metavar="FILE", help="draw bytes against time, for example advice.png")
     return parser

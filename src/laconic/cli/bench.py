@@ -7,13 +7,15 @@ import contextlib
 import math
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from laconic.cli.arguments import Parser, add_json
+from laconic.cli.output import json_only
+from laconic.cli.progress import working
 from laconic.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
     from laconic.infer.bench.plans import BenchPlan, Kind
     from laconic.infer.token_engine import TokenEngine
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic bench` with `args`."""
-    parser = _parser()
+    parser = make_parser()
     if not args or args[0] in ("-h", "--help"):
         print(parser.format_help())
         return 0
@@ -37,8 +39,13 @@ def run(args: Sequence[str]) -> int:
 
 
 def _infer(options: argparse.Namespace) -> int:
+    with json_only(options.json) as emit:
+        return _measure(options, emit)
+
+
+def _measure(options: argparse.Namespace, emit: Callable[[Any], None]) -> int:
     kinds, micro_batches, slices, rates = _checked(options)
-    from laconic.infer.bench.report import check_plots, report_text, save_report
+    from laconic.infer.bench.report import check_plots, report_json, report_text, save_report
 
     if options.output is not None:
         check_plots()
@@ -69,6 +76,7 @@ def _infer(options: argparse.Namespace) -> int:
         text = own_text() if options.prompts is None else _read(Path(options.prompts))
         prompts = draw_prompts(paragraphs(text), encode, options.requests, options.max_prompt_tokens, options.seed)
         print(f"{name}, {options.dtype}, {len(os.sched_getaffinity(0))} cores", flush=True)
+        say = stack.enter_context(working("measuring plans"))
         comparison = compare(
             _starter(model_dir, options),
             kinds,
@@ -79,19 +87,21 @@ def _infer(options: argparse.Namespace) -> int:
             rates=rates,
             rounds=options.rounds,
             seed=options.seed,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=say,
         )
-    print(report_text(comparison))
-    if options.output is not None:
-        about = {
-            "command": "laconic bench infer",
-            "flags": {key: value for key, value in vars(options).items() if key != "output"},
-            "model": name,
-            "date": str(date.today()),
-            "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        }
-        for path in save_report(comparison, Path(options.output), about):
-            print(f"wrote {path}")
+    about = {
+        "command": "laconic bench infer",
+        "flags": {key: value for key, value in vars(options).items() if key not in ("output", "json")},
+        "model": name,
+        "date": str(date.today()),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+    }
+    if options.json:
+        emit({**about, **report_json(comparison)})
+    else:
+        print(report_text(comparison))
+    for path in [] if options.output is None else save_report(comparison, Path(options.output), about):
+        print(f"wrote {path}")
     return 0
 
 
@@ -115,8 +125,9 @@ def _starter(
     return start
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic bench infer",
         description="Measure plans of inference: all requests at once for tokens per second, Poisson arrivals for "
         "latency. Every plan's engine is up for the whole run, and plans take turns.",
@@ -126,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plans", default="unsplit,naive,pppipe,findep", metavar="KIND,...", help="to compare (default: all four)"
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="that count (default: 3)")
+    add_json(parser)
     parser.add_argument("--output", metavar="DIR", help="where to write bench_infer.json and bench_infer.png")
     work = parser.add_argument_group("requests")
     work.add_argument("--prompts", metavar="FILE", help="text, a prompt a paragraph (default: docstrings of laconic)")

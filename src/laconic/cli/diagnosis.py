@@ -1,6 +1,6 @@
 """Checks this installation for `laconic doctor`: versions, machine, kernels, devices, backends, and whether they work.
 
-Its `problems` keep laconic from working here; its `hints` name missing extras and what needs them.
+Its `problems` keep laconic from working here; `faster` names what slows it down, and `hints` missing extras.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
+from laconic.cli.host import improvements, links, read_host
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import LaconicError
 
 __all__ = ["diagnose", "render"]
 
-_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tyro", "tensorboard")
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tensorboard")
 _EXTRAS = {
     "transformers": "laconic train needs transformers: pip install 'laconic[train]'",
     "tqdm": "the live progress bar needs tqdm: pip install 'laconic[train]'",
+    "scipy": "laconic plan --memory chooses by integer programming with scipy: pip install 'laconic[plan]'",
+    "matplotlib": "pictures (--plot, --chart, --gantt) need matplotlib: pip install 'laconic[plots]'",
+    "tensorboard": "laconic train --tensorboard needs tensorboard: pip install 'laconic[tensorboard]'",
+    "starlette": "laconic serve needs starlette: pip install 'laconic[serve]'",
+    "uvicorn": "laconic serve needs uvicorn: pip install 'laconic[serve]'",
 }
 # Bound on the error of a value, as a share of the largest magnitude in its block: half of the widest gap between
 # neighbouring levels, with room for the rounding of a bfloat16 scale (2**-9).
@@ -61,10 +67,14 @@ class Diagnosis:
     kernels: dict[str, dict[str, str]]
     devices: list[dict[str, Any]]
     backends: dict[str, bool]
+    links: list[dict[str, Any]]
+    """Network interfaces, and what a connection over loopback carries."""
     self_test: dict[str, str]
     """Result of each implementation: "ok", or what is wrong with it."""
     problems: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    faster: list[dict[str, str]] = field(default_factory=list)
+    """What would be faster: "finding" and "remedy" of each."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as plain dicts and lists, for `--json`."""
@@ -96,9 +106,11 @@ def diagnose() -> Diagnosis:
         kernels=kernels,
         devices=_devices(),
         backends=backends,
+        links=links(),
         self_test=self_test,
         problems=problems,
         hints=[hint for package, hint in _EXTRAS.items() if _version(package) is None],
+        faster=[asdict(one) for one in improvements(read_host(kernels))],
     )
 
 
@@ -114,12 +126,17 @@ def render(diagnosis: Diagnosis) -> str:
             "backends",
             [(name, "available" if there else "not in this torch") for name, there in diagnosis.backends.items()],
         ),
+        ("links", [(link["name"], link["detail"]) for link in diagnosis.links]),
         ("self test", list(diagnosis.self_test.items())),
     ]
     width = max(len(name) for _, entries in sections for name, _ in entries)
     lines = []
     for title, entries in sections:
         lines += [title, *(f"  {name:<{width}}  {value}" for name, value in entries), ""]
+    if diagnosis.faster:
+        lines += ["what would be faster"]
+        lines += [f"  {one['finding']}\n    {one['remedy']}" for one in diagnosis.faster]
+        lines += [""]
     lines += [f"hint: {hint}" for hint in diagnosis.hints]
     lines += [f"PROBLEM: {problem}" for problem in diagnosis.problems] or ["Everything laconic needs works here."]
     return "\n".join(lines)

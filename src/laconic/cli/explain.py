@@ -6,42 +6,66 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic.cli.arguments import Parser, add_json
 from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cli.output import print_json
 from laconic.cost.comm.rates import ITEM_NBYTES, OPERATIONS, WireRates, default_path
 from laconic.cost.comm.seconds import GroupShape
-from laconic.cost.comm.table import explain_one, explain_sweep, rates_text
+from laconic.cost.comm.table import SWEEP_NBYTES, explain_one, explain_sweep, explained, rates_text
 from laconic.cost.moe import MoERates
 from laconic.cost.moe.hierarchy import RowCounts
 from laconic.cost.moe.rates import default_moe_path
 from laconic.cost.moe.rates_table import moe_rates_text
 from laconic.cost.moe.search import CostModel
-from laconic.cost.moe.table import candidates_text
+from laconic.cost.moe.table import candidates_data, candidates_text
 from laconic.cost.sizes import parse_nbytes
 from laconic.errors import ConfigError
 from laconic.topology import GridLayout, Levels
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic explain` with `args`."""
-    options = _parser().parse_args(args)
+    options = make_parser().parse_args(args)
     if options.moe:
         return _explain_moe(options)
     path = options.record or default_path()
     if options.record is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure this cluster with laconic profile, or give --record FILE")
     rates = WireRates.load(path)
+    if options.json:
+        return _print_data(options, path, rates)
     print(f"rates of {path}")
     if options.rates:
         print("\n" + rates_text(rates))
         return 0
     group = _group_shape(options, rates)
-    for operation in [options.operation] if options.operation else ["all_gather", "reduce_scatter", "all_reduce"]:
+    for operation in _operations(options):
         if options.nbytes is None:
             print("\n" + explain_sweep(operation, options.dtype, group, rates))
         else:
             print("\n" + explain_one(operation, parse_nbytes(options.nbytes), options.dtype, group, rates))
+    return 0
+
+
+def _operations(options: argparse.Namespace) -> list[str]:
+    return [options.operation] if options.operation else ["all_gather", "reduce_scatter", "all_reduce"]
+
+
+def _print_data(options: argparse.Namespace, path: Path, rates: WireRates) -> int:
+    if options.rates:
+        print_json({"path": path, "rates": rates.to_dict()})
+        return 0
+    group = _group_shape(options, rates)
+    sizes = SWEEP_NBYTES if options.nbytes is None else (parse_nbytes(options.nbytes),)
+    messages = [
+        explained(operation, nbytes, options.dtype, group, rates)
+        for operation in _operations(options)
+        for nbytes in sizes
+    ]
+    shape = {"num_ranks": group.num_ranks, "ranks_per_node": group.ranks_per_node}
+    print_json({"path": path, "group": shape, "dtype": options.dtype, "messages": messages})
     return 0
 
 
@@ -51,8 +75,11 @@ def _explain_moe(options: argparse.Namespace) -> int:
     if options.record is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --moe, or give --record FILE")
     rates, shape = MoERates.load(path), layer_shape(options)
-    print(f"rates of {path}\n")
+    if options.rates and options.json:
+        print_json({"path": path, "rates": rates.to_dict()})
+        return 0
     if options.rates:
+        print(f"rates of {path}\n")
         print(moe_rates_text(rates))
         return 0
     nodes, per_node = rates.wire.layout
@@ -73,7 +100,11 @@ def _explain_moe(options: argparse.Namespace) -> int:
         f" {shape.num_tokens} tokens of {options.dtype} per process, balanced; {num_ranks} processes, {per_node} per"
         f" node, mp {grid.mp}, ep {grid.ep}, esp {grid.esp}"
     )
-    print(candidates_text(cost_model.candidates(codes), title))
+    found = cost_model.candidates(codes)
+    if options.json:
+        print_json({"path": path, "layer": title, "candidates": candidates_data(found)})
+    else:
+        print(f"rates of {path}\n\n{candidates_text(found, title)}")
     return 0
 
 
@@ -89,8 +120,9 @@ def _group_shape(options: argparse.Namespace, rates: WireRates) -> GroupShape:
     return GroupShape(num_ranks, min(per_node, num_ranks))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic explain",
         description="Print what the cost model predicts for a collective, raw and with each code, which way is chosen "
         "and why. Without --nbytes, for sizes from 4 KB to 1 GB. Arithmetic on what laconic profile measured; ratios "
@@ -105,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=int, metavar="L", help="default: as measured")
     add("--record", metavar="FILE", help=f"written by laconic profile (default: {default_path()})")
     add("--rates", action="store_true", help="print what was measured instead")
+    add_json(parser)
     moe = parser.add_argument_group("layers of experts")
     moe.add_argument("--moe", action="store_true", help="every way through a layer instead, priced by the rates of "
         f"laconic profile --moe ({default_moe_path()})")  # fmt: skip

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 
-__all__ = ["run"]
+from laconic.cli.arguments import Parser, add_json
+from laconic.cli.output import json_only
+from laconic.cli.progress import working
+
+__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic export` with `args`."""
-    parser = argparse.ArgumentParser(
+    options = make_parser().parse_args(args)
+    from laconic.train.checkpoint.export import export
+
+    with json_only(options.json) as emit, working(f"exporting {options.run_dir}"):
+        written = export(options.run_dir, options.out_dir, options.checkpoint, options.zip)
+        if options.json:
+            emit({"path": written})
+        else:
+            print(f"wrote {written}")
+    return 0
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic export",
         description="Write the model of a run as a Hugging Face directory (config.json, safetensors) that "
         "AutoModelForCausalLM.from_pretrained loads.",
@@ -20,10 +36,5 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("out_dir", metavar="DIR", help="directory to write; must not hold a model yet")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint inside RUN/checkpoints (default: the latest)")
     parser.add_argument("--zip", action="store_true", help="as `laconic zip` would write it; `laconic unzip` undoes it")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(args)
-    from laconic.train.checkpoint.export import export
-
-    written = export(options.run_dir, options.out_dir, options.checkpoint, options.zip)
-    print(json.dumps({"path": str(written)}) if options.json else f"wrote {written}")
-    return 0
+    add_json(parser)
+    return parser

@@ -1,27 +1,30 @@
-"""Flags over the configuration tree, parsed by tyro.
+"""Flags over the configuration tree.
 
-tyro gets a mirror of the dataclasses: the same fields, types, groups and help, the merged values as defaults, but no
-rules, so that rules are checked once, on the final values, and reported in one way. This module adds what tyro lacks:
-the message for a misspelt flag names the nearest known one, `--flag=false` works for booleans, and
-`--model.extra.NAME VALUE` fills a table.
+Every field of the tree is a flag named by its dotted name, with the merged values as defaults. Rules are checked once,
+on the final values, and reported in one way; a flag only has to have the right type. `--flag=false` works for booleans,
+and `--model.extra.NAME VALUE` fills a table.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Annotated, Any, get_origin, get_type_hints
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from laconic.cli.arguments import Parser
 from laconic.errors import ConfigError
-from laconic.train.config.dotted_names import nearest, nested_settings, setting_types
+from laconic.train.config.dotted_names import flat_settings, nearest, nested_settings, setting_types
 from laconic.train.config.toml import field_docs, merge
 
-__all__ = ["option", "parse_flags"]
+__all__ = ["flags_parser", "option", "parse_flags"]
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
+_METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
+_WHERE_PATHS = ("path", "paths", "dir", "file", "plan", "config", "rates", "tokenizer", "json")
 
 
 def parse_flags(
@@ -29,7 +32,7 @@ def parse_flags(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse `args` over the dataclass tree `cls` whose values are `defaults` (nested, complete).
 
-    `--help` prints and exits 0; a value that does not parse prints what was expected and exits 2.
+    `--help` prints and exits 0.
 
     Args:
         cls: root of the tree.
@@ -42,26 +45,29 @@ def parse_flags(
         Values of the tree, and values of the own flags.
 
     Raises:
-        ConfigError: a flag is not known.
+        ConfigError: a flag is not known, or its value does not parse.
     """
-    import tyro
-
     kinds = {name: kind for name, kind in setting_types(cls) if not dataclasses.is_dataclass(kind)}
     kinds |= {name: kind for name, (kind, _) in own.items()}
     tokens, tables = _normalized(args, kinds)
-    own_fields: list[tuple[str, Any, Any]] = [
-        (
-            name,
-            Annotated[bool if kind is bool else (str | None), tyro.conf.arg(help=text)],
-            dataclasses.field(default=False if kind is bool else None),
-        )
-        for name, (kind, text) in own.items()
-    ]
-    mirror = _mirror(cls, defaults, own_fields=own_fields)
-    parsed: Any = tyro.cli(mirror, args=tokens, prog=prog, description=cls.__doc__)
-    values = _values(parsed)
-    own_values = {name: values.pop(name) for name in own}
-    return merge(values, nested_settings(tables)), own_values
+    parsed = vars(flags_parser(cls, defaults, own, prog).parse_args(tokens))
+    own_values = {name: parsed.pop(name, False if kind is bool else None) for name, (kind, _) in own.items()}
+    return merge(merge(defaults, nested_settings(parsed)), nested_settings(tables)), own_values
+
+
+def flags_parser(cls: type, defaults: Mapping[str, Any], own: Mapping[str, tuple[type, str]], prog: str) -> Parser:
+    """Make the parser of `parse_flags`; what is not given has no attribute in what it returns."""
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=cls.__doc__,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_Formatter,
+    )
+    for name, (kind, text) in own.items():
+        _add_flag(parser, name, kind, text, "")
+    _add_section(parser, cls, "", flat_settings(defaults))
+    return parser
 
 
 def option(args: Sequence[str], name: str) -> str | None:
@@ -80,7 +86,7 @@ def _negated(name: str) -> str:
 
 
 def _normalized(args: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Spell `args` as tyro does, and collect the values of table flags by dotted names.
+    """Spell `args` as the parser does, and collect the values of table flags by dotted names.
 
     Raises:
         ConfigError: a flag is not known.
@@ -132,36 +138,68 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def _mirror(
-    cls: type, values: Mapping[str, Any], prefix: str = "", own_fields: Sequence[tuple[str, Any, Any]] = ()
-) -> type:
-    """Make a dataclass like `cls`, with `values` as defaults and without its rules."""
-    import tyro
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=8)
 
-    annotated: Any = Annotated  # type checkers want literal types inside it; ours come from the fields
-    hints = get_type_hints(cls)
-    docs = field_docs(cls)
-    fields: list[tuple[str, Any, Any]] = [*own_fields]
+
+def _add_section(parser: Parser, cls: type, prefix: str, defaults: Mapping[str, Any]) -> None:
+    """Add a flag for each field of `cls`, and a group of flags for each dataclass in it."""
+    group = parser.add_argument_group(prefix.rstrip("."), cls.__doc__) if prefix else parser
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    inner = []
     for field in dataclasses.fields(cls):
-        hint, value, text = hints[field.name], values[field.name], docs.get(field.name)
+        name, hint, text = prefix + field.name, hints[field.name], docs.get(field.name) or ""
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            mirror = _mirror(hint, value, f"{prefix}{field.name}.")
-            fields.append((field.name, mirror, dataclasses.field(default_factory=mirror)))
-        elif get_origin(hint) is dict:
-            # Shown in the help, filled by _normalized: tyro has no type for a table of anything.
-            text = f"Given as --{prefix}{field.name}.NAME VALUE. {text}"
-            table = annotated[Any, tyro.conf.arg(help=text), tyro.conf.Fixed]
-            fields.append((field.name, table, dataclasses.field(default_factory=partial(dict, value))))
+            inner.append((hint, f"{name}."))
+        elif get_origin(hint) is dict:  # filled by _normalized
+            group.add_argument(f"--{_spelled(name)}.NAME", dest=f"{name}.NAME", metavar="VALUE", help=_escaped(text))
         else:
-            default = tuple(value) if isinstance(value, list) else value  # dataclasses refuse lists
-            fields.append((field.name, annotated[hint, tyro.conf.arg(help=text)], dataclasses.field(default=default)))
-    made = dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
-    made.__doc__ = cls.__doc__
-    return made
+            default = defaults.get(name)
+            shown = " ".join(map(str, default)) or "none" if isinstance(default, list | tuple) else default
+            _add_flag(group, name, hint, text, f" (default: {shown})")
+    for hint, further in inner:
+        _add_section(parser, hint, further, defaults)
 
 
-def _values(parsed: Any) -> dict[str, Any]:
-    return {
-        field.name: _values(value) if dataclasses.is_dataclass(value := getattr(parsed, field.name)) else value
-        for field in dataclasses.fields(parsed)
-    }
+def _add_flag(group: Any, name: str, hint: Any, text: str, default: str) -> None:
+    """Add the flag of one field of type `hint`: bool, int, float, str, a Literal, a tuple of one of them, or None."""
+    flag, text = f"--{_spelled(name)}", _escaped(" ".join(text.split()) + default)
+    options = [one for one in get_args(hint) if one is not type(None)]
+    can_be_none = get_origin(hint) in (Union, types.UnionType) and len(options) < len(get_args(hint))
+    kind = options[0] if can_be_none else hint
+    if kind is bool:
+        group.add_argument(flag, dest=name, action="store_true", help=text)
+        for spelling in sorted({f"--{_negated(_spelled(name))}", f"--no-{_spelled(name)}"}):
+            group.add_argument(spelling, dest=name, action="store_false", help=argparse.SUPPRESS)
+    elif get_origin(kind) is tuple:
+        element = get_args(kind)[0]
+        metavar = "PATH" if name.endswith(_WHERE_PATHS) else _METAVARS[element]
+        group.add_argument(flag, dest=name, nargs="*", type=element, metavar=metavar, help=text)
+    elif get_origin(kind) is Literal:
+        choices = get_args(kind)
+        of_type = _or_none(type(choices[0])) if can_be_none else type(choices[0])
+        listed = "{" + ",".join(map(str, choices)) + "}"
+        allowed = (*choices, None) if can_be_none else choices
+        group.add_argument(flag, dest=name, type=of_type, choices=allowed, metavar=listed, help=text)
+    else:
+        metavar = "PATH" if kind is str and name.endswith(_WHERE_PATHS) else _METAVARS[kind]
+        group.add_argument(flag, dest=name, type=_or_none(kind) if can_be_none else kind, metavar=metavar, help=text)
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    """Make a parser of `kind` that reads "None", as the help writes it, as None."""
+
+    def parse(text: str) -> Any:
+        return None if text == "None" else kind(text)
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

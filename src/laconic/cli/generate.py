@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from laconic.cli.arguments import Parser, add_json
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
+from laconic.cli.output import json_only
 from laconic.errors import ConfigError
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from laconic.infer.tokenizer import TextTokenizer
+
+__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
@@ -19,35 +23,44 @@ def run(args: Sequence[str]) -> int:
     from laconic.infer.tokenizer import load_text_tokenizer
     from laconic.infer.transformers_seam import check_transformers
 
-    options = _parser().parse_args(args)
+    options = make_parser().parse_args(args)
     prompts = _prompts(options)
     serve_if_not_first(options)
     check_transformers()
-    tokenizer = load_text_tokenizer(options.model)
+    with json_only(options.json) as emit:
+        _generate(options, prompts, load_text_tokenizer(options.model), emit)
+    return 0
+
+
+def _generate(
+    options: argparse.Namespace, prompts: Sequence[str], tokenizer: TextTokenizer, emit: Callable[[Any], None]
+) -> None:
     if options.plan == "auto":
         _expect(options, [len(tokenizer.encode(prompt)) for prompt in prompts])
+    found = []
     with start_engine(options) as engine:
+        described = str(engine)
         if not options.json:
-            print(f"{engine}\n")
+            print(f"{described}\n")
         generations = [engine.submit(tokenizer.encode(prompt), options.max_new_tokens) for prompt in prompts]
         for prompt, generation in zip(prompts, generations, strict=True):
             tokens = generation.result()
-            if options.json:
-                print(json.dumps({"prompt": prompt, "text": tokenizer.decode(tokens), "tokens": tokens}))
-            else:
-                print(f"{prompt}{tokenizer.decode(tokens)}\n")
+            text = tokenizer.decode(tokens)
+            found.append({"prompt": prompt, "text": text, "tokens": tokens})
+            if not options.json:
+                print(f"{prompt}{text}\n")
         if engine.split.experts and not options.json:
             a2e, e2a = engine.traffic
             print(f"to experts: {a2e}\nfrom experts: {e2a}")
     if engine.recording is not None:
-        print(
-            f"{engine.recording.trace.summary}\nwrote {options.trace}", file=sys.stderr if options.json else sys.stdout
-        )
-    return 0
+        print(f"{engine.recording.trace.summary}\nwrote {options.trace}")
+    if options.json:
+        emit({"engine": described, "generations": found, "trace": options.trace})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic generate",
         description="Generate greedily with a Hugging Face model whose experts are in processes of their own.",
     )
@@ -56,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt a line; empty lines are skipped")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="of each prompt (default: 32)")
     parser.add_argument("--trace", metavar="FILE", help="write what ran when, for Perfetto, and print its summary")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt, text, tokens")
+    add_json(parser, "print prompts, texts and tokens as one JSON document")
     return parser
 
 

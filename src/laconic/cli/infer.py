@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic.cli.arguments import Parser, add_json
+from laconic.cli.output import print_json
 from laconic.cost.infer import (
     MODELS,
     Arrivals,
@@ -28,14 +30,14 @@ from laconic.schedule.gantt import save_gantt
 from laconic.schedule.inference import inference_plan
 from laconic.schedule.streams import Timeline, simulate
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 _DRAWN_LAYERS = 3
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic infer` with `args`."""
-    parser = _parser()
+    parser = make_parser()
     if not args or args[0] in ("-h", "--help"):
         print(parser.format_help())
         return 0
@@ -49,6 +51,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.rates is None and not path.exists():
         raise ConfigError(f"{path} does not exist; measure with laconic profile --infer, or give --rates FILE")
     rates = InferenceRates.load(path)
+    if options.show_rates and options.json:
+        print_json({"path": path, "rates": rates.to_dict()})
+        return 0
     if options.show_rates:
         print(f"rates of {path}\n\n{infer_rates_text(rates)}")
         return 0
@@ -68,7 +73,7 @@ def _plan(options: argparse.Namespace) -> int:
         models[phase] = InferenceCostModel(shape, rates, work, shares)
         choices[phase] = choose(models[phase], workers, search)
     if options.json:
-        print(json.dumps({phase: _json(choice) for phase, choice in choices.items()}, indent=1))
+        print_json({phase: _json(choice) for phase, choice in choices.items()})
     else:
         print("\n\n".join(choice_text(models[phase], workers, choice, phase) for phase, choice in choices.items()))
     if options.gantt is not None:
@@ -98,7 +103,7 @@ def _plan_arrivals(
     choice = choose_for_arrivals(shape, rates, workers, arrivals, search, shares)
     if options.json:
         found = {"best": choice.best.to_dict(), "candidates": [one.to_dict() for one in choice.candidates]}
-        print(json.dumps({"arrivals": found}, indent=1))
+        print_json({"arrivals": found})
     else:
         print(arrivals_text(shape, workers, arrivals, choice))
     return 0
@@ -139,8 +144,9 @@ def _shares(path: str | None) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic infer plan",
         description="Decide whether attention and experts of a mixture-of-experts model should run on workers of their "
         "own, on how many, and in which micro-batches and slices. Prints the best plan of every kind with its "
@@ -168,5 +174,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--item-nbytes", type=int, metavar="N", help="bytes of a weight (default: the configuration's dtype)")
     add = parser.add_argument_group("output").add_argument
     add("--gantt", metavar="FILE", help="draw the plan's first layers, for example plan.html")
-    add("--json", action="store_true", help="print the plans as JSON instead of tables")
+    add_json(parser, "print the plans as one JSON document instead of tables")
     return parser

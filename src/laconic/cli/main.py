@@ -2,19 +2,25 @@
 
 Subcommands are imported when they are called, so that `laconic --help` needs neither torch nor transformers.
 Exit codes: 0 done, 1 the command's answer is no (a self test fails, a plan does not fit), 2 bad input, 130
-interrupted with Ctrl-C; `train` returns the exit code of the training processes, `run` that of the script.
+interrupted with Ctrl-C, 143 ended by SIGTERM; `train` returns the exit code of the training processes, `run` that of
+the script.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
+import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import laconic
-from laconic.errors import LaconicError
+from laconic.errors import ConfigError, LaconicError
 
 __all__ = ["COMMANDS", "main"]
 
@@ -34,7 +40,8 @@ COMMANDS = {
     "zip": "shrink safetensors files and checkpoint directories losslessly",
     "unzip": "restore what zip wrote, byte for byte",
     "verify": "compare every checksum of what zip wrote",
-    "doctor": "show versions, kernels and devices, and test them",
+    "doctor": "show versions, kernels and devices, test them, and say what would be faster",
+    "completion": "print what makes bash, zsh or fish complete commands and flags",
 }
 """Subcommands and their summaries; `laconic.cli.<name>.run(args)` runs one and returns the exit code."""
 
@@ -46,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are not UTF-8
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _dispatch(args)
+        with _ending_in_order_at_sigterm():
+            return _dispatch(args)
     except LaconicError as error:
         print(f"laconic: error: {error}", file=sys.stderr)
         return 2
@@ -62,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("laconic: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as stop:  # argparse and tyro have printed their message
+    except SystemExit as stop:  # --help has printed, or SIGTERM has come
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
 
 
@@ -72,10 +80,11 @@ def _dispatch(args: list[str]) -> int:
         return 0
     name, *rest = args
     if name in ("-V", "--version"):
-        print(f"laconic {laconic.__version__}")
+        if rest and rest != ["--json"]:
+            raise ConfigError(f"unexpected argument {rest[0]!r}; laconic --version takes --json or nothing")
+        print(json.dumps({"version": laconic.__version__}) if rest else f"laconic {laconic.__version__}")
         return 0
     if name not in COMMANDS:
-        from laconic.errors import ConfigError
         from laconic.train.config.dotted_names import nearest
 
         raise ConfigError(f"unknown command {name}{nearest(name, COMMANDS) or '; see laconic --help'}")
@@ -83,8 +92,31 @@ def _dispatch(args: list[str]) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _ending_in_order_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, so that it ends its child processes and removes temporary files.
+
+    A rank dies at once, as it may be waiting in a collective that never returns to Python.
+    """
+    alone = "RANK" not in os.environ and threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit_at_sigterm)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) in (_exit_at_sigterm, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit_at_sigterm(number: int, _: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # the end is on its way
+    sys.exit(128 + number)
+
+
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<9} {summary}" for name, summary in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
     return (
         "usage: laconic COMMAND [arguments]\n\n"
         "Train and serve larger language models in fewer bytes.\n\n"

@@ -7,7 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic.cli.arguments import Parser, add_json
+from laconic.cli.output import json_only, print_json
 from laconic.cli.plan_measured import measure, plan_measured
+from laconic.cli.progress import working
 from laconic.cost import Batch, Job, Layout, ModelShape, Plan, Settings
 from laconic.cost.hardware.compute import Hardware, Sensitivity
 from laconic.cost.memory.saved_tensors import EXACT, Choice
@@ -18,7 +21,7 @@ from laconic.cost.text.table import plan_text
 from laconic.errors import PlanError
 from laconic.schedule import SCHEDULES
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 _UNIFORM = {"exact": 16, **{f"uniform{bits}": bits for bits in (2, 4, 5, 6, 8)}}
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size")
@@ -29,7 +32,7 @@ _MOST = 10**9
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic plan` with `args`; return 0 if the run fits (or no budget was given), 1 if it does not."""
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(args)
     if options.measure is not None:
         return measure(options, parser)
@@ -48,7 +51,7 @@ def run(args: Sequence[str]) -> int:
     if options.chart is not None:
         save_chart(chosen.prediction, options.chart, budget, f"{job.shape.family}, policy {chosen.policy}")
     if options.json:
-        print(json.dumps(plan.to_dict(), indent=1))
+        print_json(plan.to_dict())
     else:
         print(plan_text(job, chosen, budget))
         for path in (options.out, options.chart):
@@ -132,15 +135,19 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise PlanError("--calibrate measures a model, so it needs its directory, with weights")
     from laconic.train.memory.calibrate import calibrate_directory
 
-    measured = calibrate_directory(
-        options.model,
-        options.data or (),
-        options.tokenizer,
-        sequences=options.batch,
-        sequence_length=options.sequence_length,
-        num_batches=options.batches,
-    )
+    with json_only(options.json), working(f"measuring the sensitivities of {options.model}"):
+        measured = calibrate_directory(
+            options.model,
+            options.data or (),
+            options.tokenizer,
+            sequences=options.batch,
+            sequence_length=options.sequence_length,
+            num_batches=options.batches,
+        )
     Path(options.calibrate).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        print_json(measured)
+        return 0
     for kind, errors in measured["errors"].items():
         print(f"{kind:<10}" + "  ".join(f"{code} {error:.2%}" for code, error in errors.items()))
     print(f"wrote {options.calibrate}; use it with --calibration {options.calibrate}")
@@ -154,8 +161,9 @@ def integer(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic plan",
         description="Predict the bytes of every rank of a training run by kind, say whether it fits, and choose what "
         "each site keeps for backward under the budget. Nothing runs: it is arithmetic, for any number of ranks.",
@@ -209,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the plan as JSON, for laconic train --plan FILE")
     add("--chart", metavar="FILE", help="write a picture, for example plan.png")
-    add("--json", action="store_true", help="print the plan as JSON instead of tables")
+    add_json(parser, "print the plan as one JSON document instead of tables")
     add = parser.add_argument_group(
         "measured table", "for models without formulas: vision, encoders, state spaces, any model with sites"
     ).add_argument

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from laconic.cli.output import json_only, print_json
+from laconic.cli.progress import working
 from laconic.cost.planner.measured import EXACT_WORD, MeasuredPlan, MeasuredTable, choose_measured
 from laconic.cost.sizes import parse_nbytes
 from laconic.cost.text.measured import measured_plan_text, measured_table_text
@@ -45,11 +46,11 @@ def measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     model = load_any(options.model, torch.bfloat16 if options.precision == "bf16-pure" else torch.float32)
     torch.nn.Module.to(model, device)
     inputs = made_up_batches(model, options.sequence_length, options.image_size)
-    with quiet_profiler():
+    with json_only(options.json), working(f"measuring {options.model}"), quiet_profiler():
         table = measure_table(model, inputs, batches=options.measure_batches, words=words, precision=options.precision)
     table.save(options.measure)
     if options.json:
-        print(json.dumps(table.to_dict(), indent=1))
+        print_json(table.to_dict())
     else:
         print(measured_table_text(table))
         print(f"wrote {options.measure}; plan with laconic plan --measured {options.measure} --memory SIZE --batch N")
@@ -94,7 +95,7 @@ def plan_measured(options: argparse.Namespace, parser: argparse.ArgumentParser) 
             "time_share": plan.time_share,
             "activations": plan.activation_plan(),
         }
-        print(json.dumps(said, indent=1))
+        print_json(said)
     else:
         print(measured_plan_text(plan, budget))
         if options.out is not None:

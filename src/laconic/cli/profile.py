@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laconic.cli.arguments import Parser, add_json
 from laconic.cli.layer_flags import add_layer, layer_shape
+from laconic.cli.output import json_only, print_json
+from laconic.cli.progress import working
 from laconic.cost.comm.rates import WireRates, default_path
 from laconic.cost.comm.table import rates_text
 from laconic.cost.infer.rates import InferenceRates, default_infer_path
@@ -22,12 +26,14 @@ if TYPE_CHECKING:
     from laconic.collectives.codec import Codec
     from laconic.train.distributed.world import World
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
+
+_SECONDS_TO_END = 5.0
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic profile` with `args`, as one of torchrun's processes or in local ones that it starts itself."""
-    options = _parser().parse_args(args)
+    options = make_parser().parse_args(args)
     from laconic.train.distributed.world import join_world, read_environment
 
     info = read_environment(os.environ)
@@ -40,18 +46,15 @@ def run(args: Sequence[str]) -> int:
         return _measure_infer(world, Path(options.infer_out), options)
     if options.moe:
         return _measure_moe(world, Path(options.moe_out), options)
-    return _measure(world, Path(options.out), options.quick)
+    return _measure(world, Path(options.out), options)
 
 
-def _measure(world: World, path: Path, quick: bool) -> int:
+def _measure(world: World, path: Path, options: argparse.Namespace) -> int:
     from laconic.collectives.cluster_profile import profile
 
-    def report(text: str) -> None:
-        if world.is_main:
-            print(f"measuring {text}", file=sys.stderr, flush=True)
-
-    rates = profile(world.device, report, quick)
-    return _finish(world, rates, rates_text(rates), path, "laconic explain")
+    with json_only(options.json), _shown(world, "measuring links and codecs") as say:
+        rates = profile(world.device, lambda text: say(f"measuring {text}"), options.quick)
+    return _finish(world, rates, rates_text(rates), path, "laconic explain", options.json)
 
 
 def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
@@ -67,13 +70,13 @@ def _measure_moe(world: World, path: Path, options: argparse.Namespace) -> int:
         nodes = world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         levels = (nodes,) if 1 < nodes < world.size else ()
     grid = Grid(options.mp, options.ep, options.esp, levels=levels, device_type=world.device.type)
-    if world.is_main:
-        print(f"measuring {grid!r}", file=sys.stderr, flush=True)
     dtype = getattr(torch, options.dtype)
-    rates = measure_moe(
-        grid, shape, dtype=dtype, device=world.device, codecs=_lossy(options.codec), quick=options.quick
+    codecs = _lossy(options.codec)
+    with json_only(options.json), _shown(world, f"measuring {grid!r}"):
+        rates = measure_moe(grid, shape, dtype=dtype, device=world.device, codecs=codecs, quick=options.quick)
+    return _finish(
+        world, rates, moe_rates_text(rates), path, "laconic explain --moe, and laconic.moe.autotune", options.json
     )
-    return _finish(world, rates, moe_rates_text(rates), path, "laconic explain --moe, and laconic.moe.autotune")
 
 
 def _measure_infer(world: World, path: Path, options: argparse.Namespace) -> int:
@@ -83,22 +86,31 @@ def _measure_infer(world: World, path: Path, options: argparse.Namespace) -> int
     from laconic.cost.infer.table import infer_rates_text
 
     shape, dtype = layer_shape(options), getattr(torch, options.dtype)
-    if world.is_main:
-        print(f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links", file=sys.stderr, flush=True)
-    rates = measure_infer(shape, dtype=dtype, device=world.device, quick=options.quick)
-    return _finish(world, rates, infer_rates_text(rates), path, "laconic infer plan")
+    what = f"measuring products of {shape.model_dim} x {shape.hidden_dim} and links"
+    with json_only(options.json), _shown(world, what):
+        rates = measure_infer(shape, dtype=dtype, device=world.device, quick=options.quick)
+    return _finish(world, rates, infer_rates_text(rates), path, "laconic infer plan", options.json)
 
 
-def _finish(world: World, rates: WireRates | MoERates | InferenceRates, text: str, path: Path, see: str) -> int:
+def _finish(
+    world: World, rates: WireRates | MoERates | InferenceRates, text: str, path: Path, see: str, as_json: bool
+) -> int:
     # Each node may have its own disk.
     if world.local_rank == 0:
         rates.save(path)
     if world.is_main:
-        print(text)
-        print(f"\nwrote {path}; see {see}")
+        if as_json:
+            print_json({"path": path, "rates": rates.to_dict()})
+        else:
+            print(f"{text}\n\nwrote {path}; see {see}")
         sys.stdout.flush()
     world.leave()
     return 0
+
+
+def _shown(world: World, what: str) -> AbstractContextManager[Callable[[str], None]]:
+    """Show the progress of the first process; the others are silent."""
+    return working(what) if world.is_main else nullcontext(lambda text: None)
 
 
 def _lossy(names: Sequence[str]) -> list[Codec]:
@@ -127,14 +139,26 @@ def _start(num_processes: int, args: Sequence[str]) -> int:
         try:
             codes = [process.wait() for process in processes]
         except BaseException:
-            for process in processes:
-                process.terminate()
+            _end(processes)
             raise
     return next((code for code in codes if code), 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End child processes, those that wait in a collective too."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic profile",
         description="Measure links (every collective, inside nodes, between them and over all) and codecs of this "
         "cluster, print the fits and write them to a file that choices are made from, in less than two minutes. Start "
@@ -144,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", type=int, default=2, metavar="N", help="processes when not under torchrun (default: %(default)s)")
     add("--out", default=str(default_path()), metavar="FILE", help="where to write (default: %(default)s)")
     add("--quick", action="store_true", help="small sizes only; shows that it works")
+    add_json(parser, "print the rates as one JSON document")
     infer = parser.add_argument_group("inference of layers of experts")
     infer.add_argument("--infer", action="store_true", help="measure products, attention, reading of weights and links "
         "between two workers instead, for laconic infer plan; sizes as below")  # fmt: skip

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
-__all__ = ["run"]
+from laconic.cli.arguments import Parser
+from laconic.cli.output import json_text
+from laconic.errors import ConfigError
+
+__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic run` with `args`; return the script's exit code, 2 if what was asked for cannot be done."""
-    parser = argparse.ArgumentParser(
-        prog="laconic run",
-        description="Run a training script as `python SCRIPT ARGUMENTS` does, with compressed activations. A summary "
-        "on stderr says what was saved. What a flag asks for and cannot be done ends the run, with exit code 2; all "
-        "other exit codes are the script's.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--activations", type=int, choices=(4, 5, 6, 8, 16), help="bits (4 where possible; 16: exact)")
-    parser.add_argument("--attention", help="how query, key and value are kept: exact, recompute or a code (int8)")
-    parser.add_argument("--loss", choices=("exact", "chunked"), help="chunked: never hold the logits (exact)")
-    parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
-    parser.add_argument("--zip", choices=("auto", "on", "off"), default="off", help="code losslessly what process "
-        "groups of torch.distributed send: where it is faster, all that can be, or nothing (off)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
-    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as in python -m")
-    parser.add_argument("script", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    options = parser.parse_args(args)
+    options = make_parser().parse_args(args)
+    _check_json(options.json)
     from laconic.run.savings import Refusal, Savings, Wishes
     from laconic.run.script import Script
     from laconic.run.summary import render, summarize
@@ -40,9 +30,56 @@ def run(args: Sequence[str]) -> int:
     script = Script(options.script, options.arguments, is_module=options.is_module)
     savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
     groups = None if options.zip == "off" else ZippedGroups(options.zip)
+    if "laconic.cli" in getattr(signal.getsignal(signal.SIGTERM), "__module__", ""):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a script finds the signals of a fresh interpreter
     with savings, groups or nullcontext():
         code = script.run(passed=Refusal)
     if not savings.is_forked and os.environ.get("RANK", "0") == "0":
         summary = summarize(savings, groups)
-        print(json.dumps(summary) if options.json else render(summary), file=sys.stderr)
+        print(render(summary), file=sys.stderr)
+        if options.json is not None:
+            _write(options.json, summary)
     return code
+
+
+def _check_json(file: str | None) -> None:
+    """Check before the script runs that the summary can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if file is None:
+        return
+    if not file.endswith(".json"):  # a script's name where the file's is missing must not be written over
+        raise ConfigError(f"--json is {file!r}, but it must be a file whose name ends in .json; give --json FILE.json")
+    if Path(file).is_dir() or not Path(file).absolute().parent.is_dir():
+        raise ConfigError(f"--json is {file!r}, but it must be a file in a directory that exists")
+
+
+def _write(file: str, summary: dict[str, Any]) -> None:
+    try:
+        Path(file).write_text(json_text(summary) + "\n", encoding="utf-8")
+    except OSError as error:  # the script's exit code says more than this
+        print(f"laconic run: cannot write {file}: {error.strerror}", file=sys.stderr)
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
+        prog="laconic run",
+        description="Run a training script as `python SCRIPT ARGUMENTS` does, with compressed activations. A summary "
+        "on stderr says what was saved. What a flag asks for and cannot be done ends the run, with exit code 2; all "
+        "other exit codes are the script's.",
+    )
+    parser.add_argument("--activations", type=int, choices=(4, 5, 6, 8, 16), help="bits (4 where possible; 16: exact)")
+    parser.add_argument("--attention", help="how query, key and value are kept: exact, recompute or a code (int8)")
+    parser.add_argument("--loss", choices=("exact", "chunked"), help="chunked: never hold the logits (exact)")
+    parser.add_argument("--optimizer", choices=("adamw8bit",), help="what torch.optim.AdamW becomes (itself)")
+    parser.add_argument("--zip", choices=("auto", "on", "off"), default="off", help="code losslessly what process "
+        "groups of torch.distributed send: where it is faster, all that can be, or nothing (off)")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write the summary as JSON, too: to a file whose name ends in "
+        ".json, as stdout belongs to the script")  # fmt: skip
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as in python -m")
+    parser.add_argument("script", help="a Python file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser

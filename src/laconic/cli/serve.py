@@ -13,17 +13,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic.cli.arguments import Parser
 from laconic.cli.engine_flags import add_engine_flags, serve_if_not_first, start_engine
 from laconic.errors import ConfigError
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 _KEY_VARIABLE = "LACONIC_API_KEY"
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic serve` with `args`."""
-    options = _parser().parse_args(args)
+    options = make_parser().parse_args(args)
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the server needs {' and '.join(missing)}: pip install 'laconic[serve]'")
     api_key = _api_key(options.api_key_file)
@@ -75,8 +76,9 @@ def _serve(options: argparse.Namespace, api_key: str | None, listening: socket.s
         uvicorn.Server(uvicorn_config).run(sockets=[listening])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
         prog="laconic serve",
         description="Serve a Hugging Face model, its experts in processes of their own, as OpenAI's API does.",
     )

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from laconic.cli.flags import option, parse_flags
+from laconic.cli.arguments import Parser
+from laconic.cli.flags import flags_parser, option, parse_flags
+from laconic.cli.output import json_only
 from laconic.errors import ConfigError
 from laconic.train.config.plan import load_plan, plan_settings
 from laconic.train.config.recipes import recipe
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import build_config, dump_config, json_schema, merge, read_toml
 
-__all__ = ["resolve", "run"]
+__all__ = ["make_parser", "resolve", "run"]
+
+_WITH_SUMMARY = (0, 130, 143)
+"""Exit codes of a run that has ended as it should: done, or stopped and saved."""
 
 _OWN_FLAGS = {
     "config": (str, "TOML file with any of the fields below; flags override it."),
     "recipe": (str, "Named settings to start from: agoq (everything compressed) or exact (nothing)."),
     "print_config": (bool, "Print the resolved configuration as TOML and stop. A good start for a file of your own."),
+    "json": (bool, "Print the summary of the run (summary.json) as one JSON document; all else goes to stderr."),
     "schema": (bool, "Print the JSON schema of a configuration file and stop, for editors and other tools."),
 }
 
@@ -34,6 +41,26 @@ def run(args: Sequence[str]) -> int:
     if asked["print_config"]:
         print(dump_config(config), end="")
         return 0
+    if not asked["json"]:
+        return _launch(config)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--json is given under torchrun, whose processes share one stdout; read RUN/summary.json")
+    from laconic.train.report.run_dir import new_run_dir  # late: it needs torch
+
+    run_dir = Path(config.run_dir or new_run_dir())
+    with json_only() as emit:
+        code = _launch(dataclasses.replace(config, run_dir=str(run_dir)))
+        if code in _WITH_SUMMARY and (run_dir / "summary.json").is_file():
+            emit({"run_dir": run_dir, **json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))})
+    return code
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments, with defaults."""
+    return flags_parser(TrainConfig, dataclasses.asdict(TrainConfig()), _OWN_FLAGS, prog="laconic train")
+
+
+def _launch(config: TrainConfig) -> int:
     from laconic.train.launch.launcher import launch
 
     code: int = launch(config)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 
+from laconic.cli.arguments import Parser
 from laconic.cli.progress import progress_bar
 from laconic.cli.verify import add_zipped, note_unlisted
 from laconic.cli.zip import path_of, print_json
 
-__all__ = ["run"]
+__all__ = ["make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic unzip` with `args`."""
-    parser = argparse.ArgumentParser(
-        prog="laconic unzip", description="Restore a file or directory that `laconic zip` wrote, byte for byte."
-    )
-    parser.add_argument(
-        "--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR without .laconic)"
-    )
-    add_zipped(parser)
-    options = parser.parse_args(args)
+    options = make_parser().parse_args(args)
     import torch
 
     from laconic.formats.archive import tensors_nbytes, unzip
@@ -38,3 +31,15 @@ def run(args: Sequence[str]) -> int:
         return 0
     print(f"wrote {made.path}: {made.original_nbytes:,} bytes, {made.num_tensors} tensors, {seconds:.1f} s")
     return 0
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
+        prog="laconic unzip", description="Restore a file or directory that `laconic zip` wrote, byte for byte."
+    )
+    parser.add_argument(
+        "--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR without .laconic)"
+    )
+    add_zipped(parser)
+    return parser

@@ -7,20 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 
+from laconic.cli.arguments import Parser, add_json
 from laconic.cli.progress import progress_bar
-from laconic.cli.zip import add_jobs, add_json, path_of, print_json
+from laconic.cli.zip import add_jobs, path_of, print_json
 
-__all__ = ["add_zipped", "note_unlisted", "run"]
+__all__ = ["add_zipped", "note_unlisted", "make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic verify` with `args`."""
-    parser = argparse.ArgumentParser(
-        prog="laconic verify",
-        description="Decode all that `laconic zip` wrote and compare every checksum; exit code 2 when one differs.",
-    )
-    add_zipped(parser)
-    options = parser.parse_args(args)
+    options = make_parser().parse_args(args)
     import torch
 
     from laconic.formats.archive import tensors_nbytes, verify
@@ -44,6 +40,16 @@ def run(args: Sequence[str]) -> int:
         f"{seen.original_nbytes:,} bytes in {seen.zipped_nbytes:,}, {seconds:.1f} s"
     )
     return 0
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
+        prog="laconic verify",
+        description="Decode all that `laconic zip` wrote and compare every checksum; exit code 2 when one differs.",
+    )
+    add_zipped(parser)
+    return parser
 
 
 def add_zipped(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -12,38 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laconic.cli import output
+from laconic.cli.arguments import Parser, add_json
 from laconic.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from laconic.formats.archive import Summary
 
-__all__ = ["add_jobs", "add_json", "path_of", "print_json", "run"]
+__all__ = ["add_jobs", "path_of", "print_json", "make_parser", "run"]
 
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic zip` with `args`."""
-    parser = argparse.ArgumentParser(
-        prog="laconic zip",
-        description="Shrink a safetensors file, or a directory with such files, losslessly: bfloat16 weights by about "
-        "a third. `laconic unzip` restores every byte; laconic.load_zipped loads the tensors as they lie.",
-    )
-    parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="a .safetensors file, or a directory")
-    parser.add_argument("--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR with .laconic)")
-    parser.add_argument(
-        "--delta",
-        metavar="BASE",
-        type=path_of,
-        help="store the difference to this checkpoint, zipped or plain; it is needed to unzip",
-    )
-    parser.add_argument(
-        "--code",
-        choices=("auto", "tiered", "window", "raw"),
-        default="auto",
-        help="exponent code (default: auto, the smallest)",
-    )
-    add_jobs(parser)
-    add_json(parser)
-    options = parser.parse_args(args)
+    options = make_parser().parse_args(args)
     import torch
 
     from laconic.formats.archive import tensors_nbytes, zip_path
@@ -73,15 +53,48 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
+def make_parser() -> Parser:
+    """Make the parser of the command's arguments."""
+    parser = Parser(
+        prog="laconic zip",
+        description="Shrink a safetensors file, or a directory with such files, losslessly: bfloat16 weights by about "
+        "a third. `laconic unzip` restores every byte; laconic.load_zipped loads the tensors as they lie.",
+    )
+    parser.add_argument("path", metavar="FILE|DIR", type=path_of, help="a .safetensors file, or a directory")
+    parser.add_argument("--out", metavar="PATH", type=path_of, help="what to write (default: FILE|DIR with .laconic)")
+    parser.add_argument(
+        "--delta",
+        metavar="BASE",
+        type=path_of,
+        help="store the difference to this checkpoint, zipped or plain; it is needed to unzip",
+    )
+    parser.add_argument(
+        "--code",
+        choices=("auto", "tiered", "window", "raw"),
+        default="auto",
+        help="exponent code (default: auto, the smallest)",
+    )
+    add_jobs(parser)
+    add_json(parser)
+    return parser
+
+
 def path_of(text: str) -> Path:
     """Parse a path, for argparse.
 
     Raises:
-        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory.
+        ArgumentTypeError: the path is empty, as of an unset variable; it would mean the working directory. Or it has no
+            name, as /.
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
-    return Path(text)
+    path = Path(text)
+    if path.name not in ("", ".."):
+        return path
+    path = path.resolve()  # what is made is named after it
+    if not path.name:
+        raise argparse.ArgumentTypeError(f"{text!r} is the root of the file system, which cannot be named after")
+    return path
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +103,9 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", metavar="N", type=_positive, default=cores, help=f"threads (default: {cores})")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the flag --json to `parser`."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
 def print_json(made: Summary, seconds: float) -> None:
     """Print a result and the seconds it took as JSON."""
-    print(json.dumps({**dataclasses.asdict(made), "path": str(made.path), "seconds": seconds}, indent=1))
+    output.print_json({**dataclasses.asdict(made), "path": made.path, "seconds": seconds})
 
 
 def _positive(text: str) -> int:

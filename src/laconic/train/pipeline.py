@@ -11,6 +11,9 @@ the backwards, so both copies see the gradient of the whole model and stay equal
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +30,7 @@ from laconic.train.distributed.data_parallel import autocast, wrap_model
 from laconic.train.distributed.parallel_state import ParallelState
 from laconic.train.distributed.world import World
 from laconic.train.model_split import ModelChunk, balanced_split, split_model
+from laconic.train.step_timeline import TaskTime
 
 __all__ = ["LocalChunks", "Pipeline"]
 
@@ -133,6 +137,7 @@ class Pipeline:
             )
             for index, module in zip(own, self.wrapped, strict=True)
         ]
+        self._stages = stages
 
         # 2. The order of forwards and backwards.
         def share(output: Tensor, target: Tensor) -> Tensor:
@@ -158,6 +163,34 @@ class Pipeline:
         """Bytes that the chunks of this process keep for backward for one micro-batch; None before the first step."""
         sizes = [module.saved_nbytes for module in self._modules]
         return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[TaskTime]]:
+        """Record the passes of this process while the block runs, by `time.perf_counter`; a device is waited for."""
+        tasks: list[TaskTime] = []
+
+        def timed(call: Callable[..., Any], what: str) -> Callable[..., Any]:
+            def run(micro_batch: int, *args: Any, **options: Any) -> Any:
+                started = self._now()
+                out = call(micro_batch, *args, **options)
+                tasks.append(TaskTime(f"{what}{micro_batch}", started, self._now()))
+                return out
+
+            return run
+
+        for stage in self._stages:
+            stage.forward_one_chunk = timed(stage.forward_one_chunk, f"{stage.stage_index}F")
+            stage.backward_one_chunk = timed(stage.backward_one_chunk, f"{stage.stage_index}B")
+        try:
+            yield tasks
+        finally:
+            for stage in self._stages:
+                del stage.forward_one_chunk, stage.backward_one_chunk
+
+    def _now(self) -> float:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        return time.perf_counter()
 
     def forward_backward(self, tokens: Tensor) -> Tensor:
         """Gradients of the mean loss over `tokens`, int64 [micro_batches * n, T + 1], this replica's share of a batch.

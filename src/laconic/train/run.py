@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,6 +52,7 @@ from laconic.train.report.run_dir import PREPROCESSOR_FILE, check_run_dir, claim
 from laconic.train.report.run_logger import RunLogger, closing_words
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
+from laconic.train.step_timeline import recorded_step
 from laconic.train.tasks.image_classification import (
     ImageClassification,
     build_classifier,
@@ -70,6 +72,8 @@ __all__ = ["run"]
 
 _MAX_SKIPPED_STEPS = 5
 _SAMPLE_TOKENS = 1 << 18
+_MAX_LOAD_ROWS = 100
+"""Steps of a run that say how many tokens each expert got; all of them would outgrow the other metrics."""
 _FORMERLY = {"optimizer.kind": "adamw"}
 """Values, in the runs that wrote them, of settings that older checkpoints do not name."""
 
@@ -420,8 +424,11 @@ def _steps(
         TrainingError: loss or gradient was not finite in several steps in a row.
     """
     skipped_in_a_row = 0
+    recorded = recorded_step(first_step, config.steps)
+    load_stride = math.ceil(config.steps / _MAX_LOAD_ROWS)
     for done in range(first_step + 1, config.steps + 1):
-        result = _step(done, training, run_logger, stop)
+        counts = done % load_stride == 0
+        result = _step(done, training, run_logger, stop, record=done == recorded, count_loads=counts)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
         if skipped_in_a_row == _MAX_SKIPPED_STEPS:
             raise TrainingError(
@@ -440,17 +447,33 @@ def _steps(
     return config.steps, False
 
 
-def _step(done: int, training: _Training, run_logger: RunLogger, stop: StopRequest) -> StepResult:
-    """Run the step after which `done` are done, and log its metrics and messages."""
+def _step(
+    done: int,
+    training: _Training,
+    run_logger: RunLogger,
+    stop: StopRequest,
+    *,
+    record: bool = False,
+    count_loads: bool = False,
+) -> StepResult:
+    """Run the step after which `done` are done, and log its metrics and messages.
+
+    `record`: also its timeline. `count_loads`: also the tokens of each expert.
+    """
     trainer, forecast, routers, experts = training.trainer, training.forecast, training.routers, training.experts
     started = time.perf_counter()
-    result = trainer.step(done - 1, stop)
+    result = trainer.step(done - 1, stop, record)
     of_experts: dict[str, float | int | str] = {}
     if routers is not None:
-        of_experts |= routers.after_step(result.skipped)
+        of_experts |= routers.after_step(result.skipped, count_loads and experts is None)
     if experts is not None:
         of_experts |= experts.after_step(done, result.skipped)
-    run_logger.step(done, result, time.perf_counter() - started, trainer, of_experts)
+    seconds = time.perf_counter() - started
+    counted = experts if experts is not None else routers
+    loads = counted.loads if counted is not None and count_loads else None
+    run_logger.step(done, result, seconds, trainer, of_experts, loads)
+    if record:
+        run_logger.timeline(done, trainer, {} if experts is None else experts.executed())
     for line in [] if experts is None else experts.messages():
         run_logger.message(line)
     if forecast.check is not None:

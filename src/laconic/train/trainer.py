@@ -11,8 +11,9 @@ all-reduce, and therefore always take the same decision.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from laconic.train.lr_schedule import learning_rate
 from laconic.train.moe.router_balance import Routers
 from laconic.train.pipeline import Pipeline
 from laconic.train.signals import StopRequest
+from laconic.train.step_timeline import TaskTime
 from laconic.train.tasks.task import Task
 
 __all__ = ["StepResult", "Trainer", "make_optimizer"]
@@ -100,6 +102,10 @@ class Trainer:
         """Bytes of dense gradients that the last step averaged during expert layers; None without that overlap."""
         self.validation_accuracy: float | None = None
         """Share of the samples of the last evaluation classified correctly; None if there is nothing to classify."""
+        self.passes: list[TaskTime] | None = None
+        """Passes of this process through its stages in the last step that was recorded, by `time.perf_counter`."""
+        self.synced_at = 0.0
+        """When the last step's small all-reduce ended, by the same clock: everywhere at nearly the same moment."""
         self._other_nbytes: int | None = None  # what torch's own collectives send, the same in each step
         self._num_counted = 0
         self.before_update: Callable[[], None] | None = None
@@ -127,8 +133,11 @@ class Trainer:
         self._statistics.restore(statistics)
         self._gradients.clear()
 
-    def step(self, step: int, stop: StopRequest) -> StepResult:
-        """Run optimizer step `step` (0-based). All processes call it together; a stop requested of one stops all."""
+    def step(self, step: int, stop: StopRequest, record: bool = False) -> StepResult:
+        """Run optimizer step `step` (0-based). All processes call it together; a stop requested of one stops all.
+
+        `record`: note in `passes` when the stages of a pipeline work.
+        """
         config, world = self._config, self._world
         rate = learning_rate(config.optimizer, step, config.steps)
         for group in self.optimizer.param_groups:
@@ -139,7 +148,7 @@ class Trainer:
         before, statistics = audit.snapshot(), self._statistics.copy()
         with ExitStack() as measuring:
             counter = measuring.enter_context(WireCounter(world.size)) if self._num_counted < 2 else None
-            loss = self._forward_backward(step)
+            loss = self._forward_backward(step, record)
             norm = self._gradients.norm(self._counted_parameters())
             bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
             stops = torch.full_like(loss, float(stop.requested))
@@ -148,6 +157,7 @@ class Trainer:
                 # Each stage knows the norm of its own part; its replicas all know the same.
                 votes.append(norm.double() ** 2 / self._parallel_state.num_replicas)
             mean_loss, num_bad, num_stop, *squares = world.sum(torch.stack(votes)).tolist()
+            self.synced_at = time.perf_counter()
             self._statistics.average()
         coded = audit.snapshot() - before
         if counter is not None:
@@ -178,7 +188,7 @@ class Trainer:
         """Parameters whose gradients make up this process's part of the norm."""
         return list(self.model.parameters()) if self._pipeline is None else self._pipeline.counted
 
-    def _forward_backward(self, step: int) -> torch.Tensor:
+    def _forward_backward(self, step: int, record: bool = False) -> torch.Tensor:
         """Gradients of this process's share of the batch, and its mean loss, fp64 0-dim on the device.
 
         In a pipeline the last stage has the loss and the others 0.
@@ -192,7 +202,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if pipeline is not None:
             tokens = torch.cat(list(self._micro_batches(step)))
-            with gradients.last_backward(config.micro_batches):
+            recording = pipeline.recorded() if record else nullcontext()
+            with gradients.last_backward(config.micro_batches), recording as self.passes:
                 total += pipeline.forward_backward(tokens)
             self.saved_nbytes = pipeline.saved_nbytes
         else:

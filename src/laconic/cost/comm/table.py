@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from laconic.cost.comm.rates import CODES, ITEM_NBYTES, Line, WireRates
 from laconic.cost.comm.seconds import RAW, AlgorithmChoice, Candidate, GroupShape, candidates, decide
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError
 
-__all__ = ["columns", "explain_one", "explain_sweep", "format_seconds", "rates_text"]
+__all__ = ["columns", "SWEEP_NBYTES", "explain_one", "explain_sweep", "explained", "format_seconds", "rates_text"]
 
-_SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
+SWEEP_NBYTES = tuple(1 << power for power in range(12, 31, 2))
 """Sizes of `explain_sweep`: 4 KiB to 1 GiB."""
 
 
@@ -50,7 +52,7 @@ def explain_sweep(operation: str, dtype: str, group: GroupShape, rates: WireRate
         ConfigError: the operation or dtype is not known.
     """
     rows = []
-    for nbytes in _SWEEP_NBYTES:
+    for nbytes in SWEEP_NBYTES:
         numel = _numel(nbytes, dtype)
         choice = decide(operation, numel, dtype, group, rates, levels=(1, 2))
         found = list(candidates(operation, numel, dtype, group, rates, levels=(1, 2)))
@@ -59,6 +61,19 @@ def explain_sweep(operation: str, dtype: str, group: GroupShape, rates: WireRate
         rows.append([format_nbytes(nbytes), *cells, _choice_text(choice)])
     title = f"{operation}, {dtype}, {_group_text(group)}; sizes are those of one rank's input"
     return f"{title}\n\n{columns(['size', RAW, *CODES, 'choice'], rows, left=(4,))}"
+
+
+def explained(operation: str, nbytes: int, dtype: str, group: GroupShape, rates: WireRates) -> dict[str, Any]:
+    """The same as `explain_one` as data: operation, nbytes, choice and candidates, best first."""
+    numel = _numel(nbytes, dtype)
+    choice = decide(operation, numel, dtype, group, rates, levels=(1, 2))
+    found = sorted(candidates(operation, numel, dtype, group, rates, levels=(1, 2)), key=_seconds)
+    return {
+        "operation": operation,
+        "nbytes": nbytes,
+        "choice": dataclasses.asdict(choice),
+        "candidates": [candidate._asdict() for candidate in found],
+    }
 
 
 def rates_text(rates: WireRates) -> str:

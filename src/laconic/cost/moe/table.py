@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from laconic.cost.comm.seconds import RAW
 from laconic.cost.comm.table import columns, format_seconds
@@ -10,7 +11,7 @@ from laconic.cost.moe.routes import Route, fastest
 from laconic.cost.moe.search import UNEXPLAINED, Candidate, LayerPlan, best_plan
 from laconic.cost.sizes import format_nbytes
 
-__all__ = ["candidates_text", "parts_of", "routes_text"]
+__all__ = ["candidates_data", "candidates_text", "parts_of", "routes_text"]
 
 _PARTS = ("all-to-all", "other collectives", "experts", "within the rank", "unexplained", "overlapped")
 
@@ -52,6 +53,19 @@ def routes_text(routes: Sequence[Route], title: str = "") -> str:
     table = columns(["route", "chunks", *shown, "predicted", "sent", "over best"], rows)
     heading = f"{title}\n\n" if title else ""
     return f"{heading}{table}\n\nchoice: {_reason(ordered)}"
+
+
+def candidates_data(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """Candidates as data, fastest first: plan, seconds, and seconds of each direction by kind of work."""
+    return [
+        {
+            "plan": str(one.plan),
+            "seconds": one.seconds,
+            "forward": {"seconds": one.forward.seconds, "parts": parts_of(one.forward)},
+            "backward": {"seconds": one.backward.seconds, "parts": parts_of(one.backward)},
+        }
+        for one in sorted(candidates, key=lambda one: one.seconds)
+    ]
 
 
 def candidates_text(

@@ -72,6 +72,8 @@ class Routers:
         self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
         self._loads: dict[str, Tensor] = {}
         self._with_logits: set[str] = set()
+        self.loads: list[list[int]] | None = None
+        """Tokens of each expert by layer, over all processes, in the last step that was asked for them."""
         for name, num_experts in self._routers.items():
             model.get_submodule(name).register_forward_hook(self._watch(name, num_experts))
 
@@ -113,8 +115,10 @@ class Routers:
         seen.clear()
         return total
 
-    def after_step(self, skipped: bool) -> dict[str, float]:
+    def after_step(self, skipped: bool, count_loads: bool = False) -> dict[str, float]:
         """Update the biases from the load, unless the step's update was `skipped`; all processes call it together.
+
+        `count_loads`: also set `loads`.
 
         Returns:
             Fields for metrics.jsonl: means over the forwards since the last call, and the range of the biases.
@@ -125,6 +129,8 @@ class Routers:
             fields["moe_balance_loss"] = balance / num_forwards
         if num_forwards and self.z_coef:
             fields["moe_z_loss"] = z / num_forwards
+        if count_loads and self._loads:
+            self.loads = [load.tolist() for load in self._summed_loads()]
         if self.bias_rate and self._loads:
             fields["moe_bias_range"] = self._update_biases(skipped)
         self.clear()
@@ -177,16 +183,19 @@ class Routers:
     @torch.no_grad()
     def _update_biases(self, skipped: bool) -> float:
         """Lower biases of experts above the mean load, raise those below; return the widest layer's max - min."""
-        loads = self._world.sum(torch.cat([self._loads[name] for name in self._names]))
-        sizes = [len(self._loads[name]) for name in self._names]
         widest = 0.0
-        for name, load in zip(self._names, loads.split(sizes), strict=True):
+        for name, load in zip(self._names, self._summed_loads(), strict=True):
             bias = self._model.get_submodule(name).get_buffer(_BIAS)
             if not skipped:
                 behind = load.double().mean() - load.double()
                 bias += self.bias_rate * behind.sign().to(bias.dtype)
             widest = max(widest, float(bias.max() - bias.min()))
         return widest
+
+    def _summed_loads(self) -> tuple[Tensor, ...]:
+        """Tokens of each expert since the last step over all processes, int64 [E] per router."""
+        sizes = [len(self._loads[name]) for name in self._names]
+        return self._world.sum(torch.cat([self._loads[name] for name in self._names])).split(sizes)
 
 
 def _decision(name: str, out: Any, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from laconic.moe.layer import Schedule
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.pipeline.schedule import ChunkedSchedule
 from laconic.moe.tuning.autotune import Autotuned, autotune
+from laconic.schedule.streams import Timeline
 from laconic.topology import Levels, are_nested
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.comm_compression import zip_codec
@@ -140,6 +141,18 @@ class SpreadExperts:
     def begin(self) -> None:
         """Reset the metrics, so that forwards before the first step do not count."""
         self._meter.clear()
+
+    @property
+    def loads(self) -> list[list[int]] | None:
+        """Tokens of each expert in the last step, by layer, over all processes; None before the first."""
+        return None if self._last is None else [list(load) for load in self._last.loads]
+
+    def executed(self) -> dict[str, Timeline]:
+        """When the chunks of the layers that ran last went forward and backward on this process, by direction."""
+        for layer in self.model.layers.values():
+            if isinstance(layer.schedule, ChunkedSchedule):
+                return {direction: run.timeline for direction, run in layer.schedule.executions.items()}
+        return {}
 
     @property
     def schedule(self) -> str:

@@ -35,5 +35,5 @@ def compare(
     except OSError as error:
         raise DataError(f"cannot write the report {os.fspath(out)}: {error.strerror}") from None
     if as_json:
-        return json.dumps({**as_data(runs, rows, differences), "report": os.fspath(out)}, indent=1)
+        return json.dumps({**as_data(runs, rows, differences), "report": os.fspath(out)}, indent=1, allow_nan=False)
     return text_table(runs, rows, differences)

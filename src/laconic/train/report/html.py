@@ -1,4 +1,4 @@
-"""The HTML page of `laconic compare`: the template beside this file, filled with one JSON object."""
+"""The HTML page of `laconic compare`: the template, style and scripts beside this file, filled with one JSON object."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
+from html import escape
 from importlib import resources
 from typing import Any
 
 import laconic
+from laconic.train.report.charts import experts_chart, left_out, sites_chart, timeline_chart
 from laconic.train.report.run_reader import Run
-from laconic.train.report.table import Row
+from laconic.train.report.table import Row, text_table
 
 __all__ = ["downsample", "render_page", "smooth"]
 
 _MAX_POINTS = 1000
 _SMOOTHING = 25  # curves are means over this share of their points
-_PLACEHOLDER = "__REPORT_DATA__"
+_SCRIPTS = ("page.js", "page_charts.js", "page_maps.js")
 
 Points = list[tuple[int, float]]
 
@@ -31,10 +34,23 @@ def render_page(runs: Sequence[Run], rows: Sequence[Row], differences: Sequence[
         "runs": [_run_data(run, runs[0]) for run in runs],
         "rows": [dataclasses.asdict(row) for row in rows],
         "differences": [dataclasses.asdict(row) for row in differences],
+        "units": "Images" if {run.unit for run in runs} == {"image"} else "Tokens",
+        "left_out": left_out(runs),
     }
-    template = resources.files("laconic.train.report").joinpath("page.html").read_text("utf-8")
-    # "<" never appears in the data, so no name of a run can close the script element that holds it.
-    return template.replace(_PLACEHOLDER, json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
+    parts = {
+        "TITLE": escape(f"Run {runs[0].name}" if len(runs) == 1 else "Runs compared"),
+        "STYLE": _file("page.css"),
+        "TEXT": escape(text_table(runs, rows, differences)),
+        # "<" never appears in the data, so no name of a run can close the script element that holds it.
+        "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        "SCRIPT": "".join(map(_file, _SCRIPTS)),
+    }
+    # In one pass, so that a run named like a placeholder stays what it is.
+    return re.sub("__REPORT_([A-Z]+)__", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return resources.files("laconic.train.report").joinpath(name).read_text("utf-8")
 
 
 def smooth(points: Points, window: int) -> Points:
@@ -84,7 +100,7 @@ def _run_data(run: Run, first: Run) -> dict[str, Any]:
     losses = run.series("loss")
     smoothed = _smoothed(losses)
     validation = [point for point in run.series("validation_loss") if math.isfinite(point[1])]
-    speeds = run.series("tokens_per_second")
+    speeds = run.series(f"{run.unit}s_per_second")
     return {
         "name": run.name,
         "path": str(run.path),
@@ -96,11 +112,23 @@ def _run_data(run: Run, first: Run) -> dict[str, Any]:
         "loss_gap": [] if run is first else downsample(_gap(smoothed, _smoothed(first.series("loss")))),
         "validation_gap": [] if run is first else _gap(validation, first.series("validation_loss")),
         # The first step pays for warming up and would set the scale of all others.
-        "tokens_per_second": downsample(_smoothed(speeds[1:])),
+        "speed": downsample(_smoothed(speeds[1:])),
+        "memory": downsample(run.series("memory_nbytes")),
+        "peak_memory": downsample(run.series("peak_memory_nbytes")),
+        "wire": _sent(run, "wire_nbytes"),
+        "wire_raw": [] if run.wire_raw_nbytes == run.wire_nbytes else _sent(run, "wire_raw_nbytes"),
+        "sites": sites_chart(run),
+        "experts": experts_chart(run),
+        "timeline": timeline_chart(run),
         "kept": _kinds(run.activations.get("by_kind_after")),
         "exact": _kinds(run.activations.get("by_kind_before")),
         "exact_dtype": str(run.activations.get("reference_dtype", "exact")),
     }
+
+
+def _sent(run: Run, field: str) -> Points:
+    points = run.series(field)
+    return downsample(points) if any(value for _, value in points) else []
 
 
 def _smoothed(points: Points) -> Points:

@@ -24,15 +24,19 @@ from laconic.json_text import parse_json
 
 __all__ = [
     "METRICS_FILE",
+    "METRICS_VERSION",
     "MetricsWriter",
     "Progress",
     "check_tensorboard",
     "json_number",
+    "memory_nbytes",
     "peak_memory_nbytes",
     "read_metrics",
 ]
 
 METRICS_FILE = "metrics.jsonl"
+METRICS_VERSION = 1
+"""Version of the rows of metrics.jsonl; summary.json has it as metrics_version."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Value = float | int | str | bool | None
@@ -42,10 +46,13 @@ class MetricsWriter:
     """Appends rows to `run_dir`/metrics.jsonl and, with `tensorboard`, to event files in `run_dir`/tensorboard.
 
     A training row has step, loss, grad_norm, learning_rate, tokens_per_second, step_seconds, peak_memory_nbytes,
+    memory_nbytes (held after the step: by the CUDA allocator, else resident),
     saved_nbytes (kept for backward, per process and micro-batch), wire_nbytes (sent per process and step),
     wire_raw_nbytes (the same without lossless coding) and tokens (in the run so far). A validation row has step and
     validation_loss. With images, `images` stands for tokens in these names, and a validation row has also
-    validation_accuracy. Use it as a context manager, or call `close`.
+    validation_accuracy. At most 100 rows have moe_loads: tokens of each expert, by layer. Fields are only
+    ever added; one that changed its meaning would get another name, and METRICS_VERSION would rise. Use it as a context
+    manager, or call `close`.
 
     Raises:
         ConfigError: `tensorboard` is asked for and not installed.
@@ -61,8 +68,8 @@ class MetricsWriter:
         _drop_torn_line(self._path)
         self._file: IO[str] = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 
-    def write(self, step: int, **fields: Value) -> None:
-        """Append one row. `fields` are numbers, strings, booleans or None."""
+    def write(self, step: int, **fields: Value | list[list[int]]) -> None:
+        """Append one row. `fields` are numbers, strings, booleans, None or tables of integers."""
         row = {"step": step, **{name: json_number(value) for name, value in fields.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
@@ -139,6 +146,16 @@ def peak_memory_nbytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes everywhere but on macOS
+
+
+def memory_nbytes() -> int:
+    """Memory this process holds now: of the CUDA allocator if CUDA is in use, else resident (RSS)."""
+    import psutil
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    return int(psutil.Process().memory_info().rss)
 
 
 class Progress:

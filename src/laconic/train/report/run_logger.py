@@ -10,10 +10,21 @@ from typing import Any
 
 from laconic.collectives import audit
 from laconic.cost.sizes import format_nbytes
+from laconic.schedule.moe_pipeline import COMPUTE
+from laconic.schedule.streams import Timeline
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 from laconic.train.memory.check import MemoryCheck
-from laconic.train.report.metrics import MetricsWriter, Progress, peak_memory_nbytes, read_metrics
+from laconic.train.report.metrics import (
+    METRICS_VERSION,
+    MetricsWriter,
+    Progress,
+    memory_nbytes,
+    peak_memory_nbytes,
+    read_metrics,
+)
+from laconic.train.report.run_dir import write_json
+from laconic.train.step_timeline import TIMELINE_FILE, machine, timeline_of_layer, timeline_of_pipeline
 from laconic.train.trainer import StepResult, Trainer
 
 __all__ = ["RunLogger", "closing_words"]
@@ -51,11 +62,16 @@ class RunLogger:
         seconds: float,
         trainer: Trainer,
         of_experts: Mapping[str, float | int | str] | None = None,
+        loads: list[list[int]] | None = None,
     ) -> None:
-        """Log the step after which `done` steps are done; it took `seconds`. `of_experts` are more fields."""
+        """Log the step after which `done` steps are done; it took `seconds`.
+
+        `of_experts` are more fields, `loads` the tokens of each expert by layer, if they were counted.
+        """
         config = self._config
         step_units = config.batch_size * config.units_per_sample
         self._step_seconds.append(seconds)
+        held = memory_nbytes()
         self._num_skipped += result.skipped
         self._wire.append((trainer.wire_nbytes or 0, trainer.wire_raw_nbytes or 0))
         self._last |= {
@@ -64,7 +80,8 @@ class RunLogger:
             "learning_rate": result.learning_rate,
             f"{config.unit}s_per_second": step_units / seconds,
             "step_seconds": seconds,
-            "peak_memory_nbytes": peak_memory_nbytes(),
+            "peak_memory_nbytes": max(peak_memory_nbytes(), held),  # Linux counts the peak late
+            "memory_nbytes": held,
             "saved_nbytes": trainer.saved_nbytes,
             "wire_nbytes": trainer.wire_nbytes,
             "wire_raw_nbytes": trainer.wire_raw_nbytes,
@@ -76,8 +93,31 @@ class RunLogger:
             self._last["moe_window_nbytes"] = trainer.overlapped_nbytes
         if self._metrics is not None:
             apart = ("validation_loss", "validation_accuracy")
-            self._metrics.write(done, **{name: self._last[name] for name in self._last if name not in apart})
+            counted = {} if loads is None else {"moe_loads": loads}
+            row = {name: self._last[name] for name in self._last if name not in apart}
+            self._metrics.write(done, **row, **counted)
         self._progress.update(done, self._last)
+
+    def timeline(self, done: int, trainer: Trainer, executed: Mapping[str, Timeline]) -> None:
+        """Write when the tasks of a step ran, if it followed a schedule; all processes call it together.
+
+        `executed` are timelines of this process's layers in chunks, by direction.
+        """
+        config = self._config
+        found = None
+        if config.pipeline.stages > 1:
+            ranks = self._world.gather((machine(), trainer.synced_at, trainer.passes or []))
+            # The first replica stands for all: they run the same passes.
+            replicas = self._world.size // config.pipeline.stages
+            lanes = [(f"rank {rank}", *ranks[rank]) for rank in range(0, self._world.size, replicas)]
+            words = f"{config.pipeline.schedule}, {config.pipeline.stages} stages, {config.micro_batches} micro-batches"
+            found = timeline_of_pipeline(done, words, lanes)
+        elif executed:
+            named = {f"{direction} of a layer of experts on rank 0": run for direction, run in executed.items()}
+            words = ", ".join(f"{_chunks(run)} chunks {direction}" for direction, run in executed.items())
+            found = timeline_of_layer(done, words, named)
+        if found is not None and self._world.is_main:
+            write_json(self._run_dir / TIMELINE_FILE, found)
 
     def memory(self, check: MemoryCheck) -> None:
         """Log the planner's prediction for this process and the measurement."""
@@ -115,6 +155,7 @@ class RunLogger:
             losses = [row["validation_loss"] for row in read_metrics(self._run_dir) if "validation_loss" in row]
             best = min((loss for loss in losses if math.isfinite(loss)), default=None)
         return {
+            "metrics_version": METRICS_VERSION,
             "steps": done,
             "loss": self._last["loss"],
             "validation_loss": self._last.get("validation_loss"),
@@ -180,6 +221,10 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         f"  laconic export {run_dir} DIRECTORY",
     ]
     return "\n".join(lines)
+
+
+def _chunks(run: Timeline) -> int:
+    return sum(task.stream == COMPUTE for task in run.plan.tasks)
 
 
 def _wire_words(summary: dict[str, Any]) -> list[str]:

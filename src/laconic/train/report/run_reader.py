@@ -1,4 +1,4 @@
-"""Reads a run directory: config.toml, metrics.jsonl, activations.json and summary.json.
+"""Reads a run directory: config.toml, metrics.jsonl, activations.json, summary.json and timeline.json.
 
 A run that died early lacks some of them and is still worth looking at, so a file that is missing or damaged leaves its
 part empty and a note in `Run.notes`; only a directory that is no run at all is refused.
@@ -20,6 +20,7 @@ from laconic.errors import DataError
 from laconic.json_text import parse_json
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.report.metrics import METRICS_FILE, read_metrics
+from laconic.train.step_timeline import TIMELINE_FILE
 
 __all__ = ["Run", "load_runs"]
 
@@ -31,6 +32,7 @@ _MEASURES = (
     "validation_accuracy",
     "step_seconds",
     "peak_memory_nbytes",
+    "memory_nbytes",
     "saved_nbytes",
     "wire_nbytes",
     "wire_raw_nbytes",
@@ -38,6 +40,8 @@ _MEASURES = (
     "moe_duplicate_rate",
 )
 _ACTIVATIONS = {"before_nbytes_per_token", "after_nbytes_per_token"}
+LOADS = "moe_loads"
+"""Field with the tokens of each expert, by layer."""
 LOSS_WINDOW = 20
 """Steps over which the training loss is averaged where one number stands for it."""
 
@@ -56,6 +60,8 @@ class Run:
     """activations.json."""
     summary: Mapping[str, Any]
     """summary.json."""
+    timeline: Mapping[str, Any]
+    """timeline.json, which only runs with a schedule have."""
     notes: tuple[str, ...]
     """What is missing, damaged or cannot be compared, in words."""
     loss_scale: float | None = 1.0
@@ -270,6 +276,7 @@ def _load_run(path: Path, name: str) -> Run:
         rows=_read_rows(path, notes),
         activations=_read(path / "activations.json", parse_json, notes),
         summary=_read(path / "summary.json", parse_json, notes),
+        timeline=_read(path / TIMELINE_FILE, parse_json, notes) if (path / TIMELINE_FILE).exists() else {},
         notes=(),
     )
     if run.config and not {"steps", "batch_size", "sequence_length"} & set(run.config):
@@ -312,8 +319,10 @@ def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _rule_broken_by(field: str, value: Any) -> str | None:
     """What a measurement would have to be; None if it is that."""
-    if value is None or field not in (*_LOSSES, *_MEASURES):
+    if value is None or field not in (*_LOSSES, *_MEASURES, LOADS):
         return None
+    if field == LOADS:
+        return None if _is_table_of_counts(value) else "a list of at least one number of tokens for each layer"
     if not _is_number(value):
         return "a number"
     if field in _MEASURES and not math.isfinite(value):
@@ -332,6 +341,14 @@ def _read(path: Path, parse: Callable[[bytes], Any], notes: list[str]) -> dict[s
     except ValueError as error:
         notes.append(f"{path} is damaged: {error}")
     return {}
+
+
+def _is_table_of_counts(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, list) and row and all(type(n) is int and n >= 0 for n in row) for row in value)
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,120 @@
+"""argparse with one style of error: a ConfigError whose line names flag, value, rule and the nearest known flag."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from laconic.errors import ConfigError
+from laconic.train.config.dotted_names import nearest
+
+__all__ = ["PATH_METAVARS", "Parser", "add_json"]
+
+PATH_METAVARS = ("FILE", "DIR", "PATH", "FILE|DIR", "RUN", "BASE", "MODEL", "SCRIPT", "TARGET")
+"""Names in the help of arguments that are paths; shells complete files for them."""
+_TYPES = {"int": "an integer", "integer": "an integer", "float": "a number"}
+_LONGEST = 60
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command. Flags are not abbreviated: an abbreviation would mean another flag once one is added."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self._given: list[str] = []
+
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse `args`; `--help` prints and exits with 0.
+
+        Raises:
+            ConfigError: a flag is unknown or lacks its value, a value is wrong, or an argument is missing or too many.
+        """
+        self._given = list(args)
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise ConfigError(self._unknown(unknown[0]))
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's `message` in our words."""
+        raise ConfigError(self._reworded(message))
+
+    def flags(self) -> Iterator[argparse.Action]:
+        """Yield the actions that are flags and shown in the help."""
+        yield from (a for a in self._actions if a.option_strings and a.help != argparse.SUPPRESS)
+
+    def positionals(self) -> Iterator[argparse.Action]:
+        """Yield the actions that are not flags."""
+        yield from (action for action in self._actions if not action.option_strings)
+
+    def _reworded(self, message: str) -> str:
+        unknown = [one for one in self._flags_given() if one not in self._option_string_actions]
+        if message.startswith("the following arguments are required: "):
+            if unknown:  # a misspelt flag explains the missing one
+                return self._unknown(unknown[0])
+            rest = {_shown(action) for action in self.positionals() if action.nargs == argparse.REMAINDER}
+            missing = [name for name in message.partition(": ")[2].split(", ") if name not in rest]
+            verb = "is" if len(missing) == 1 else "are"
+            return f"{' and '.join(missing)} {verb} missing; {self.prog} --help tells what it takes"
+        found = re.fullmatch(r"argument (\S+(?:/\S+)*): (.*)", message, re.DOTALL)
+        if found is None:
+            return message
+        name, problem = found[1].split("/")[-1], found[2]
+        action = next((one for one in self._actions if argparse._get_action_name(one) == found[1]), None)
+        if unknown and action is not None and not action.option_strings:  # its value was taken for an argument
+            return self._unknown(unknown[0])
+        if problem.startswith("expected "):
+            wanted = "" if action is None else f", e.g. {name} {self._example(action)}"
+            return f"{name} needs {_values(problem)}{wanted}"
+        if wrong := re.match(r"invalid (\S+) value: (.*)", problem, re.DOTALL):
+            kind = wrong[1].strip("'")
+            return f"{name} is {_clipped(wrong[2])}, but it must be {_TYPES.get(kind, f'a valid {kind}')}"
+        if (wrong := re.match(r"invalid choice: (.*) \(choose from ", problem, re.DOTALL)) and action is not None:
+            choices = [str(choice) for choice in action.choices or ()]
+            meant = nearest(wrong[1].strip("'"), choices)
+            return f"{name} is {_clipped(wrong[1])}, but it must be one of {', '.join(choices)}{meant}"
+        return f"{name}: {problem}"
+
+    def _unknown(self, argument: str) -> str:
+        if not argument.startswith("-") or re.fullmatch(r"-\d.*", argument):
+            takes = ", ".join(_shown(action) for action in self.positionals())
+            return f"unexpected argument {_clipped(repr(argument))}; {self.prog} takes {takes or 'flags only'}"
+        flag = argument.partition("=")[0]
+        known = [one.lstrip("-") for one in self._option_string_actions if one.startswith("--")]
+        meant = nearest(flag.lstrip("-").replace("_", "-"), known).replace("did you mean ", "did you mean --")
+        return f"unknown flag {flag}{meant or f'; {self.prog} --help lists the known ones'}"
+
+    def _flags_given(self) -> list[str]:
+        before = self._given[: self._given.index("--")] if "--" in self._given else self._given
+        return [one.partition("=")[0] for one in before if one.startswith("--")]
+
+    @staticmethod
+    def _example(action: argparse.Action) -> str:
+        if action.choices is not None:
+            return str(next(iter(action.choices)))
+        return str(_metavar(action))
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "print the result as one JSON document") -> None:
+    """Add the flag --json to `parser`."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def _metavar(action: argparse.Action) -> str:
+    metavar = action.metavar if action.metavar is not None else action.dest.upper()
+    return metavar if isinstance(metavar, str) else metavar[0]
+
+
+def _shown(action: argparse.Action) -> str:
+    return str(action.metavar or action.dest)
+
+
+def _values(problem: str) -> str:
+    number = problem.removeprefix("expected ").replace(" arguments", "").replace(" argument", "")
+    return {"one": "a value", "at least one": "at least one value"}.get(number, f"{number} values")
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,0 +1,217 @@
+"""Arguments of every command: what is wrong is refused in one line, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from laconic.cli.arguments import Parser
+from laconic.cli.main import COMMANDS, main
+from laconic.errors import ConfigError
+
+SECOND_WORD = {"infer": ["plan"], "bench": ["infer"]}
+
+
+@functools.cache
+def parser_of(command: str) -> Parser:
+    parser: Parser = importlib.import_module(f"laconic.cli.{command}").make_parser()
+    return parser
+
+
+def refused(command: str, args: list[str]) -> str:
+    """The message that refuses `args`, which is one line."""
+    with pytest.raises(ConfigError) as found:
+        parser_of(command).parse_args(args)
+    message = str(found.value)
+    assert "\n" not in message
+    return message
+
+
+def flags() -> Iterator[tuple[str, argparse.Action]]:
+    for command in COMMANDS:
+        for action in parser_of(command).flags():
+            if action.option_strings[-1].startswith("--") and action.dest not in ("help", "model.extra.NAME"):
+                yield command, action
+
+
+FLAGS = list(flags())
+VALUED = [(command, action) for command, action in FLAGS if action.nargs != 0]
+
+
+def _id(value: object) -> str:
+    return value.option_strings[-1] if isinstance(value, argparse.Action) else str(value)
+
+
+def test_there_are_many_flags() -> None:
+    assert len(FLAGS) > 200
+    assert {command for command, _ in FLAGS} == set(COMMANDS) - {"completion"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_flag_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *SECOND_WORD.get(command, []), "--qzwxv", "1"]) == 2
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"laconic: error: unknown flag --qzwxv; .*--help lists the known ones\n", shown.err), shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(("command", "action"), FLAGS, ids=_id)
+def test_a_misspelt_flag_names_the_nearest(command: str, action: argparse.Action) -> None:
+    flag = action.option_strings[-1]
+    if len(flag) < 7:
+        return  # two letters are as near to many others
+    misspelt = flag[:-2] + flag[-1]
+    if misspelt in {name for _, other in FLAGS for name in other.option_strings}:
+        return
+    assert f"unknown flag {misspelt}; did you mean --" in refused(command, [misspelt])
+
+
+@pytest.mark.parametrize(("command", "action"), [one for one in VALUED if one[1].nargs != "*"], ids=_id)
+def test_a_flag_without_its_value_says_what_it_needs(command: str, action: argparse.Action) -> None:
+    flag = action.option_strings[-1]
+    assert refused(command, [flag]).startswith(f"{flag} needs ")
+
+
+def _typed(action: argparse.Action) -> bool:
+    return action.choices is None and getattr(action.type, "__name__", "") in ("int", "float", "integer")
+
+
+@pytest.mark.parametrize(("command", "action"), [one for one in VALUED if _typed(one[1])], ids=_id)
+@pytest.mark.parametrize("value", ["many", "", "\u0663x", "1e3e", "0x10"])
+def test_a_value_of_the_wrong_type_names_flag_value_and_rule(command: str, action: argparse.Action, value: str) -> None:
+    flag = action.option_strings[-1]
+    message = refused(command, [flag, value] if action.nargs in ("+", "*", 3) else [f"{flag}={value}"])
+    assert message.startswith(f"{flag} ")
+    assert re.search(r"but it must be (an integer|a number)", message) or "needs" in message
+
+
+@pytest.mark.parametrize(
+    ("command", "action"), [one for one in VALUED if one[1].choices and one[1].nargs != "+"], ids=_id
+)
+def test_an_unknown_choice_lists_the_known_ones(command: str, action: argparse.Action) -> None:
+    flag, choices = action.option_strings[-1], [str(one) for one in action.choices or ()]
+    numbers = all(one.isdigit() or one == "None" for one in choices)
+    message = refused(command, [f"{flag}={'77' if numbers else 'qzwxv'}"])
+    assert message.startswith(f"{flag} is ")
+    assert f"but it must be one of {', '.join(choices)}" in message
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "stray"],
+        ["doctor", "stray"],
+        ["zip", "a", "stray"],
+        ["export", "a", "b", "stray"],
+        ["plan", "a", "stray"],
+        ["completion", "bash", "stray"],
+        ["explain", "stray"],
+        ["profile", "stray"],
+        ["advise", "a", "stray"],
+        ["--version", "stray"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_an_argument_too_many_is_named(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert re.fullmatch(r"laconic: error: unexpected argument 'stray'; laconic .* takes .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["zip"], "FILE|DIR is missing; laconic zip --help tells what it takes"),
+        (["export", "a"], "DIR is missing"),
+        (["compare"], "RUN is missing"),
+        (["generate", "--prompt", "x"], "--model is missing"),
+        (["generate", "--modle", "x"], "unknown flag --modle; did you mean --model?"),
+        (["run"], "script is missing"),
+        (["advise"], "target is missing"),
+        (["completion"], "shell is missing"),
+        (["completion", "bsh"], "shell is 'bsh', but it must be one of bash, zsh, fish; did you mean bash?"),
+        (["zip", ""], "FILE|DIR: the path is empty"),
+        (["zip", "x", "--jobs", "-1"], "--jobs: '-1' is not a number of threads"),
+        (["run", "--json", "script.py"], "script is missing"),
+        (["run", "--json", "script.py", "other.py"], "--json is 'script.py', but it must be a file whose name ends in"),
+        (["infer", "paln"], "laconic infer paln is no command, it must be: laconic infer plan"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("laconic: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["zip", "unzip", "verify"])
+@pytest.mark.parametrize("name", ["absent", "\u00fcn\u00efcode \u6587\u4ef6", "--", "/", "a/.."])
+def test_files_that_are_not_there_or_are_directories(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code = main([command, name])
+    if command == "zip" and name == "a/..":  # the working directory, which holds nothing to shorten
+        assert code == 0
+        return
+    assert code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("laconic: error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["compare", "{}"],
+        ["export", "{}", "out"],
+        ["plan", "{}"],
+        ["explain", "--record", "{}"],
+        ["infer", "plan", "x", "--workers", "2", "--memory", "1GB", "--rates", "{}"],
+        ["train", "--config", "{}"],
+        ["train", "--plan", "{}"],
+    ],
+    ids=lambda args: " ".join(args[:2]),
+)
+@pytest.mark.parametrize("what", ["absent", "directory", "binary"])
+def test_files_that_cannot_be_read_are_named(
+    args: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / what
+    if what == "directory":
+        path.mkdir()
+    elif what == "binary":
+        path.write_bytes(b"\xff\xfe\x00")
+    assert main([arg.format(path) for arg in args]) == 2
+    lines = capsys.readouterr().err.splitlines()  # progress, where the machine is slow, and the error
+    assert lines[-1].startswith("laconic: error: ")
+    assert str(path) in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+ARGUMENTS = st.sampled_from(
+    ["", "x", "\u6587", "--jobs", "--json", "--", "-m", "--code=raw", "-1", "--batch", "=", "-"]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(ARGUMENTS, max_size=5))
+def test_no_arguments_make_a_parser_fail_otherwise(args: list[str]) -> None:
+    for command in ("zip", "plan", "infer", "completion", "run"):
+        with contextlib.suppress(ConfigError):
+            parser_of(command).parse_args(args)
+
+
+def test_an_abbreviation_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["zip", "x", "--job", "1"]) == 2
+    assert capsys.readouterr().err == "laconic: error: unknown flag --job; did you mean --jobs?\n"
