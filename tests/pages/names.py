@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Page:
     """How a page is run.
 
     Attributes:
-        names: from the source of a block to the names that it takes for granted; what has to be closed goes to the stack.
+        names: from the source of a block to the names that it takes for granted; the stack closes what is open.
         num_ranks: processes that run the page together.
         fresh: blocks are alternatives: each begins with `names` of its own, not only the first.
         slow: it takes more than a few seconds.
@@ -46,6 +44,13 @@ def joined(backend: str = "gloo") -> dist.ProcessGroup:
         dist.init_process_group(backend)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def once(write: Callable[[], object]) -> None:
+    """Let one rank write to the directory that all share."""
+    if joined().rank() == 0:
+        write()
+    dist.barrier()
 
 
 def llama() -> nn.Module:
@@ -161,7 +166,7 @@ def _collectives(block: str, until_the_end: ExitStack) -> Names:
 
 
 def _choosing(block: str, until_the_end: ExitStack) -> Names:
-    wire_rates().save("cluster.json")
+    once(lambda: wire_rates().save("cluster.json"))
     return {"group": joined(), "numel": 2**20}
 
 
@@ -285,8 +290,7 @@ def chat_tokenizer() -> Any:
 def _moe_hierarchy(block: str, until_the_end: ExitStack) -> Names:
     from laconic.moe import GatedExperts, SoftmaxGate
 
-    joined()
-    moe_rates().save("rates.json")
+    once(lambda: moe_rates().save("rates.json"))
     torch.manual_seed(0)
     gate = SoftmaxGate(8, 64, top_k=2)
     experts = GatedExperts(4, 64, 128)
@@ -308,7 +312,7 @@ def _moe_costs(block: str, until_the_end: ExitStack) -> Names:
 def _moe_huggingface(block: str, until_the_end: ExitStack) -> Names:
     joined()
     if "from_pretrained" in block:
-        mixture().save_pretrained("path/to/model")
+        once(lambda: mixture().save_pretrained("path/to/model"))
     elif "load_sharded" in block:
         return {}
     return {"model": mixture(), "batches": [batch_of() for _ in range(2)], "batch": batch_of()}

@@ -44,10 +44,8 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         ranks = {name: str(value) for name, value in place.items()}
         variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, HF_HUB_OFFLINE="1", **ranks)
-        folder = tmp_path / str(rank)
-        folder.mkdir()
         command = [sys.executable, "-m", "tests.pages.program", page]
-        started.append(ForkedPython(command, env=variables, cwd=folder, stdout=-1, stderr=-1))
+        started.append(ForkedPython(command, env=variables, cwd=tmp_path, stdout=-1, stderr=-1))
     ended = [process.communicate(timeout=240) for process in started]
     failed = [
         f"rank {rank}:\n{out[-500:]}\n{error[-3000:]}"
