@@ -98,7 +98,9 @@ def _vision(axes: Any) -> None:
             if row in table.rows:
                 share = table.number(row, "kept, MB") / table.number("exact", "kept, MB")
                 label = row if number == 0 else None
-                axes.scatter(table.number(row, "over exact"), share, color=color, marker=markers[number], label=label, s=42)
+                axes.scatter(
+                    table.number(row, "over exact"), share, color=color, marker=markers[number], label=label, s=42
+                )
     axes.set_xlabel("time of a step, of the exact step's")
     axes.set_ylabel("kept for backward, of exact")
     axes.set_ylim(0, 1.08)
@@ -127,14 +129,16 @@ _CHARTS = (
         "model_step",
         _time_and_peak,
         "model_step_xeon_202611",
-        "Whole training steps of Llama, Qwen3 and GPT-NeoX in three sizes, one thread; a point is a model. Low and left is better.",
+        "Whole training steps of Llama, Qwen3 and GPT-NeoX in three sizes, one thread; a point is a model. Low and left is"
+        " better.",
     ),
     _Chart(
         "Training over slow links",
         "zip_training",
         _training_steps,
         "zip_training_xeon_202611",
-        "FSDP2 on four hosts (network namespaces on two cores): torch's gloo, laconic's collectives uncoded, and coded where that pays.",
+        "FSDP2 on four hosts (network namespaces on two cores): torch's gloo, laconic's collectives uncoded, and coded"
+        " where that pays.",
     ),
     _Chart(
         "Tokens to experts",
@@ -177,7 +181,9 @@ def pages() -> dict[str, str | bytes]:
             figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
             made[f"charts/{chart.name}.svg"] = out.getvalue()
             link = f"[{chart.source}](files/benchmarks/results/{chart.source}.md)"
-            parts.append(f"## {chart.title}\n\n{chart.about}\n\n![{chart.title}](charts/{chart.name}.svg)\n\nFrom {link}.\n")
+            parts.append(
+                f"## {chart.title}\n\n{chart.about}\n\n![{chart.title}](charts/{chart.name}.svg)\n\nFrom {link}.\n"
+            )
     parts.append(_loss_curves())
     return made | {PAGE: "\n".join(parts)}
 
@@ -189,11 +195,11 @@ def sources() -> list[str]:
 
 
 _SHOWN = {
-        "quality_50m_xeon_202611": "Everything in 8 and 4 bits beside exact training, 50 million parameters",
-        "quality_adamw_10m_xeon_202611": "8-bit AdamW beside exact AdamW, 10 million parameters",
-        "moe_training_xeon_202611": "Mixtures of experts over slow links",
-        "afi_202611": "Attention of an AFI-Net over its levels",
-    }
+    "quality_50m_xeon_202611": "Everything in 8 and 4 bits beside exact training, 50 million parameters",
+    "quality_adamw_10m_xeon_202611": "8-bit AdamW beside exact AdamW, 10 million parameters",
+    "moe_training_xeon_202611": "Mixtures of experts over slow links",
+    "afi_202611": "Attention of an AFI-Net over its levels",
+}
 
 
 def _loss_curves() -> str:

@@ -43,8 +43,9 @@ def linked_names(markdown: str) -> str:
     for line in markdown.splitlines():
         if found := re.match(r"## (laconic[\w.]*)$", line):
             package = found[1]
-        row = r"^\| `(\w+)` \|"
-        lines.append(re.sub(row, lambda name: f"| [`{name[1]}`]({place_of(package)}#{name[1].lower()}) |", line))
+        if name := re.match(r"\| `(\w+)` \|", line):
+            line = f"| [`{name[1]}`]({place_of(package)}#{name[1].lower()}) |{line[name.end() :]}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -139,7 +140,9 @@ def _broken(signature: str) -> str:
     for place, letter in enumerate(signature[1:], 1):
         depth += (letter in "([{") - (letter in ")]}")
         if depth < 0:
-            return "(\n" + "".join(f"    {each.strip()},\n" for each in [*lines, line] if each.strip()) + signature[place:]
+            return (
+                "(\n" + "".join(f"    {each.strip()},\n" for each in [*lines, line] if each.strip()) + signature[place:]
+            )
         if letter == "," and depth == 0:
             lines, line = [*lines, line], ""
         else:
@@ -228,8 +231,8 @@ def _configuration() -> str:
     schema = json_schema()
     parts = [
         "# Configuration of training\n",
-        "Every field of a configuration file of [`laconic train`](../training.md), from the schema that\n"
-        "`laconic train --schema` prints for editors. A field `name` of a table `[table]` is the flag `--table.name`.\n",
+        "Every field of a configuration file of [`laconic train`](../training.md), from the schema that `laconic"
+        " train --schema` prints for editors. A field `name` of a table `[table]` is the flag `--table.name`.\n",
         "```toml\nsteps = 2000\n\n[activations]\nbits = 4\n```\n",
         _fields("", schema, schema),
     ]
