@@ -1,7 +1,10 @@
-"""What the examples share: a small model and real text, both without a network."""
+"""What the examples share: a small model, real text and two hosts, all without a network."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +33,30 @@ def batches(count: int, seed: int = 0, size: int = 8) -> Iterator[Tensor]:
     for _ in range(count):
         starts = torch.randint(0, len(data) - LENGTH, (size, 1), generator=generator)
         yield data[starts + torch.arange(LENGTH)]
+
+
+def on_two_hosts(script: str, ranks_per_host: int, bits_per_second: float) -> int:
+    """Run `script` on two hosts with a slow link between them, as torchrun would; the exit code.
+
+    The hosts are network namespaces (netlab), which need root and `ip`; where these are missing, two nodes of torchrun
+    run on this machine, whose link is not slow, and a line says so.
+    """
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from netlab import Lab, finish, why_not
+
+    if (reason := why_not()) is None:
+        print(f"two hosts, {bits_per_second / 1e6:.0f} Mbit/s between them", flush=True)
+        with Lab(2, bits_per_second) as lab:
+            command = [sys.executable, script]
+            ranks = lab.start_ranks(
+                command, ranks_per_host=ranks_per_host, on_line=lambda program, line: print(line, flush=True)
+            )
+            return max(abs(ending.code) for ending in finish(ranks, timeout_seconds=200))
+    print(f"no slow link here ({reason}): two nodes on this machine, at its speed", flush=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks_per_host)]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [subprocess.Popen([*launch, "--node-rank", str(node), script]) for node in range(2)]
+    return max(abs(node.wait()) for node in nodes)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from laconic.cli.main import COMMANDS
+from tests.browser import browser, served
+from tests.distributed.forked import ForkedPython
 from tests.distributed.processes import ROOT, environment
+
+pytestmark = pytest.mark.slow  # the build imports every package and draws
+
+_SCREEN = 800
+"""Pixels of height of a window 1280 wide."""
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +25,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = environment(PYTHONWARNINGS="ignore", NO_MKDOCS_2_WARNING="1")
-    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = ForkedPython(command, cwd=ROOT, env=quiet, stdout=-1, stderr=-1)
+    _, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
     return folder
 
 
@@ -48,3 +56,50 @@ def test_nothing_is_fetched_from_other_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text()
         assert not re.findall(r'(?:src|<link[^>]*stylesheet[^>]*href)="(https?:[^"]*)"', text), page.name
+
+
+def test_reference_has_signatures_docstrings_flags_and_fields(site: Path) -> None:
+    api = (site / "reference/laconic.html").read_text()
+    assert 'id="compress_activations"' in api
+    assert "Raises" in api
+    assert "{ #" not in api, "an identifier is shown instead of set"
+    names = (site / "api.html").read_text()
+    for package, name in [("laconic", "advise"), ("laconic.moe", "grid")]:
+        assert f'href="reference/{package}.html#{name}"' in names
+    commands = (site / "reference/cli.html").read_text()
+    assert all(f'id="laconic-{name}"' in commands for name in COMMANDS)
+    fields = (site / "reference/configuration.html").read_text()
+    assert 'id="activations"' in fields
+    assert "sequence_length" in fields
+
+
+def test_pictures_are_drawn_from_the_tables(site: Path) -> None:
+    page = (site / "benchmarks_pictures.html").read_text()
+    for picture in re.findall(r'<img[^>]*src="([^"]+)"', page):
+        assert (site / picture).stat().st_size > 3000, picture
+    assert page.count('src="charts/') == 4
+
+
+def test_the_search_answers_in_a_browser(site: Path) -> None:
+    with served(site) as url, browser() as chromium:
+        page = chromium.new_page()
+        page.goto(f"{url}/index.html")
+        page.fill(".md-search__input", "activations")
+        page.wait_for_selector(".md-search-result__link", timeout=60_000)
+        links = [link.get_attribute("href") for link in page.query_selector_all(".md-search-result__link")]
+        assert any("activations.html" in link for link in links), links
+
+
+def test_pages_fit_a_phone_and_long_ones_show_something(site: Path) -> None:
+    shows = "pre, table, img, .md-typeset svg"
+    with served(site) as url, browser() as chromium:
+        wide = chromium.new_page(viewport={"width": 1280, "height": _SCREEN})
+        narrow = chromium.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+        for path in sorted(site.glob("*.html")):
+            for page in (wide, narrow):
+                page.goto(f"{url}/{path.name}")
+                beyond = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+                assert beyond <= 0, f"{path.name} is {beyond} pixels wider than its window"
+            article = wide.query_selector("article")
+            height = article.bounding_box()["height"]
+            assert height <= 2 * _SCREEN or article.query_selector(shows), f"{path.name} is {height} pixels of prose"

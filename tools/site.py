@@ -1,7 +1,9 @@
-"""Hook of mkdocs: what pages link to outside of docs/ becomes part of the site.
+"""Hook of mkdocs: what pages link to outside of docs/ becomes part of the site, and pages are made from the code.
 
 Pages are written to be read where the repository is, too, so their links lead to files of it. The README is a page of
-the site; other Markdown and programs become pages of their own, pictures are copied, folders become lists.
+the site; other Markdown and programs become pages of their own, pictures are copied, folders become lists. Reference
+(site_reference.py), pictures of measured tables (site_charts.py) and notebooks (site_notebooks.py) are made at each
+build and never committed.
 """
 
 from __future__ import annotations
@@ -10,11 +12,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+import site_charts
+import site_notebooks
+import site_reference
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(\]\()\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _PAGES = {"README.md": "overview.md"}  # mkdocs would take a README for the index
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that are made into the menu."""
+    menus = {title: entries for section in config["nav"] for title, entries in section.items()}
+    menus["Start"] += site_notebooks.menu()
+    menus["Reference"] += site_reference.menu()
+    menus["Benchmarks"].append(site_charts.PAGE)
+    return config
 
 
 def _place(target: str) -> str:
@@ -39,6 +53,10 @@ def on_files(files: Any, config: Any) -> Any:
     readme = re.sub(r"\]\((?!http|#|docs/)", "](../", (ROOT / "README.md").read_text()).replace("](docs/", "](")
     targets = {target for text in [*texts, readme] for target in _linked(text)} - set(_PAGES)
     files.append(File.generated(config, _PAGES["README.md"], content=readme))
+    made = {**site_reference.pages(), **site_charts.pages(), **site_notebooks.pages()}
+    for place, content in made.items():
+        files.append(File.generated(config, place, content=content))
+    targets |= set(site_charts.sources())
     for folder in [target for target in targets if (ROOT / target).is_dir()]:
         targets |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.md")}
         targets |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.png")}
@@ -66,4 +84,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links to the repository lead to the site's own copies."""
     if page.file.src_uri.startswith("files/"):
         return markdown
+    if page.file.src_uri == "api.md":
+        return site_reference.linked_names(markdown)
     return _LINK.sub(lambda match: f"{match[1]}{_place(match[2])}{match[3] or ''})", markdown)

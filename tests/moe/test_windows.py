@@ -50,7 +50,7 @@ def dense(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if ".experts." not in name}
 
 
-def plan_of(model: nn.Sequential) -> GradientPlan:
+def parts_of(model: nn.Sequential) -> list[BackwardPart]:
     """Backward goes through block 2's layer, its dense part, block 1's layer and so on."""
     times = LayerTimes(ChunkTime(1e-4, 1e-3), ChunkTime(1e-4, 4e-3), ChunkTime(1e-4, 1e-3))
     parts = []
@@ -59,7 +59,11 @@ def plan_of(model: nn.Sequential) -> GradientPlan:
         nbytes = sum(p.nbytes for module in (block.moe.gate, block.dense) for p in module.parameters())
         parts.append(BackwardPart(f"moe {number}", 0.0, times))
         parts.append(BackwardPart(f"dense {number}", float(nbytes), None, 2e-3))
-    return fill_slots(parts, Line(), [2])
+    return parts
+
+
+def plan_of(model: nn.Sequential) -> GradientPlan:
+    return fill_slots(parts_of(model), Line(), [2])
 
 
 def scheduled(model: nn.Sequential, gradients: DenseGradients) -> None:
