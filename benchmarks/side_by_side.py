@@ -80,15 +80,15 @@ def side_by_side(options: Options) -> Iterator[Table | Text]:
                     _add_losses(row, found_losses.get(row.name))
                 yield _table(group, rows, dtype, options)
                 points[f"{group}, {dtype_name(dtype)}"] = _points(rows)
+                if options.out is not None:  # after each group, so that a run that is stopped leaves what it has
+                    draw(points, options.out.with_suffix(".png"))
         else:
             tables = _apart(_TABLES[group], options)
             yield from (
                 [Table(f"{group}: failed", ["why"], [[tables]], failed=[group])] if isinstance(tables, str) else tables
             )
     if options.out is not None and points:
-        path = options.out.with_suffix(".png")
-        draw(points, path)
-        yield Text(f"![Memory against time]({path.name})\n")
+        yield Text(f"![Memory against time]({options.out.with_suffix('.png').name})\n")
 
 
 def _conditions() -> str:

@@ -73,7 +73,7 @@ def zeropp(model: nn.Module, gradient_bits: int) -> None:
             message = quantized(input_tensor[None], 8)
             messages = message.new_empty(group.size(), message.shape[1])
             dist.all_gather(list(messages.unsqueeze(1).unbind()), message, group=group)
-            output_tensor.copy_(dequantized(messages, input_tensor.numel(), 8).view(-1))
+            output_tensor.copy_(dequantized(messages, input_tensor.numel(), 8).reshape(-1))
 
     class Reduce(Allocating, ReduceScatter):
         def __call__(
