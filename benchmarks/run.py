@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     for threads in chosen.threads:
         # What comes last counts.
         part = [sys.executable, "-m", "benchmarks.run", *arguments, "--threads", str(threads), "--part"]
+        if chosen.out is not None and len(chosen.threads) > 1:  # pictures of parts do not overwrite each other
+            part += ["--out", str(chosen.out.with_stem(f"{chosen.out.stem}_{threads}_threads"))]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with subprocess.Popen(part, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

@@ -11,7 +11,7 @@ exact training's with the same seed: the same weights, batches and learning rate
 loss and gradients have the bits of exact ones is not trained again.
 
 Peers run with their documented settings. One that is missing or fails is a row that says why, and the command ends with
-an error; one that no machine without a GPU can run is a row, too, but no error. Groups run in processes of their own.
+an error; one that cannot run on any CPU is a row, too, but no error. Groups run in processes of their own.
 """
 
 from __future__ import annotations

@@ -65,5 +65,5 @@ def contenders() -> list[Contender]:
         *([Contender("torch.compile of projection and loss", [_compiled()], compiled=True)]
           if shutil.which("c++") else []),
         Contender("Liger, fused linear cross entropy", [_head(_liger)], package="liger_kernel",
-                  needs_gpu="it is written in Triton"),
+                  cannot="needs a GPU: it is written in Triton"),
     ]  # fmt: skip

@@ -86,7 +86,7 @@ class Contender:
     Attributes:
         package: module of the peer's package; without it the row says so.
         optional: a missing package is no failure of the run, for this reason.
-        needs_gpu: why a failure is expected on a machine without a GPU.
+        cannot: why it must fail here, which is then no failure of the run.
         own_weights: it changes the parameters themselves, and gets copies of them.
         compiled: what it is compiled by takes long; losses are not trained.
     """
@@ -95,7 +95,7 @@ class Contender:
     changes: Sequence[Change] = ()
     package: str = ""
     optional: str = ""
-    needs_gpu: str = ""
+    cannot: str = ""
     own_weights: bool = False
     compiled: bool = False
 
@@ -113,7 +113,7 @@ class Measured:
     compiled: bool = False
     failure: str = ""
     expected: bool = False
-    """Whether the failure is one that this machine must have."""
+    """Whether it must fail here."""
     saved_nbytes: int = 0
     """Bytes autograd saved, as hooks see them; 0: they cannot see them."""
     held_nbytes: int = 0
@@ -151,8 +151,8 @@ def built(contender: Contender, model: nn.Module, ids: Tensor, lr: float) -> Tra
 
 def why(contender: Contender, error: Exception) -> tuple[str, bool]:
     """What a table says about a failure, and whether it is expected."""
-    if contender.needs_gpu and not torch.cuda.is_available():
-        return f"needs a GPU: {contender.needs_gpu} ({brief(error)})", True
+    if contender.cannot:
+        return f"{contender.cannot} ({brief(error)})", True
     return f"failed: {brief(error)}", False
 
 
