@@ -103,7 +103,8 @@ class _Training:
         from torch.distributed.fsdp import fully_shard
 
         import laconic
-        from benchmarks.contenders.text import LEARNING_RATE, LENGTH, Run, corpus, llama, rate_at
+        from benchmarks.contenders.text import LENGTH, Run, corpus, llama, rate_at
+        from benchmarks.contenders.training import LEARNING_RATE
         from laconic.collectives import Lossless
         from laconic.gradients import quantize_reduction
         from laconic.train.data.corpus import TokenDataset, batch

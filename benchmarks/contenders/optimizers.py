@@ -1,8 +1,8 @@
 """Optimizer state and gradients in fewer bytes: laconic beside bitsandbytes, torchao and low-rank optimizers.
 
-Every peer runs with what its documentation says: GaLore and APOLLO take ten times Adam's learning rate (0.01 in their
-examples, for which Adam's is 0.001), project attention and feed-forward weights, rank a quarter of the hidden size
-(APOLLO-Mini: 1), and a new projection every 200 steps; Adafactor takes ten times as well.
+Every peer runs with what its documentation says: GaLore and APOLLO train at a rate of 0.01 and project attention and
+feed-forward weights to a quarter of the hidden size (APOLLO-Mini: to 1), with a new projection every 200 steps;
+torch's Adafactor has a rate of 0.01 by default.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 import laconic
-from benchmarks.contenders.training import EXACT, Change, Contender, Training
+from benchmarks.contenders.training import EXACT, LEARNING_RATE, Change, Contender, Training
 
 __all__ = ["adamw8bit", "coded_gradients", "contenders", "optimizer", "peer_adamw"]
 
-_LOW_RANK_LR = 10.0
+_DOCUMENTED = 0.01 / LEARNING_RATE
+"""The rate of GaLore, APOLLO and Adafactor, over AdamW's."""
 
 
 def optimizer(make: Callable[[Any, float], torch.optim.Optimizer]) -> Change:
@@ -62,7 +63,7 @@ def _low_rank(module: str, name: str, **how: Any) -> Change:
         fields = {"rank": model.config.hidden_size // 4, "update_proj_gap": 200, "proj_type": "std"} | how
         extra = {"no_deprecation_warning": True} if name.endswith("AdamW") else {}
         groups = [{"params": rest}, {"params": projected, **fields}]
-        return getattr(importlib.import_module(module), name)(groups, lr=_LOW_RANK_LR * lr, weight_decay=0.0, **extra)
+        return getattr(importlib.import_module(module), name)(groups, lr=_DOCUMENTED * lr, weight_decay=0.0, **extra)
 
     return optimizer(make)
 
@@ -89,11 +90,11 @@ def contenders() -> list[Contender]:
         Contender("GaLore, AdamW8bit", [_low_rank("galore_torch", "GaLoreAdamW8bit", scale=0.25)],
                   package="galore_torch", cannot="needs a GPU: it waits for a CUDA stream in each step"),
         Contender("Q-GaLore, AdamW8bit", [_low_rank("q_galore_torch", "QGaLoreAdamW8bit", **_Q_GALORE)],
-                  package="q_galore_torch", cannot="needs a GPU, for it waits for a CUDA stream in each step, and an older bitsandbytes"),
+                  package="q_galore_torch", cannot="needs a GPU and an older bitsandbytes"),
         Contender("APOLLO", [_low_rank("apollo_torch", "APOLLOAdamW", **channel)], package="apollo_torch",
                   optional=_APOLLO_LICENCE),
         Contender("APOLLO-Mini", [_low_rank("apollo_torch", "APOLLOAdamW", **tensor)], package="apollo_torch",
                   optional=_APOLLO_LICENCE),
         Contender("torch, Adafactor",
-                  [optimizer(lambda model, lr: torch.optim.Adafactor(model.parameters(), lr=10 * lr))]),
+                  [optimizer(lambda model, lr: torch.optim.Adafactor(model.parameters(), lr=_DOCUMENTED * lr))]),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contenders.training import Contender, Training, built
+from benchmarks.contenders.training import LEARNING_RATE, Contender, Training, built
 from benchmarks.kit.models import causal_model
 from laconic.train.config.schema import DataConfig
 from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, prepare
@@ -21,7 +21,6 @@ __all__ = ["LENGTH", "Run", "byte_pairs", "corpus", "held_out_loss", "llama", "r
 LENGTH = 128
 """Bytes of a training sequence."""
 
-LEARNING_RATE = 1e-3
 _HELD_OUT = 128
 
 

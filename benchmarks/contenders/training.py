@@ -18,9 +18,11 @@ from benchmarks.kit.allocated import allocated_nbytes, peak_nbytes
 from benchmarks.kit.timing import Timing, seconds_of
 from laconic.activations import SavedTensorTracker
 from laconic.activations.report import brief
+from laconic.train.config.schema import PRETRAINING_RATE
 
 __all__ = [
     "EXACT",
+    "LEARNING_RATE",
     "Change",
     "Contender",
     "Measured",
@@ -41,8 +43,8 @@ class Training:
     Attributes:
         loss_of: token ids [n, s] -> loss.
         around_forward: makes the context in which forward runs.
-        make_optimizer: (model, learning rate) -> optimizer. The rate is the one of exact AdamW; an optimizer whose
-            documentation asks for another makes it from that one.
+        make_optimizer: (model, learning rate) -> optimizer. The rate is AdamW's; an optimizer whose documentation
+            names another one scales it.
         gradients: of `laconic.compress_gradients`, None where gradients are exact.
     """
 
@@ -74,6 +76,9 @@ def exact_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """torch's fused AdamW."""
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
 
+
+LEARNING_RATE = PRETRAINING_RATE
+"""In training on text, of exact AdamW and of all that are documented to take AdamW's rate; the trainer's default."""
 
 Change = Callable[[Training, Tensor], None]
 """Changes a training in place; gets token ids as an example."""
