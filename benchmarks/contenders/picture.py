@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 __all__ = ["Point", "draw"]
 
@@ -13,7 +14,7 @@ __all__ = ["Point", "draw"]
 _STYLES = {
     "laconic": ("#0072B2", "o"),
     "exact": ("#000000", "*"),
-    "torch": ("#E69F00", "s"),
+    "torch": ("#D55E00", "s"),
 }
 _OTHERS = ("#009E73", "^")
 
@@ -43,9 +44,11 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
         low, high = min(point.time for point in points), max(point.time for point in points)
         if high > 4 * low:
             axis.set_xscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("{x:g}")
         at = _apart([point.memory for point in points], 0.052 * _span(points))
         for point, height in zip(points, at, strict=True):
-            color, marker = next((s for key, s in _STYLES.items() if point.name.startswith(key)), _OTHERS)
+            color, marker = _STYLES.get(re.split(r"[ ,.]", point.name)[0], _OTHERS)
             axis.plot(point.time, point.memory, marker, color=color, markersize=11 if marker == "*" else 7)
             axis.annotate(
                 point.name,
@@ -56,7 +59,7 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
                 color=color,
                 va="center",
                 annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6},
+                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
             )
         axis.set_title(title)
         axis.set_xlabel("step time, of exact" + (" (log)" if high > 4 * low else ""))
@@ -76,9 +79,17 @@ def _span(points: Sequence[Point]) -> float:
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """Heights moved up as little as it takes to be `least` apart, in the order they were in."""
-    moved = list(heights)
-    order = sorted(range(len(moved)), key=lambda number: moved[number])
-    for before, number in pairwise(order):
-        moved[number] = max(moved[number], moved[before] + least)
+    """Heights moved as little as it takes to be `least` apart, in the order they were in."""
+    order = sorted(range(len(heights)), key=lambda number: heights[number])
+    # What has to be moved together stays around its own middle: pool neighbours whose offsets do not rise.
+    pools: list[list[float]] = []
+    for place, number in enumerate(order):
+        pools.append([heights[number] - place * least])
+        while len(pools) > 1 and fmean(pools[-2]) >= fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    starts = [fmean(pool) for pool in pools for _ in pool]
+    moved = [0.0] * len(heights)
+    for place, number in enumerate(order):
+        moved[number] = starts[place] + place * least
     return moved
