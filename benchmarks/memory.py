@@ -10,27 +10,21 @@ import copy
 import gc
 import shutil
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import laconic
 from benchmarks.kit.allocated import allocated_nbytes, peak_nbytes
 from benchmarks.kit.models import HEAD_DIM, decoder_layers
+from benchmarks.kit.recompute import keeping_products
 from benchmarks.kit.timing import seconds_of
 from benchmarks.registry import Options, Table, benchmark
 
 _NUM_LAYERS = 4
-
-_SAVED = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
 
 
 class _Stack(nn.Module):
@@ -64,10 +58,6 @@ class _Stack(nn.Module):
         self._layer = MethodType(torch.compile(own), self)
 
 
-def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @benchmark("memory")
 def memory(options: Options) -> list[Table]:
     """A stack of Llama layers in bf16, kept in every way."""
@@ -81,7 +71,7 @@ def memory(options: Options) -> list[Table]:
             laconic.compress_activations(model, example_inputs={"x": x}, **how)
         return model
 
-    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _save_products)}
+    selective = {"context_fn": keeping_products}
     variants: dict[str, nn.Module] = {
         "unmodified": stack(),
         "selective recompute (torch SAC, products kept)": stack(_NUM_LAYERS, selective),

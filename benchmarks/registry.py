@@ -29,6 +29,9 @@ __all__ = [
 SMOKE_ELEMENTS = 1 << 12
 """Elements of a tiny case that only shows that a benchmark runs."""
 
+SMALL_ELEMENTS = 1 << 16
+"""Elements of a small case, whose models are small, too."""
+
 Row = TypeVar("Row")
 
 
@@ -50,6 +53,9 @@ class Options:
     """Whether `laconic profile` measures each network first; choices otherwise rest on a brief measurement."""
     only: Sequence[str] = ()
     """The cases to run, of a benchmark that names its own; empty: all."""
+
+    out: Path | None = None
+    """The report's file, for benchmarks that draw a picture beside it."""
 
     @property
     def smoke(self) -> bool:
@@ -79,6 +85,8 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    failed: Sequence[str] = ()
+    """Rows that have no result though they should; the run ends with an error that names them."""
 
     @classmethod
     def of(
@@ -87,10 +95,11 @@ class Table:
         rows: Iterable[Row],
         columns: Sequence[tuple[str, Callable[[Row], str]]],
         note: str = "",
+        failed: Sequence[str] = (),
     ) -> Table:
         """A table from what its rows are about, and columns that each say their heading and their cell of a row."""
         header = [heading for heading, _ in columns]
-        return cls(title, header, [[cell(row) for _, cell in columns] for row in rows], note)
+        return cls(title, header, [[cell(row) for _, cell in columns] for row in rows], note, failed)
 
     def render(self) -> str:
         """The table as Markdown, with its title above and its note below."""

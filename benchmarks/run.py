@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kit import timing
-from benchmarks.registry import BENCHMARKS, CASES, SMOKE_ELEMENTS, Options, report_head
+from benchmarks.registry import BENCHMARKS, CASES, SMALL_ELEMENTS, SMOKE_ELEMENTS, Options, Table, report_head
 from netlab import bits_per_second_of
 
 
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rates", nargs="+", default=[], help="over slow links: their rates, as in 100mbit 2.5gbit")
     parser.add_argument("--profile", action="store_true", help="over slow links: run laconic profile on each first")
     parser.add_argument("--only", nargs="+", default=[], help="the cases to run, as their tables are titled")
+    parser.add_argument("--small", action="store_true", help="small models and tensors, as for CI")
     parser.add_argument("--smoke", action="store_true", help="a tiny case that only shows that the benchmark runs")
     parser.add_argument("--out", type=Path, help="Markdown file to write as well")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     for threads in chosen.threads:
         # What comes last counts.
         part = [sys.executable, "-m", "benchmarks.run", *arguments, "--threads", str(threads), "--part"]
+        if chosen.out is not None and len(chosen.threads) > 1:  # pictures of parts do not overwrite each other
+            part += ["--out", str(chosen.out.with_stem(f"{chosen.out.stem}_{threads}_threads"))]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with subprocess.Popen(part, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -104,12 +107,19 @@ def _run_part(chosen: argparse.Namespace) -> None:
         known = f"its cases are {', '.join(map(repr, cases))}" if cases else "it always runs whole, leave --only out"
         sys.exit(f"--only {unknown[0]!r}: {chosen.name} has no such case; {known}")
     elements, rounds = (SMOKE_ELEMENTS, 1) if chosen.smoke else (chosen.elements, chosen.rounds)
+    if chosen.small:
+        elements = min(elements, SMALL_ELEMENTS)
     rates = [bits_per_second_of(rate) for rate in chosen.rates]
-    options = Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile, chosen.only)
+    options = Options(threads, elements, rounds, chosen.hosts, rates, chosen.profile, chosen.only, chosen.out)
+    failed: list[str] = []
     for table in BENCHMARKS[chosen.name](options):
         print(table.render(), flush=True)
+        if isinstance(table, Table):
+            failed += table.failed
     if taken := timing.summary():
-        print(taken)
+        print(taken, flush=True)
+    if failed:
+        sys.exit(f"{chosen.name}: no result for {', '.join(failed)}")
 
 
 if __name__ == "__main__":

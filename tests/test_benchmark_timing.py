@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -34,6 +35,11 @@ def test_cases_take_turns_and_first_rounds_do_not_count() -> None:
     assert found["a"].samples == (1.0, 2.0, 5.0)
     assert found == {"a": 2.0, "b": 3.0}
     assert found["a"].over(found["b"]) == pytest.approx(2 / 3)
+
+
+def test_a_timing_keeps_its_rounds_between_processes() -> None:
+    back = pickle.loads(pickle.dumps(Timing([3.0, 1.0, 2.0])))
+    assert (back, back.samples) == (2.0, (3.0, 1.0, 2.0))
 
 
 def test_warm_ups_and_preparations_come_before_each_time() -> None:

@@ -30,6 +30,9 @@ class Timing(float):
         timing.samples = tuple(samples)
         return timing
 
+    def __getnewargs__(self) -> tuple[tuple[float, ...]]:
+        return (self.samples,)
+
     @property
     def spread(self) -> float:
         """Distance between the quartiles of the rounds, as a share of the median."""

@@ -1,0 +1,31 @@
+"""All savings of laconic at once, beside stacks of what peers do best."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.contenders.activations import checkpointed, compressed
+from benchmarks.contenders.losses import torch_chunked
+from benchmarks.contenders.optimizers import adamw8bit, coded_gradients, peer_adamw
+from benchmarks.contenders.training import EXACT, Contender
+
+__all__ = ["contenders"]
+
+
+def contenders() -> list[Contender]:
+    """The rows of the table."""
+    ours = compressed(bits=4, loss="chunked")
+    loss = [torch_chunked()] if hasattr(torch.nn, "LinearCrossEntropyOptions") else []
+    bitsandbytes = peer_adamw("bitsandbytes.optim", "AdamW8bit")
+    torchao = peer_adamw("torchao.optim", "AdamW4bit")
+    return [
+        Contender(EXACT),
+        Contender("laconic, everything on", [ours, adamw8bit(), coded_gradients(8)], own_weights=True),
+        Contender("laconic, everything on + recompute of layers",
+                  [checkpointed(), ours, adamw8bit(), coded_gradients(8)], own_weights=True),
+        Contender("torch recompute and chunked loss", [checkpointed(), *loss]),
+        Contender("torch recompute and chunked loss, bitsandbytes AdamW8bit",
+                  [checkpointed(), *loss, bitsandbytes], package="bitsandbytes"),
+        Contender("torch recompute and chunked loss, torchao AdamW4bit",
+                  [checkpointed(), *loss, torchao], package="torchao"),
+    ]  # fmt: skip
