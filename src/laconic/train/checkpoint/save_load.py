@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,14 @@ from laconic.train.distributed.world import World
 from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 
-__all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_weights",
+    "newest_good_checkpoint",
+    "save_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +199,33 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
                 f"{good.step}, or export it with --checkpoint {good.path.name}."
             )
         raise CheckpointError(f"{failure}. {advice}") from None
+
+
+def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str] = ()) -> Checkpoint | None:
+    """The newest checkpoint that is good and not among the names `without`, every byte of it verified; None: no such.
+
+    All processes call it together; they share the reading. One that is damaged is logged and passed over.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    root = run_dir / "checkpoints"
+    error, present = None, []
+    if world.is_main:
+        try:
+            present = [name for name in checkpoint_names(run_dir) if name not in without]
+        except CheckpointError as failure:
+            error = str(failure)
+    error, present = world.gather([error, present])[0]
+    if error is not None:
+        raise CheckpointError(error)
+    for name in present:
+        try:
+            return _verified(root / name, world)
+        except CheckpointError as failure:
+            if world.is_main:
+                logger.warning("%s; trying the one before", failure)
+    return None
 
 
 def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str | None]:
@@ -382,10 +416,8 @@ def _point_latest(root: Path, name: str) -> None:
 def _newest_good(root: Path, world: World, names: Iterable[str]) -> Checkpoint | None:
     """The first good checkpoint of `names`, which are the same on all processes."""
     for name in names:
-        try:
+        with contextlib.suppress(CheckpointError):
             return _verified(root / name, world)
-        except CheckpointError:
-            continue
     return None
 
 

@@ -389,6 +389,9 @@ class TrainConfig:
     """Also write TensorBoard event files (needs laconic[tensorboard])."""
     rank_timeout_seconds: Annotated[PositiveFloat, Field(le=1e8)] = 300.0
     """A collective that waits longer than this for another rank fails."""
+    restarts: NonNegativeInt = 0
+    """How often the processes are started again when one of them dies, fails or hangs; they go on from the newest good
+    checkpoint. Not used under torchrun, which has --max-restarts for it."""
 
     def __post_init__(self) -> None:
         stages, gradients, moe = self.pipeline.stages, self.gradients, self.moe

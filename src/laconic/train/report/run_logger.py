@@ -170,6 +170,7 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         f"({unmodified / kept:.2f}x)",
         f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
         *_wire_words(summary),
+        *(f"  restart            {restart['reason']}" for restart in summary.get("restarts", ())),
         f"  run directory      {run_dir}",
         "next:",
     ]
