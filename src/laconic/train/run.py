@@ -43,6 +43,7 @@ from laconic.train.distributed import comm_compression
 from laconic.train.distributed.consistency import check_agreement
 from laconic.train.distributed.data_parallel import autocast, wrap_model
 from laconic.train.distributed.parallel_state import ParallelState, make_parallel_state
+from laconic.train.distributed.replica_votes import ReplicaVotes
 from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
 from laconic.train.launch_record import Launch, Restart, newer_than
@@ -113,6 +114,7 @@ def run(
         ConfigError, DataError, ModelError, FormatError, PlanError, CheckpointError: a setting, the data, the model, the
             plan or the checkpoint cannot be used.
         TrainingError: loss or gradients stay non-finite, or a file cannot be read or written.
+        CorruptionError: replicas do not hold the same bits.
     """
     try:
         with RunLock() as lock:
@@ -209,6 +211,8 @@ class _Training:
     experts: SpreadExperts | None
     messages: list[str]
     """Lines for the log: how processes communicate."""
+    votes: ReplicaVotes
+    """Compares replicas bit by bit."""
     comm_state: str | None
     """State of the comm compression, for checkpoints; None if there is nothing to keep."""
 
@@ -422,7 +426,8 @@ def _make_trainer(
     split = () if pipeline is None else pipeline.split
     forecast = Forecast(config, parallel_state, model.config, trainer, model.plan, split, model.chunked_loss)
     sends = [] if pipeline is None else [pipeline.sends]
-    return _Training(trainer, forecast, model.routers, model.experts, [*messages, *sends], comm_state)
+    votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread)
+    return _Training(trainer, forecast, model.routers, model.experts, [*messages, *sends], votes, comm_state)
 
 
 def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -> int:
@@ -506,6 +511,7 @@ def _steps(
 
     Raises:
         TrainingError: loss or gradient was not finite in several steps in a row.
+        CorruptionError: replicas differ.
     """
     skipped_in_a_row = 0
     for done in range(first_step + 1, config.steps + 1):
@@ -520,9 +526,12 @@ def _steps(
             )
         last = done == config.steps
         stopped = result.stop and not last
+        saves = last or stopped or (config.checkpoint.every > 0 and done % config.checkpoint.every == 0)
+        if training.votes.due(done, saves) and (line := training.votes.vote(done)):
+            run_logger.message(line)
         if last or (config.eval_every and done % config.eval_every == 0):
             run_logger.validation(done, training.trainer.evaluate(), training.trainer.validation_accuracy)
-        if last or stopped or (config.checkpoint.every and done % config.checkpoint.every == 0):
+        if saves:
             saver.save(done)
         if stopped:
             return done, True
@@ -559,6 +568,7 @@ def _write_summary(
     data: _Data | ImageCorpus,
 ) -> None:
     """Complete `summary`, write summary.json and print the closing words."""
+    summary["verify"] = training.votes.summary()
     summary["moe"] = None if training.experts is None else training.experts.summary()
     if world.is_main:
         # Losses of runs with other tokenizers are compared per byte of text.
