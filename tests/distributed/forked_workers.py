@@ -19,9 +19,11 @@ from typing import IO, Any
 import pytest
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-__all__ = ["ForkedWorker", "forked_workers"]
+__all__ = ["FAULTS", "ForkedWorker", "forked_workers"]
 
 _POLL_SECONDS = 0.01
+FAULTS = "LACONIC_TEST_FAULTS"
+"""Environment variable with the faults that the processes meet (tests/trust/faults.py)."""
 
 
 class ForkedWorker:
@@ -53,6 +55,10 @@ class ForkedWorker:
                 os.closerange(3, 1024)
                 os.environ.clear()
                 os.environ |= env
+                if FAULTS in env:
+                    from tests.trust.faults import install
+
+                    install(env[FAULTS])
                 sys.modules.pop(args[at], None)
                 sys.argv = list(args[at:])
                 runpy.run_module(args[at], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Replicas that differ by one bit are found and named, in runs and in loops of one's own; what has no replica is told."""
+"""Replicas that differ by one bit are found and named, in runs and in loops of one's own."""
 
 from __future__ import annotations
 

@@ -195,6 +195,23 @@ def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path) -> None:
     assert [was_asked_for(each) for each in (saved, too_early, crashed_meanwhile)] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        ("CheckpointError: checkpoint /a/step-00000004: rank 1: No space left on device", 1),
+        ("CheckpointError: checkpoint /a/step-00000004: not there", None),
+        ("CorruptionError: after step 4, replicas differ: rank 1 has other bits than ranks 0 and 2 in w", 1),
+        ("CorruptionError: after step 4, replicas differ: ranks 0 and 1 have different bits, and", None),
+    ],
+)
+def test_what_all_ranks_raise_together_is_the_doing_of_the_one_it_names(
+    text: str, rank: int | None, tmp_path: Path
+) -> None:
+    found = failure_of({number: failure(tmp_path, number, 2, text) for number in (0, 1, 2)}, {0: 4, 1: 4, 2: 4})
+    assert (found.rank, found.kind, found.step) == (rank, "error", 4)
+    assert found.what.startswith("rank 1 (pid 1001 on " if rank else text)
+
+
 def ended(kind: Any, text: str = "", step: int | None = None) -> Failure:
     return Failure(1, "rank 1 ended", kind, text, None, step)
 

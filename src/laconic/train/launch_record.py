@@ -12,12 +12,13 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-__all__ = ["LAUNCH_FILE", "Launch", "Restart", "StepFile", "launch_of_torchrun"]
+__all__ = ["LAUNCH_FILE", "Launch", "Restart", "StepFile", "launch_of_torchrun", "newer_than", "now"]
 
 LAUNCH_FILE = "launch.json"
 """Its name in a run directory, and in the folder where our launcher tells its processes about it."""
@@ -29,14 +30,19 @@ class Restart:
 
     launch: str
     """Id of the launch."""
+    time: str
+    """When the failure was seen, in ISO 8601."""
     reason: str
     """What had happened, with the rank that failed first."""
     rank: int | None = None
-    """That rank; None under torchrun, which tells its processes nothing."""
+    """That rank; None where nothing tells which it was, as under torchrun."""
     step: int | None = None
     """Step, from 1, in which that rank was; None before the first one and under torchrun."""
-    seconds: float | None = None
-    """From the start of the processes to their end; None under torchrun."""
+
+
+def now() -> str:
+    """The time in ISO 8601, to the millisecond."""
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)

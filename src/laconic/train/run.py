@@ -46,7 +46,7 @@ from laconic.train.distributed.parallel_state import ParallelState, make_paralle
 from laconic.train.distributed.replica_votes import ReplicaVotes
 from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
-from laconic.train.launch_record import Launch, Restart, newer_than
+from laconic.train.launch_record import Launch, Restart, newer_than, now
 from laconic.train.memory.forecast import Forecast
 from laconic.train.model import build_model
 from laconic.train.model_source import resolve_defaults
@@ -148,7 +148,13 @@ def _run(
     del plain  # frees it: a stage of a pipeline holds only its own part
     first_step = _restore(training, world, checkpoint)
     if first_step >= config.steps:
-        if world.is_main:
+        if not world.gather(_has_summary(run_dir, first_step))[0]:  # the run was killed after its last checkpoint
+            with RunLogger(config, world, run_dir, first_step) as run_logger:
+                run_logger.recall(training.trainer)
+                summary = run_logger.summary(first_step, training.trainer, model.bf16_nbytes_per_token, 0.0)
+            summary["restarts"] = [asdict(restart) for restart in _restarts(launch, run_dir)]
+            _write_summary(summary, config, world, run_dir, training, data)
+        elif world.is_main:
             print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
         return 0
     if not config.resume:
@@ -463,18 +469,33 @@ def _write_settings(
         copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
 
 
+def _has_summary(run_dir: Path, done: int) -> bool:
+    """Whether summary.json is there and about a run of `done` steps or more."""
+    try:
+        return int(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"]) >= done
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _restarts(launch: Launch | None, run_dir: Path) -> tuple[Restart, ...]:
+    """The restarts of the run so far."""
+    return (launch or Launch("")).in_directory(run_dir).restarts
+
+
 def _record_launch(
     launch: Launch | None, goes_on: bool, world: World, run_dir: Path, checkpoint: Checkpoint | None
 ) -> tuple[Restart, ...]:
     """Write into the run's directory which launch it belongs to; return the restarts of the run so far."""
     if launch is None or not world.is_main:
-        return ()
+        return _restarts(launch, run_dir)
     recorded = launch.in_directory(run_dir)
     if not goes_on:
         names = checkpoint_names(run_dir)
         recorded = replace(recorded, abandoned=newer_than(names, None if checkpoint is None else checkpoint.path.name))
     elif not launch.restarts:  # torchrun tells its processes no reason
-        recorded = replace(recorded, restarts=(*recorded.restarts, Restart(launch.id, "torchrun started it again")))
+        recorded = replace(
+            recorded, restarts=(*recorded.restarts, Restart(launch.id, now(), "torchrun started it again"))
+        )
     recorded.save(run_dir)
     return recorded.restarts
 

@@ -129,8 +129,7 @@ def save_checkpoint(
             allowed()
             if world.is_main:
                 root.mkdir(parents=True, exist_ok=True)
-                for leftover in root.glob(".*-step-*"):
-                    shutil.rmtree(leftover)
+                _clear_leftovers(root)
                 _check_space(root, _nbytes(state))
                 temporary.mkdir()
         try:
@@ -204,7 +203,8 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
 def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str] = ()) -> Checkpoint | None:
     """The newest checkpoint that is good and not among the names `without`, every byte of it verified; None: no such.
 
-    All processes call it together; they share the reading. One that is damaged is logged and passed over.
+    All processes call it together; they share the reading. One that is damaged is logged and passed over. What a save
+    that was cut short has left is put right: `latest` names the found one, and no temporary directory stays.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -221,10 +221,17 @@ def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str]
         raise CheckpointError(error)
     for name in present:
         try:
-            return _verified(root / name, world)
+            found = _verified(root / name, world)
         except CheckpointError as failure:
             if world.is_main:
                 logger.warning("%s; trying the one before", failure)
+            continue
+        if world.is_main:
+            with contextlib.suppress(OSError):  # the next save meets the same, and tells
+                _clear_leftovers(root)
+                if latest_name(run_dir) != name:
+                    _point_latest(root, name)
+        return found
     return None
 
 
@@ -405,6 +412,12 @@ def _publish(temporary: Path, wanted: Path, keep: int) -> Path:
             os.rename(root / name, root / f".old-{name}")  # half of it is no checkpoint
             shutil.rmtree(root / f".old-{name}")
     return final
+
+
+def _clear_leftovers(root: Path) -> None:
+    """Remove what a save that was killed has left behind."""
+    for leftover in root.glob(".*-step-*"):
+        shutil.rmtree(leftover)
 
 
 def _point_latest(root: Path, name: str) -> None:

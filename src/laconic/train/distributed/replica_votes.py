@@ -76,8 +76,8 @@ class ReplicaVotes:
         if error is not None:
             before = "this was the first vote" if self._last_good is None else f"equal after step {self._last_good}"
             raise CorruptionError(
-                f"after step {done}, {error} ({before}); nothing was saved. Memory or a device may be faulty; go on from "
-                "the last checkpoint, which is from before, with --resume"
+                f"after step {done}, {error} ({before}); nothing was saved. Memory or a device may be faulty; go on "
+                "from the last checkpoint, which is from before, with --resume"
             )
         self._last_good = done
         self._count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ _BYSTANDER_CODES = (EXIT_PEER_LOST, -signal.SIGTERM)
 _MAY_PASS = (CheckpointError, CollectiveError, CorruptionError, TrainingError)
 
 
+_SHARED = (CheckpointError, CorruptionError)
 _Kind = Literal["refused", "error", "killed", "hung", "lost"]
 
 
@@ -28,7 +30,8 @@ _Kind = Literal["refused", "error", "killed", "hung", "lost"]
 class Failure:
     """The end of an attempt's processes by that of one of them."""
 
-    rank: int
+    rank: int | None
+    """None: what happened is not one rank's doing, or nothing tells whose."""
     what: str
     """What happened to it, with rank, process id and host."""
     kind: _Kind
@@ -70,13 +73,20 @@ def failure_of(
     silent = [rank for rank, text in texts.items() if not text or text.startswith(INTERRUPTED)]
     rank = (culprits or (silent if waited else []) or list(failures))[0]
     failure, text, step = failures[rank], texts[rank], (steps or {}).get(rank)
-    who = f"rank {rank} (pid {failure.pid} on {socket.gethostname()}{'' if step is None else f', step {step}'})"
+    who = _who(rank, failure, step)
     timeout = f"rank_timeout_seconds ({timeout_seconds:g} s)" if timeout_seconds else "rank_timeout_seconds"
 
     def found(what: str, kind: _Kind, error: LaconicError | None = None) -> Failure:
         return Failure(rank, f"{who} {what}", kind, text or f"exit code {failure.exitcode}", error, step)
 
     error = _laconic_error(text)
+    if isinstance(error, _SHARED):  # all processes raise it together; it says whose it is
+        named = re.search(r": rank (\d+)(?::| has other bits)", text)
+        if named is None:
+            return Failure(None, text, "error", text, error, step)
+        rank = int(named[1])
+        who = _who(rank, failures.get(rank, failure), step)
+        return Failure(rank, f"{who} failed ({text})", "error", text, error, step)
     if error is not None:
         return found(f"failed ({text})", "error" if isinstance(error, _MAY_PASS) else "refused", error)
     if rank in stopped:
@@ -94,6 +104,10 @@ def failure_of(
         hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
         return found(f"was killed by {name}{hint}", "killed")
     return found(f"failed with exit code {failure.exitcode}" + (f" ({text})" if text else ""), "error")
+
+
+def _who(rank: int, failure: ProcessFailure, step: int | None) -> str:
+    return f"rank {rank} (pid {failure.pid} on {socket.gethostname()}{'' if step is None else f', step {step}'})"
 
 
 def why_no_restart(failure: Failure, earlier: list[Failure], restarts: int) -> str | None:

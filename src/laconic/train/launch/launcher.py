@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_rendezvous
 from laconic.train.launch.scratch import scratch_folder
 from laconic.train.launch.worker import leave, work
 from laconic.train.launch.workers import Workers
-from laconic.train.launch_record import Launch, Restart, launch_of_torchrun
+from laconic.train.launch_record import Launch, Restart, launch_of_torchrun, now
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
 from laconic.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, STOP_SIGNAL, StopRequest
 
@@ -110,7 +109,6 @@ def _launch_workers(config: TrainConfig) -> int:
             folder = scratch / str(len(failures))
             folder.mkdir()
             launch.save(folder)
-            began = time.monotonic()
             ending = _attempt(config, folder, requests)
             if isinstance(ending, int):
                 return ending
@@ -125,7 +123,7 @@ def _launch_workers(config: TrainConfig) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            restart = Restart(launch.id, ending.what, ending.rank, ending.step, round(time.monotonic() - began, 3))
+            restart = Restart(launch.id, now(), ending.what, ending.rank, ending.step)
             launch = replace(launch, restarts=(*launch.restarts, restart))
 
 

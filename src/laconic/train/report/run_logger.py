@@ -10,6 +10,7 @@ from typing import Any
 
 from laconic.collectives import audit
 from laconic.cost.sizes import format_nbytes
+from laconic.errors import CheckpointError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 from laconic.train.memory.check import MemoryCheck
@@ -78,6 +79,18 @@ class RunLogger:
             apart = ("validation_loss", "validation_accuracy")
             self._metrics.write(done, **{name: self._last[name] for name in self._last if name not in apart})
         self._progress.update(done, self._last)
+
+    def recall(self, trainer: Trainer) -> None:
+        """Take the steps of metrics.jsonl for those of this process, where a run has none left to do."""
+        steps = [row for row in read_metrics(self._run_dir) if "loss" in row]
+        if not steps:
+            raise CheckpointError(f"{self._run_dir} has no metrics.jsonl with the steps of its last checkpoint")
+        self._step_seconds = [float(row["step_seconds"]) for row in steps]
+        self._wire = [(row["wire_nbytes"] or 0, row["wire_raw_nbytes"] or 0) for row in steps]
+        self._num_skipped = steps[-1]["skipped_steps"]
+        for row in read_metrics(self._run_dir):
+            self._last |= row
+        trainer.saved_nbytes = steps[-1]["saved_nbytes"]
 
     def memory(self, check: MemoryCheck) -> None:
         """Log the planner's prediction for this process and the measurement."""
