@@ -54,7 +54,7 @@ class Seen:
 
     kind: str
     fault: Fault
-    seconds: float
+    seconds: float | None
 
 
 def faults(rng: random.Random, number: int) -> list[Fault]:
@@ -106,7 +106,7 @@ def report(seen: Sequence[Seen], num_runs: int, seed: int, minutes: float) -> st
         rows = [one for one in seen if one.fault.action == action]
         if rows:
             moments = sorted({one.fault.moment for one in rows})
-            seconds = [one.seconds for one in rows]
+            seconds = [one.seconds for one in rows if one.seconds is not None] or [float("nan")]
             lines.append(
                 f"| {action} | {', '.join(moments)} | {len(rows)} | {statistics.median(seconds):.2f} | "
                 f"{max(seconds):.2f} |"

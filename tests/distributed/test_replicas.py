@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.errors import ConfigError, CorruptionError
+from laconic.formats.digest import digest
 from laconic.formats.shards import local_part
-from laconic.replicas import digest
 from laconic.train.distributed.world import World
 from laconic.train.report.run_dir import checkpoint_names
 from laconic.train.trainer import Trainer

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laconic.train import trainer as trainer_module
 from laconic.train.checkpoint import save_load
@@ -151,8 +152,7 @@ def _arm(fault: Fault, act: Callable[[], None]) -> None:
         case "reduce":
             before(World, "sum")
         case "update":
-            hook = torch.optim.optimizer.register_optimizer_step_post_hook
-            hook(lambda *_: act() if current["step"] >= fault.step else None)
+            register_optimizer_step_post_hook(lambda *_: act() if current["step"] >= fault.step else None)
         case "shards":
             before(save_load, "save")
         case "manifest":

@@ -65,14 +65,13 @@ def undisturbed(folder: Path, kind: str) -> Path:
 class Outcome:
     """What came of a trial."""
 
-    seconds: list[float] = field(default_factory=list)
-    """From each fault to the moment it was seen: by the launcher, or, of the launcher's death, by its processes."""
+    seconds: list[float | None] = field(default_factory=list)
+    """From each fault to the moment it was seen: by the launcher, or, of the launcher's death, by its processes. None:
+    the launcher was killed before anybody could write it down."""
     faults: list[Fault] = field(default_factory=list)
     """Those that happened."""
     reasons: list[str] = field(default_factory=list)
     """What was said of each."""
-    lost_steps: list[int] = field(default_factory=list)
-    """Steps that were done again, for each fault."""
 
 
 class Trial:
@@ -97,6 +96,8 @@ class Trial:
             self.endings.append(ending)
             happened = self._happened(number)
             self._check_named(happened, ending)
+            if ending.code == -9:
+                self._wait_for_orphans(number)
             remaining = remaining[len(happened) :]
             if not (happened and happened[-1][0].action == "launcher"):
                 break
@@ -118,10 +119,7 @@ class Trial:
         if faults:
             variables |= {FAULTS: dump(list(faults), log)}
         command = ForkedCommand(arguments, self._scratch / f"printed-{number}", variables)
-        ending = command.finish(240)
-        if ending.code == -9:
-            self._wait_for_orphans(number)
-        return ending
+        return command.finish(240)
 
     def _log(self, number: int) -> Path:
         return self._scratch / f"log-{number}"
@@ -149,7 +147,8 @@ class Trial:
         said = [line for line in ending.err.splitlines() if "; restart " in line and line.startswith("laconic: ")]
         by_launcher = [(fault, at) for fault, at in happened if fault.action != "launcher"]
         assert len(said) == len(by_launcher), (by_launcher, ending.err)
-        record = json.loads((self._run_dir / "launch.json").read_text())["restarts"] if ending.code == 0 else []
+        file = self._run_dir / "launch.json"
+        record = json.loads(file.read_text())["restarts"] if file.exists() else []
         times = {restart["reason"]: restart["time"] for restart in record}
         for (fault, at), line in zip(by_launcher, said, strict=True):
             culprit = _CULPRIT.search(line)
@@ -159,8 +158,8 @@ class Trial:
             reason = line.removeprefix("laconic: ").partition("; restart ")[0]
             self.outcome.faults.append(fault)
             self.outcome.reasons.append(reason)
-            if reason in times:
-                self.outcome.seconds.append(datetime.fromisoformat(times[reason]).timestamp() - at)
+            seen = datetime.fromisoformat(times[reason]).timestamp() if reason in times else None
+            self.outcome.seconds.append(None if seen is None else seen - at)
 
     def _check_nothing_is_left(self, shared: set[str]) -> None:
         """No process, no file, no shared memory, no lock."""
