@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ from laconic.train.report.run_dir import latest_name
 from laconic.train.tasks.language_modeling import LanguageModeling
 from laconic.train.trainer import Trainer
 from tests.distributed.pair import FSDP, SMOOTH, Pair
-from tests.distributed.processes import environment, finish, free_port, num_steps, run_joined, start, wait_until
+from tests.distributed.processes import (
+    ForkedCommand,
+    environment,
+    finish,
+    free_port,
+    num_steps,
+    rank_environment,
+    run_joined,
+    start,
+    wait_until,
+)
 from tests.distributed.spread import SMOOTH_QWEN
 from tests.train.runs import losses, resumed, tiny_config
 
@@ -183,3 +194,32 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
     assert list(losses(config.run_dir)) == list(range(1, 201))
     assert re.search(r"resumed after step \d+", ending.err + ending.out)
     assert torch.isfinite(torch.tensor(summary["loss"]))
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run", {"steps": 60, "eval_every": 0, "checkpoint.every": 5})
+    save_config(config, tmp_path / "config.toml")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")]
+    torchrun = start(command, environment(PYTHONWARNINGS="default"))
+    wait_until(lambda: num_steps(config.run_dir) >= 12, timeout_seconds=240)
+    workers = psutil.Process(torchrun.pid).children()
+    workers[1].kill()
+    ending = finish(torchrun)
+    assert ending.code == 0, ending.err
+    assert list(losses(config.run_dir)) == list(range(1, 61))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert [restart["reason"] for restart in summary["restarts"]] == ["torchrun started it again"]
+    assert "resumed after step" in ending.err + ending.out
+
+
+@pytest.mark.slow
+def test_a_run_that_torchrun_may_restart_needs_a_name(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "run")
+    save_config(replace(config, run_dir=None), tmp_path / "config.toml")
+    variables = rank_environment(0, 1, free_port(), TORCHELASTIC_RUN_ID="none", TORCHELASTIC_MAX_RESTARTS="2")
+    command = ["train", "--config", str(tmp_path / "config.toml")]
+    ending = ForkedCommand(command, tmp_path / "printed", variables).finish(120)
+    assert ending.code == 2
+    assert "run_dir is not set, but torchrun may start the processes again" in ending.err

@@ -149,6 +149,10 @@ TIMED_OUT = "RuntimeError: gloo/transport/tcp/unbound_buffer.cc:78 Timed out wai
             [(0, EXIT_PEER_LOST, TIMED_OUT), (1, EXIT_PEER_LOST, INTERRUPTED + "data.py:7 in read")],
             r"rank 1 .* was not there for a collective for rank_timeout_seconds, but at data.py:7 in read",
         ),
+        (
+            [(1, EXIT_PEER_LOST, "RuntimeError: Application timeout caused pair closure"), (0, EXIT_PEER_LOST, None)],
+            "rank 0 .* was not there for a collective",
+        ),
         ([(0, EXIT_PEER_LOST, LOST), (1, EXIT_PEER_LOST, None)], "rank 0 .* lost contact"),
     ],
 )

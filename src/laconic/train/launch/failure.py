@@ -22,6 +22,7 @@ _BYSTANDER_CODES = (EXIT_PEER_LOST, -signal.SIGTERM)
 _MAY_PASS = (CheckpointError, CollectiveError, CorruptionError, TrainingError)
 
 
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 _SHARED = (CheckpointError, CorruptionError)
 _Kind = Literal["refused", "error", "killed", "hung", "lost"]
 
@@ -67,7 +68,7 @@ def failure_of(
     """
     stopped = stopped or {}
     texts = {rank: _recorded(failure) for rank, failure in failures.items()}
-    waited = any("timed out" in text.lower() for text in texts.values())
+    waited = any(_TIMED_OUT.search(text) for text in texts.values())
     culprits = [rank for rank, failure in failures.items() if failure.exitcode not in _BYSTANDER_CODES]
     culprits.sort(key=lambda rank: rank not in stopped)
     silent = [rank for rank, text in texts.items() if not text or text.startswith(INTERRUPTED)]

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["leave", "main", "work"]
 
+# What gloo and NCCL say; the last one is gloo's of a group in which something has timed out before.
+_PEER_LOST_SIGNS = ("gloo/transport", "NCCL", "Application timeout caused pair closure")
+
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -94,7 +97,7 @@ def _is_peer_lost(error: Exception) -> bool:
 
     if isinstance(error, DistError):
         return True
-    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST_SIGNS)
 
 
 def main() -> None:
