@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from laconic.formats import BlockFormat, BlockTensor, Expect, decode, encode, load_zipped
     from laconic.gradients import compress_gradients
     from laconic.optim import AdamW8bit
+    from laconic.replicas import verify_replicas
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "linear_cross_entropy",
     "compress_gradients",
     "zip_collectives",
+    "verify_replicas",
     "advise",
     "AdamW8bit",
     "BlockFormat",
@@ -41,6 +43,7 @@ _HOME = {
     "linear_cross_entropy": "laconic.activations",
     "compress_gradients": "laconic.gradients",
     "zip_collectives": "laconic.collectives.integrations.zip",
+    "verify_replicas": "laconic.replicas",
     "advise": "laconic.advice",
     "AdamW8bit": "laconic.optim",
     "BlockFormat": "laconic.formats",

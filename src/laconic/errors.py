@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
+    "CorruptionError",
     "DataError",
     "FormatError",
     "KernelError",
@@ -59,6 +60,10 @@ class ScheduleError(LaconicError, ValueError):
 
 class CollectiveError(LaconicError, RuntimeError):
     """Another rank ended, stopped or failed in the middle of a collective."""
+
+
+class CorruptionError(LaconicError, RuntimeError):
+    """Replicas that have to hold the same bits do not."""
 
 
 class CheckpointError(LaconicError, RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.collectives.codec import Blockwise, Codec, Raw
@@ -13,6 +13,7 @@ from laconic.formats import BlockFormat
 
 BLOCKWISE = [Blockwise(BlockFormat(code)) for code in ("nf4", "int5", "int8", "uint2")]
 CODECS: list[Codec] = [Raw(), *BLOCKWISE, Blockwise(BlockFormat("int8", 128, torch.float32))]
+CODECS.append(Blockwise(BlockFormat("int8"), checksum=True))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,6 +65,26 @@ def test_damaged_header_of_a_blockwise_message_is_refused() -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FormatError, match="it was damaged or is another's"):
             codec.decode_into(damaged, torch.empty(100))
+
+
+@given(numel=st.integers(1, 700), seed=st.integers(0, 2**31), place=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60, deadline=None)
+def test_any_flipped_bit_of_a_checked_blockwise_message_is_refused(numel: int, seed: int, place: float) -> None:
+    plain = BLOCKWISE[seed % len(BLOCKWISE)]
+    codec = Blockwise(plain.format, checksum=True)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    message = codec.encode(x)
+    assert torch.equal(message[:-8], plain.encode(x))
+    out, expected = torch.empty(numel), torch.empty(numel)
+    codec.decode_into(message, out)
+    plain.decode_into(plain.encode(x), expected)
+    assert torch.equal(out, expected)
+    bit = int(place * 8 * message.numel())
+    message[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(FormatError, match="damaged"):
+        codec.decode_into(message, out)
+    with pytest.raises(FormatError, match="damaged"):
+        codec.decode_add(message, torch.zeros(numel), torch.float32)
 
 
 def test_blockwise_message_of_a_dtype_without_blocks_is_refused() -> None:

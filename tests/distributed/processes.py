@@ -150,7 +150,8 @@ def finish(process: subprocess.Popen[str], timeout_seconds: float = 280) -> Endi
 
 
 class ForkedCommand:
-    """`laconic ARGUMENTS` in a process forked like those of `run_ranks`: it does not import torch again.
+    """`laconic ARGUMENTS` in a process forked like those of `run_ranks`: it does not import torch again, and neither do
+    the processes that `laconic train` starts.
 
     For commands of which only what they do counts; whether a fresh interpreter finds the command is for `start`.
     """
@@ -163,9 +164,25 @@ class ForkedCommand:
         self._process = forkserver_context().Process(target=_command, args=(arguments, folder, dict(variables)))
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
     def kill(self) -> None:
         """Send SIGKILL."""
         self._process.kill()
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def finish(self, timeout_seconds: float = 280) -> Ending:
         """Wait for the end; the exit code (negative: the signal that killed it) and what was printed."""
@@ -186,7 +203,11 @@ def _command(arguments: list[str], folder: Path, variables: dict[str, str]) -> N
     os.chdir(ROOT)
     os.environ.clear()
     os.environ |= variables
-    sys.exit(main(arguments))
+    tempfile.tempdir = None  # TMPDIR may be another one now
+    from tests.distributed.forked_workers import forked_workers
+
+    with forked_workers():
+        sys.exit(main(arguments))
 
 
 def start_training(config: TrainConfig, file: Path) -> subprocess.Popen[str]:

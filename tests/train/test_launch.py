@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from laconic.errors import ConfigError, DataError, TrainingError
+from laconic.errors import ConfigError, CorruptionError, DataError, TrainingError
 from laconic.train.distributed import world
 from laconic.train.distributed.world import RankInfo, read_environment
 from laconic.train.launch import launcher as launch_module
-from laconic.train.launch.launcher import _explain, launch
-from laconic.train.signals import EXIT_PEER_LOST, STOP_SIGNAL
+from laconic.train.launch.failure import Failure, failure_of, was_asked_for, why_no_restart
+from laconic.train.launch.launcher import _give_up, launch
+from laconic.train.signals import EXIT_PEER_LOST, INTERRUPTED, STOP_SIGNAL
 from tests.distributed.processes import run_ranks
 from tests.train.runs import tiny_config
 
@@ -144,45 +145,109 @@ TIMED_OUT = "RuntimeError: gloo/transport/tcp/unbound_buffer.cc:78 Timed out wai
         ([(1, 1, "ZeroDivisionError: oh"), (0, EXIT_PEER_LOST, LOST)], r"rank 1 .* code 1 \(ZeroDivisionError: oh\)"),
         ([(0, EXIT_PEER_LOST, TIMED_OUT), (1, -9, None)], "rank 1 .* did not answer within rank_timeout_seconds"),
         ([(0, EXIT_PEER_LOST, TIMED_OUT), (1, EXIT_PEER_LOST, TIMED_OUT)], "rank 0 .* lost contact .* Timed out"),
+        (
+            [(0, EXIT_PEER_LOST, TIMED_OUT), (1, EXIT_PEER_LOST, INTERRUPTED + "data.py:7 in read")],
+            r"rank 1 .* was not there for a collective for rank_timeout_seconds, but at data.py:7 in read",
+        ),
+        (
+            [(1, EXIT_PEER_LOST, "RuntimeError: Application timeout caused pair closure"), (0, EXIT_PEER_LOST, None)],
+            "rank 0 .* was not there for a collective",
+        ),
+        ([(0, EXIT_PEER_LOST, LOST), (1, EXIT_PEER_LOST, None)], "rank 0 .* lost contact"),
     ],
 )
 def test_the_culprit_is_named(
     ends: list[tuple[int, int, str | None]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = {rank: failure(tmp_path, rank, code, error) for rank, code, error in ends}
-    assert _explain(failures, [], tmp_path) == 1
+    assert _give_up(failure_of(failures), "", tiny_config(tmp_path, "run"), tmp_path) == 1
     said = capsys.readouterr().err
     assert re.search(message, said)
     assert "no checkpoint had been saved" in said
 
 
+def test_a_rank_that_did_not_run_is_the_culprit_whatever_the_others_did(tmp_path: Path) -> None:
+    failures = {0: failure(tmp_path, 0, 1, "RuntimeError: oh"), 1: failure(tmp_path, 1, -9)}
+    found = failure_of(failures, {0: 4, 1: 3}, {1: 2.0})
+    assert (found.rank, found.kind, found.step) == (1, "hung", 3)
+    assert re.fullmatch(r"rank 1 \(pid 1001 on .*, step 3\) was stopped for 2.0 s and was killed", found.what)
+
+
 def test_the_last_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step-00000040\n")
-    assert _explain({0: failure(tmp_path, 0, -9)}, [], tmp_path) == 1
+    killed = failure_of({0: failure(tmp_path, 0, -9)})
+    assert _give_up(killed, "", tiny_config(tmp_path, "run"), tmp_path) == 1
     said = capsys.readouterr().err
     assert f"continue after step-00000040 with: laconic train --resume --run-dir {tmp_path}" in said
 
 
-@pytest.mark.parametrize("cls", [DataError, TrainingError, ConfigError])
+@pytest.mark.parametrize("cls", [DataError, TrainingError, ConfigError, CorruptionError])
 def test_an_error_of_ours_is_raised_here_as_it_was_there(cls: type[Exception], tmp_path: Path) -> None:
     failures = {
         0: failure(tmp_path, 0, EXIT_PEER_LOST, LOST),
         1: failure(tmp_path, 1, 2, f"{cls.__name__}: the data: is empty"),
     }
     with pytest.raises(cls, match=r"^the data: is empty$"):
-        _explain(failures, [], tmp_path)
+        _give_up(failure_of(failures), "", tiny_config(tmp_path, "run"), tmp_path)
 
 
-def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_that_was_asked_for_is_no_failure(tmp_path: Path) -> None:
     saved = {rank: failure(tmp_path, rank, code) for rank, code in ((0, 130), (1, 130), (2, -signal.SIGTERM))}
-    assert _explain(saved, [143], tmp_path) == 143
-    assert capsys.readouterr().err == ""
     too_early = {0: failure(tmp_path, 0, -STOP_SIGNAL), 1: failure(tmp_path, 1, EXIT_PEER_LOST)}
-    assert _explain(too_early, [130], tmp_path) == 130
-    assert "nothing was saved" in capsys.readouterr().err
     crashed_meanwhile = {0: failure(tmp_path, 0, 130), 1: failure(tmp_path, 1, -signal.SIGSEGV)}
-    assert _explain(crashed_meanwhile, [130], tmp_path) == 1
+    assert [was_asked_for(each) for each in (saved, too_early, crashed_meanwhile)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        ("CheckpointError: checkpoint /a/step-00000004: rank 1: No space left on device", 1),
+        ("CheckpointError: checkpoint /a/step-00000004: not there", None),
+        ("CorruptionError: after step 4, replicas differ: rank 1 has other bits than ranks 0 and 2 in w", 1),
+        ("CorruptionError: after step 4, replicas differ: ranks 0 and 1 have different bits, and", None),
+    ],
+)
+def test_what_all_ranks_raise_together_is_the_doing_of_the_one_it_names(
+    text: str, rank: int | None, tmp_path: Path
+) -> None:
+    found = failure_of({number: failure(tmp_path, number, 2, text) for number in (0, 1, 2)}, {0: 4, 1: 4, 2: 4})
+    assert (found.rank, found.kind, found.step) == (rank, "error", 4)
+    assert found.what.startswith("rank 1 (pid 1001 on " if rank else text)
+
+
+def ended(kind: Any, text: str = "", step: int | None = None) -> Failure:
+    return Failure(1, "rank 1 ended", kind, text, None, step)
+
+
+@pytest.mark.parametrize(
+    ("last", "earlier", "reason"),
+    [
+        (ended("killed"), [], None),
+        (ended("hung", step=3), [ended("hung", step=3)], None),
+        (ended("killed"), [ended("killed")] * 3, r"restarts \(3\) used up"),
+        (ended("refused", "ConfigError: no"), [], "refused again"),
+        (ended("refused", "DataError: gone", 7), [ended("killed")], "refused again"),
+        (ended("error", "ValueError: oh"), [], "before the first step"),
+        (ended("error", "ValueError: oh", 5), [], None),
+        (ended("error", "ValueError: oh", 5), [ended("error", "ValueError: oh", 5)], "again in the same place"),
+        (ended("error", "ValueError: oh", 6), [ended("error", "ValueError: oh", 5)], None),
+        (ended("error", "ValueError: oh", 5), [ended("error", "exit code 3", 5)], None),
+        # A checkpoint that cannot be read after a kill is an error before the first step, and not the first failure.
+        (ended("error", "CheckpointError: no"), [ended("killed", step=5)], None),
+    ],
+)
+def test_what_may_pass_is_tried_again_and_nothing_else(
+    last: Failure, earlier: list[Failure], reason: str | None
+) -> None:
+    found = why_no_restart(last, earlier, 3)
+    assert found is None if reason is None else re.search(reason, found or "")
+
+
+def test_why_it_is_not_tried_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, "run", {"restarts": 3})
+    assert _give_up(ended("killed"), "that is restarts (3) used up", config, tmp_path) == 1
+    assert "no further restart: that is restarts (3) used up" in capsys.readouterr().err
 
 
 def _join_with_threads(rank: int, local_world_size: int, variable: str | None, wanted: int) -> None:

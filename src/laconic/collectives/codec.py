@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laconic.errors import ConfigError, FormatError
 from laconic.formats import BlockFormat, BlockTensor, lossless
+from laconic.formats.digest import DIGEST_NBYTES, digest
 from laconic.ops import lossless_decode_, lossless_decode_add_, lossless_encode
 from laconic.ops.lossless import DTYPE_NUMBERS, EXPONENT_DTYPES, HEADER_NBYTES, TOO_LONG, DamagedMessage, Status
 
@@ -349,16 +350,18 @@ class Blockwise(_Whole):
 
     A message, little-endian: magic "LCNQ", u8 version, u8 dtype of the values, u8 dtype of the scales (0 float32,
     1 bfloat16, 2 float16), u8 0, u16 block size, u16 0, u32 0, u64 numel, 8 bytes name of the code; then scales, then
-    codes, both as in docs/formats.md.
+    codes, both as in docs/formats.md. With a checksum 8 bytes follow, the `laconic.formats.digest` of scales and codes.
     """
 
     format: BlockFormat
+    checksum: bool = False
+    """Whether a message whose scales or codes have changed on their way is refused; headers are always compared."""
 
     @property
     def name(self) -> str:
-        """Name of the block format: code, block size, dtype of scales."""
+        """Name of the block format: code, block size, dtype of scales; whether messages are checked."""
         scale = str(self.format.scale_dtype).removeprefix("torch.")
-        return f"{self.format.code}-b{self.format.block_size}-{scale}"
+        return f"{self.format.code}-b{self.format.block_size}-{scale}{'-checked' if self.checksum else ''}"
 
     @property
     def lossless(self) -> bool:
@@ -366,11 +369,11 @@ class Blockwise(_Whole):
         return False
 
     def max_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Length of every message: header, scales and codes."""
-        return _BLOCKWISE_HEADER.size + self.format.nbytes((numel,))
+        """Length of every message: header, scales and codes, and the checksum if there is one."""
+        return _BLOCKWISE_HEADER.size + self.format.nbytes((numel,)) + self._trailer_nbytes
 
     def capacity_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Length of every message: header, scales and codes."""
+        """Length of every message, as `max_nbytes`."""
         return self.max_nbytes(numel, dtype)
 
     def encode(self, x: Tensor) -> Tensor:
@@ -386,13 +389,15 @@ class Blockwise(_Whole):
         scales, codes = self._parts(message, x.numel())
         scales.copy_(bytes_of(quantized.scales))
         codes.copy_(quantized.codes)
+        if self.checksum:
+            message[-DIGEST_NBYTES:] = bytes_of(self._sum(message))
         return message
 
     def decode_into(self, message: Tensor, out: Tensor) -> None:
         """Dequantize into `out`.
 
         Raises:
-            FormatError: length or header are not those of a message for `out`.
+            FormatError: length, header or checksum are not those of a message for `out`.
         """
         out.copy_(self._values(message, out.numel(), out.dtype))
 
@@ -400,7 +405,7 @@ class Blockwise(_Whole):
         """Dequantize to `dtype` and add to `total`.
 
         Raises:
-            FormatError: length or header are not those of a message for `total` in `dtype`.
+            FormatError: length, header or checksum are not those of a message for `total` in `dtype`.
         """
         total.add_(self._values(message, total.numel(), dtype))
 
@@ -412,6 +417,11 @@ class Blockwise(_Whole):
             raise FormatError(
                 f"the message's header is {found.hex()}, but {self.name} of {numel} {dtype} begins with"
                 f" {expected.hex()}; it was damaged or is another's"
+            )
+        if self.checksum and not torch.equal(bytes_of(self._sum(message)), message[-DIGEST_NBYTES:]):
+            raise FormatError(
+                f"scales or codes of a {self.name} message of {numel} {dtype} do not have the checksum behind them; "
+                "the message was damaged on its way"
             )
         scales, codes = self._parts(message, numel)
         # The scales are copied: a view of bytes as numbers needs an aligned start.
@@ -438,5 +448,17 @@ class Blockwise(_Whole):
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         scales_nbytes = self.format.nbytes((numel,)) - -(-numel * self.format.bits // 8)
-        body = message[_BLOCKWISE_HEADER.size :]
+        body = self._body(message)
         return body[:scales_nbytes], body[scales_nbytes:]
+
+    @property
+    def _trailer_nbytes(self) -> int:
+        return DIGEST_NBYTES if self.checksum else 0
+
+    def _body(self, message: Tensor) -> Tensor:
+        """Scales and codes of a message."""
+        return message[_BLOCKWISE_HEADER.size : message.numel() - self._trailer_nbytes]
+
+    def _sum(self, message: Tensor) -> Tensor:
+        """The checksum of a message's scales and codes, int64 [1]."""
+        return digest(self._body(message)).view(1)

@@ -10,8 +10,9 @@ import copy
 import json
 import logging
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,7 +26,13 @@ import laconic
 from laconic.activations import Report, saved_nbytes_per_token
 from laconic.activations.loss import TILES
 from laconic.errors import ConfigError, TrainingError
-from laconic.train.checkpoint.save_load import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from laconic.train.checkpoint.save_load import (
+    Checkpoint,
+    find_checkpoint,
+    load_checkpoint,
+    newest_good_checkpoint,
+    save_checkpoint,
+)
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.plan import activation_plan, check_plan, load_plan
 from laconic.train.config.schema import TrainConfig
@@ -37,8 +44,10 @@ from laconic.train.distributed import comm_compression
 from laconic.train.distributed.consistency import check_agreement
 from laconic.train.distributed.data_parallel import autocast, wrap_model
 from laconic.train.distributed.parallel_state import ParallelState, make_parallel_state
+from laconic.train.distributed.replica_votes import ReplicaVotes
 from laconic.train.distributed.world import World
 from laconic.train.gradients import make_gradients
+from laconic.train.launch_record import Launch, Restart, newer_than, now
 from laconic.train.memory.forecast import Forecast
 from laconic.train.model import build_model
 from laconic.train.model_source import resolve_defaults
@@ -48,7 +57,14 @@ from laconic.train.moe.router_balance import Routers, watch_routers
 from laconic.train.moe.setup import SpreadExperts, check_experts, spread_experts
 from laconic.train.pipeline import Pipeline
 from laconic.train.report.metrics import check_tensorboard
-from laconic.train.report.run_dir import PREPROCESSOR_FILE, check_run_dir, claim_run_dir, copy_tokenizer, write_json
+from laconic.train.report.run_dir import (
+    PREPROCESSOR_FILE,
+    check_run_dir,
+    checkpoint_names,
+    claim_run_dir,
+    copy_tokenizer,
+    write_json,
+)
 from laconic.train.report.run_logger import RunLogger, closing_words
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
@@ -78,8 +94,22 @@ _FORMERLY = {"optimizer.kind": "adamw"}
 """Values, in the runs that wrote them, of settings that older checkpoints do not name."""
 
 
-def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
+def run(
+    config: TrainConfig,
+    world: World,
+    stop: StopRequest,
+    launch: Launch | None = None,
+    begin_step: Callable[[int], None] | None = None,
+) -> int:
     """Train as `config` says; all processes call it together.
+
+    Args:
+        config: of the run.
+        world: the processes.
+        stop: asks this process to stop.
+        launch: what has started the processes. A run in `config.run_dir` that the same launch has begun goes on, from
+            the newest good checkpoint or from the beginning.
+        begin_step: called with the number of each step, from 1, when it begins.
 
     Returns:
         The exit code: 0, or the stop request's.
@@ -88,10 +118,11 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         ConfigError, DataError, ModelError, FormatError, PlanError, CheckpointError: a setting, the data, the model, the
             plan or the checkpoint cannot be used.
         TrainingError: loss or gradients stay non-finite, or a file cannot be read or written.
+        CorruptionError: replicas do not hold the same bits.
     """
     try:
         with RunLock() as lock:
-            return _run(config, world, stop, lock)
+            return _run(config, world, stop, lock, launch, begin_step or (lambda step: None))
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError):
             raise
@@ -101,30 +132,49 @@ def run(config: TrainConfig, world: World, stop: StopRequest) -> int:
         ) from error
 
 
-def _run(config: TrainConfig, world: World, stop: StopRequest, lock: RunLock) -> int:
+def _run(
+    config: TrainConfig,
+    world: World,
+    stop: StopRequest,
+    lock: RunLock,
+    launch: Launch | None,
+    begin_step: Callable[[int], None],
+) -> int:
     """Prepare, train and sum up. Everything that can be refused is refused before anything is written."""
     started = time.monotonic()
-    config, parallel_state, run_dir = _check_settings(config, world, lock)
+    config, parallel_state, run_dir, goes_on = _check_settings(config, world, lock, launch)
     data = _load_data(config, world)
     plain = _build_model(config, world, parallel_state, data)
     model = _convert_model(plain, config, world, parallel_state, data)
     identity = _identity(config, data.fingerprint)
-    checkpoint = _find_start(config, world, run_dir, identity)
+    checkpoint = _find_start(config, world, run_dir, identity, launch if goes_on else None)
     training = _make_trainer(plain, model, config, world, parallel_state, data, checkpoint)
     del plain  # frees it: a stage of a pipeline holds only its own part
     first_step = _restore(training, world, checkpoint)
     if first_step >= config.steps:
-        if world.is_main:
+        if not world.gather(_has_summary(run_dir, first_step))[0]:  # the run was killed after its last checkpoint
+            with RunLogger(config, world, run_dir, first_step) as run_logger:
+                run_logger.recall(training.trainer)
+                summary = run_logger.summary(first_step, training.trainer, model.bf16_nbytes_per_token, 0.0)
+            summary["restarts"] = [asdict(restart) for restart in _restarts(launch, run_dir)]
+            _write_summary(summary, config, world, run_dir, training, data)
+        elif world.is_main:
             print(f"{run_dir} has done {first_step} of {config.steps} steps; raise steps to train it further")
         return 0
-    _write_settings(config, world, lock, run_dir, model, data)
+    if not config.resume:
+        claim_run_dir(lock, run_dir, False, world)
+    restarts = _record_launch(launch, goes_on, world, run_dir, checkpoint)
+    _write_settings(config, world, run_dir, model, data)
     saver = _Saver(config, world, lock, run_dir, training, identity, model.texts)
     with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
         stop.armed = True
         training.trainer.rebuild_ddp_buckets()
         _announce(training, model, run_logger, first_step)
-        done, stopped = _steps(config, training, run_logger, stop, first_step, saver)
+        if restarts and goes_on:
+            run_logger.message(f"restart {len(restarts)} of this run: {restarts[-1].reason}")
+        done, stopped = _steps(config, training, run_logger, stop, first_step, saver, begin_step)
     summary = run_logger.summary(done, training.trainer, model.bf16_nbytes_per_token, time.monotonic() - started)
+    summary["restarts"] = [asdict(restart) for restart in restarts]
     _write_summary(summary, config, world, run_dir, training, data)
     return stop.exit_code if stopped else 0
 
@@ -171,6 +221,8 @@ class _Training:
     experts: SpreadExperts | None
     messages: list[str]
     """Lines for the log: how processes communicate."""
+    votes: ReplicaVotes
+    """Compares replicas bit by bit."""
     comm_state: str | None
     """State of the comm compression, for checkpoints; None if there is nothing to keep."""
 
@@ -207,8 +259,13 @@ class _Saver:
             )
 
 
-def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[TrainConfig, ParallelState, Path]:
-    """Complete settings from the model directory, and refuse what these processes or this machine cannot do."""
+def _check_settings(
+    config: TrainConfig, world: World, lock: RunLock, launch: Launch | None
+) -> tuple[TrainConfig, ParallelState, Path, bool]:
+    """Complete settings from the model directory, and refuse what these processes or this machine cannot do.
+
+    Returns settings, groups, the run's directory, and whether `launch` goes on with a run that it has begun itself.
+    """
     with _log_on_stderr(world):
         config = resolve_defaults(config)
     check_agreement(config, world)
@@ -217,10 +274,20 @@ def _check_settings(config: TrainConfig, world: World, lock: RunLock) -> tuple[T
     _check_batch(config, parallel_state)
     if config.tensorboard:
         check_tensorboard()
-    run_dir = check_run_dir(config, world)
+    if launch is not None and config.run_dir is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigError(
+            "run_dir is not set, but torchrun may start the processes again (--max-restarts), which must find the run "
+            "then; give it a name with --run-dir"
+        )
+    goes_on = False
+    if launch is not None and config.run_dir is not None:
+        goes_on = bool(world.gather(launch.began(Path(config.run_dir)))[0])
+    if goes_on:
+        config = replace(config, resume=True, checkpoint=replace(config.checkpoint, load=None))
+    run_dir = check_run_dir(config, world, own=goes_on)
     if config.resume:  # no other run may write there from now on; a new directory is claimed when it is made
-        claim_run_dir(lock, run_dir, True, world)
-    return config, parallel_state, run_dir
+        claim_run_dir(lock, run_dir, True, world, own=goes_on)
+    return config, parallel_state, run_dir, goes_on
 
 
 def _load_data(config: TrainConfig, world: World) -> _Data | ImageCorpus:
@@ -309,12 +376,24 @@ def _make_task(config: TrainConfig, data: _Data | ImageCorpus, chunked_loss: boo
     return LanguageModeling(data.train, data.validation, config.seed, chunked_loss)
 
 
-def _find_start(config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any]) -> Checkpoint | None:
-    """Find the checkpoint that the run continues from; None for a new run."""
+def _find_start(
+    config: TrainConfig, world: World, run_dir: Path, identity: dict[str, Any], launch: Launch | None
+) -> Checkpoint | None:
+    """Find the checkpoint that the run continues from; None for a new run.
+
+    A `launch` that goes on with its own run takes the newest checkpoint that is good, or none.
+    """
     if not config.resume:
         return None
-    name = None if config.checkpoint.load is None else str(config.checkpoint.load)
-    checkpoint = find_checkpoint(run_dir, world, name)
+    checkpoint: Checkpoint | None
+    if launch is not None:
+        with _log_on_stderr(world):
+            checkpoint = newest_good_checkpoint(run_dir, world, launch.in_directory(run_dir).abandoned)
+        if checkpoint is None:
+            return None
+    else:
+        name = None if config.checkpoint.load is None else str(config.checkpoint.load)
+        checkpoint = find_checkpoint(run_dir, world, name)
     _check_identity(identity, checkpoint.identity, checkpoint.path)
     return checkpoint
 
@@ -357,7 +436,8 @@ def _make_trainer(
     split = () if pipeline is None else pipeline.split
     forecast = Forecast(config, parallel_state, model.config, trainer, model.plan, split, model.chunked_loss)
     sends = [] if pipeline is None else [pipeline.sends]
-    return _Training(trainer, forecast, model.routers, model.experts, [*messages, *sends], comm_state)
+    votes = ReplicaVotes(config, world, parallel_state, wrapped, optimizer, spread)
+    return _Training(trainer, forecast, model.routers, model.experts, [*messages, *sends], votes, comm_state)
 
 
 def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -> int:
@@ -373,14 +453,11 @@ def _restore(training: _Training, world: World, checkpoint: Checkpoint | None) -
 def _write_settings(
     config: TrainConfig,
     world: World,
-    lock: RunLock,
     run_dir: Path,
     model: _ConvertedModel,
     data: _Data | ImageCorpus,
 ) -> None:
-    """Make the run directory, unless the run is resumed, and write the files that the run can be repeated from."""
-    if not config.resume:
-        claim_run_dir(lock, run_dir, False, world)
+    """Write the files that the run can be repeated from."""
     if not world.is_main:
         return
     repeatable = replace(config.checkpoint, load=None)
@@ -394,6 +471,37 @@ def _write_settings(
         write_json(run_dir / PREPROCESSOR_FILE, preprocessor_config(data))
     else:
         copy_tokenizer(load_tokenizer(config.data.tokenizer or "bytes", config.data.end_of_document), run_dir)
+
+
+def _has_summary(run_dir: Path, done: int) -> bool:
+    """Whether summary.json is there and about a run of `done` steps or more."""
+    try:
+        return int(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"]) >= done
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _restarts(launch: Launch | None, run_dir: Path) -> tuple[Restart, ...]:
+    """The restarts of the run so far."""
+    return (launch or Launch("")).in_directory(run_dir).restarts
+
+
+def _record_launch(
+    launch: Launch | None, goes_on: bool, world: World, run_dir: Path, checkpoint: Checkpoint | None
+) -> tuple[Restart, ...]:
+    """Write into the run's directory which launch it belongs to; return the restarts of the run so far."""
+    if launch is None or not world.is_main:
+        return _restarts(launch, run_dir)
+    recorded = launch.in_directory(run_dir)
+    if not goes_on:
+        names = checkpoint_names(run_dir)
+        recorded = replace(recorded, abandoned=newer_than(names, None if checkpoint is None else checkpoint.path.name))
+    elif not launch.restarts:  # torchrun tells its processes no reason
+        recorded = replace(
+            recorded, restarts=(*recorded.restarts, Restart(launch.id, now(), "torchrun started it again"))
+        )
+    recorded.save(run_dir)
+    return recorded.restarts
 
 
 def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger, first_step: int) -> None:
@@ -413,7 +521,13 @@ def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger
 
 
 def _steps(
-    config: TrainConfig, training: _Training, run_logger: RunLogger, stop: StopRequest, first_step: int, saver: _Saver
+    config: TrainConfig,
+    training: _Training,
+    run_logger: RunLogger,
+    stop: StopRequest,
+    first_step: int,
+    saver: _Saver,
+    begin_step: Callable[[int], None],
 ) -> tuple[int, bool]:
     """Run the steps after `first_step`, with evaluations and checkpoints.
 
@@ -422,11 +536,13 @@ def _steps(
 
     Raises:
         TrainingError: loss or gradient was not finite in several steps in a row.
+        CorruptionError: replicas differ.
     """
     skipped_in_a_row = 0
     recorded = recorded_step(first_step, config.steps)
     load_stride = math.ceil(config.steps / _MAX_LOAD_ROWS)
     for done in range(first_step + 1, config.steps + 1):
+        begin_step(done)
         counts = done % load_stride == 0
         result = _step(done, training, run_logger, stop, record=done == recorded, count_loads=counts)
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -438,9 +554,12 @@ def _steps(
             )
         last = done == config.steps
         stopped = result.stop and not last
+        saves = last or stopped or (config.checkpoint.every > 0 and done % config.checkpoint.every == 0)
+        if training.votes.due(done, saves) and (line := training.votes.vote(done)):
+            run_logger.message(line)
         if last or (config.eval_every and done % config.eval_every == 0):
             run_logger.validation(done, training.trainer.evaluate(), training.trainer.validation_accuracy)
-        if last or stopped or (config.checkpoint.every and done % config.checkpoint.every == 0):
+        if saves:
             saver.save(done)
         if stopped:
             return done, True
@@ -493,6 +612,7 @@ def _write_summary(
     data: _Data | ImageCorpus,
 ) -> None:
     """Complete `summary`, write summary.json and print the closing words."""
+    summary["verify"] = training.votes.summary()
     summary["moe"] = None if training.experts is None else training.experts.summary()
     if world.is_main:
         # Losses of runs with other tokenizers are compared per byte of text.

@@ -7,16 +7,30 @@ has seconds to go. A process waiting inside a collective runs no Python signal h
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_PEER_LOST", "EXIT_TERMINATED", "STOP_SIGNAL", "StopRequest", "listen_to_launcher"]
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "EXIT_PEER_LOST",
+    "EXIT_TERMINATED",
+    "INTERRUPTED",
+    "STOP_SIGNAL",
+    "StopRequest",
+    "listen_to_launcher",
+]
 
 EXIT_INTERRUPTED = 130
 """Exit code after SIGINT, by the shell's convention of 128 + signal number: stopped early, and saved."""
@@ -26,9 +40,12 @@ EXIT_PEER_LOST = 75
 """Exit code of a process that had to stop because another one did."""
 STOP_SIGNAL = signal.SIGUSR1
 """What our launcher sends its processes to ask for a stop."""
+INTERRUPTED = "Interrupted: "
+"""What the error file of a process begins with that left because of another one, before the place where it was."""
 
 _PEER_LOST_GRACE_SECONDS = 3.0
 _PARENT_POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
@@ -85,11 +102,13 @@ def listen_to_launcher(stop: StopRequest) -> None:
     """Start the thread that handles our launcher's signals. Call it before any other thread is started.
 
     SIGUSR1 requests a stop, or ends the process when the loop has not begun. SIGTERM ends it after a short grace unless
-    a stop is under way. The process also ends when the launcher does.
+    a stop is under way. The process also ends when the launcher does: on Linux the kernel kills it, even one that is
+    stopped; elsewhere a thread looks every second.
     """
     signals = {STOP_SIGNAL, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # inherited by all threads, so only sigwait gets them
     launcher = os.getppid()
+    _die_with_parent()
 
     def listen() -> None:
         while True:
@@ -102,6 +121,8 @@ def listen_to_launcher(stop: StopRequest) -> None:
 
     def leave_unless_stopping() -> None:
         if not stop.requested:
+            with contextlib.suppress(Exception):  # it is only for the message
+                _record_place()
             os._exit(EXIT_PEER_LOST)
 
     def watch_launcher() -> None:
@@ -111,3 +132,25 @@ def listen_to_launcher(stop: StopRequest) -> None:
 
     for target in (listen, watch_launcher):
         threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, where the kernel can."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _record_place() -> None:
+    """Write where the main thread is into the error file that torch's elastic agent reads, unless there is one."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    main = threading.main_thread().ident
+    frame = None if main is None else sys._current_frames().get(main)
+    if not file or frame is None or os.path.exists(file):
+        return
+    stack = traceback.extract_stack(frame)
+    ours = [entry for entry in stack if f"{os.sep}laconic{os.sep}" in entry.filename]
+    places = [f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}" for entry in (*ours[-1:], stack[-1])]
+    text = INTERRUPTED + ", ".join(dict.fromkeys(places))
+    details = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+    Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")

@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,14 @@ from laconic.train.distributed.world import World
 from laconic.train.pipeline import LocalChunks
 from laconic.train.report.run_dir import CHECKPOINT_NAME, checkpoint_age, checkpoint_names, latest_name
 
-__all__ = ["Checkpoint", "find_checkpoint", "load_checkpoint", "load_weights", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_weights",
+    "newest_good_checkpoint",
+    "save_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +129,7 @@ def save_checkpoint(
             allowed()
             if world.is_main:
                 root.mkdir(parents=True, exist_ok=True)
-                for leftover in root.glob(".*-step-*"):
-                    shutil.rmtree(leftover)
+                _clear_leftovers(root)
                 _check_space(root, _nbytes(state))
                 temporary.mkdir()
         try:
@@ -192,6 +198,41 @@ def find_checkpoint(run_dir: Path, world: World, name: str | None = None) -> Che
                 f"{good.step}, or export it with --checkpoint {good.path.name}."
             )
         raise CheckpointError(f"{failure}. {advice}") from None
+
+
+def newest_good_checkpoint(run_dir: Path, world: World, without: Collection[str] = ()) -> Checkpoint | None:
+    """The newest checkpoint that is good and not among the names `without`, every byte of it verified; None: no such.
+
+    All processes call it together; they share the reading. One that is damaged is logged and passed over. What a save
+    that was cut short has left is put right: `latest` names the found one, and no temporary directory stays.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    root = run_dir / "checkpoints"
+    error, present = None, []
+    if world.is_main:
+        try:
+            present = [name for name in checkpoint_names(run_dir) if name not in without]
+        except CheckpointError as failure:
+            error = str(failure)
+    error, present = world.gather([error, present])[0]
+    if error is not None:
+        raise CheckpointError(error)
+    for name in present:
+        try:
+            found = _verified(root / name, world)
+        except CheckpointError as failure:
+            if world.is_main:
+                logger.warning("%s; trying the one before", failure)
+            continue
+        if world.is_main:
+            with contextlib.suppress(OSError):  # the next save meets the same, and tells
+                _clear_leftovers(root)
+                if latest_name(run_dir) != name:
+                    _point_latest(root, name)
+        return found
+    return None
 
 
 def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str | None]:
@@ -373,6 +414,12 @@ def _publish(temporary: Path, wanted: Path, keep: int) -> Path:
     return final
 
 
+def _clear_leftovers(root: Path) -> None:
+    """Remove what a save that was killed has left behind."""
+    for leftover in root.glob(".*-step-*"):
+        shutil.rmtree(leftover)
+
+
 def _point_latest(root: Path, name: str) -> None:
     _write_durably(root / ".latest", name + "\n")
     os.replace(root / ".latest", root / "latest")
@@ -382,10 +429,8 @@ def _point_latest(root: Path, name: str) -> None:
 def _newest_good(root: Path, world: World, names: Iterable[str]) -> Checkpoint | None:
     """The first good checkpoint of `names`, which are the same on all processes."""
     for name in names:
-        try:
+        with contextlib.suppress(CheckpointError):
             return _verified(root / name, world)
-        except CheckpointError:
-            continue
     return None
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "TrainConfig",
+    "VerifyConfig",
 ]
 
 Size = Annotated[int, Strict(), Field(ge=1, le=2**31 - 1)]
@@ -337,6 +338,15 @@ class CheckpointConfig:
     """Write the shards losslessly shortened. Any run can be continued from either kind."""
 
 
+@section("verify.")
+class VerifyConfig:
+    """When replicas are compared bit by bit, to find memory that changed silently."""
+
+    every: NonNegativeInt = 100
+    """Compare weights, optimizer state and buffers of all replicas each time this many steps are done, and before each
+    checkpoint; 0 means never. Shards without a replica are not covered."""
+
+
 @section()
 class TrainConfig:
     """One training run. The defaults are the demo: a small Llama on the Python standard library, two processes."""
@@ -352,6 +362,7 @@ class TrainConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
 
     plan: Text | None = None
     """A file that `laconic plan` wrote. It decides what activations keep, and the run has to be the planned one."""
@@ -389,6 +400,9 @@ class TrainConfig:
     """Also write TensorBoard event files (needs laconic[tensorboard])."""
     rank_timeout_seconds: Annotated[PositiveFloat, Field(le=1e8)] = 300.0
     """A collective that waits longer than this for another rank fails."""
+    restarts: NonNegativeInt = 0
+    """How often the processes are started again when one of them dies, fails or hangs; they go on from the newest good
+    checkpoint. Not used under torchrun, which has --max-restarts for it."""
 
     def __post_init__(self) -> None:
         stages, gradients, moe = self.pipeline.stages, self.gradients, self.moe

@@ -21,6 +21,7 @@ _LOCAL = (
     "plan",
     "run_dir",
     "nproc",
+    "restarts",
     "tensorboard",
     "data.paths",
     "data.cache_dir",

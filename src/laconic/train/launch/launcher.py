@@ -1,9 +1,10 @@
 """Starts a run: in this process, as one of torchrun's, or as several through torch's elastic launcher.
 
 The processes of a local run meet in a private file and talk over the loopback interface (see rendezvous.py). When one
-of them dies, the elastic agent stops the others and this process names the one that failed. Ctrl-C and SIGTERM reach
-this process only (the workers have sessions of their own); it passes them on as a request to finish the step, save and
-leave.
+of them dies, the elastic agent stops the others and this process names the one that failed; with `restarts` it starts
+all of them again, and they go on from the newest good checkpoint. The agent's own restarts are not used: it knows no
+reasons, and would try again what cannot succeed. Ctrl-C and SIGTERM reach this process only (the workers have sessions
+of their own); it passes them on as a request to finish the step, save and leave.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -21,45 +20,41 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from laconic.errors import ConfigError, LaconicError
+from laconic.errors import CheckpointError, ConfigError
 from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
 from laconic.train.distributed.parallel_state import check_division
 from laconic.train.distributed.world import join_world, num_cores, read_environment
+from laconic.train.launch.failure import Failure, failure_of, was_asked_for, why_no_restart
 from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_rendezvous
+from laconic.train.launch.scratch import scratch_folder
 from laconic.train.launch.worker import leave, work
+from laconic.train.launch.workers import Workers
+from laconic.train.launch_record import Launch, Restart, launch_of_torchrun, now
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
-from laconic.train.signals import (
-    EXIT_INTERRUPTED,
-    EXIT_PEER_LOST,
-    EXIT_TERMINATED,
-    STOP_SIGNAL,
-    StopRequest,
-)
+from laconic.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, STOP_SIGNAL, StopRequest
 
 __all__ = ["launch"]
 
 _WORKER = "laconic.train.launch.worker"
 # What a process takes with torch and transformers loaded: measured, 0.3 to 0.4 GiB, some of it shared.
 _PROCESS_NBYTES = 1 << 28
-# Exit codes of processes that were stopped because of another one: by themselves, or by the agent before they listened.
-_BYSTANDER_CODES = (EXIT_PEER_LOST, -signal.SIGTERM)
 
 
 def launch(config: TrainConfig) -> int:
     """Train as `config` says and return the exit code.
 
-    0: done. 130 or 143: stopped early by SIGINT or SIGTERM, and saved. 1: a process died or failed; the message, on
-    stderr, names its rank. Under torchrun this process is one of the run's, and it ends here with that code; otherwise
-    `config.nproc` processes are started, one of them right here if it is only one.
+    0: done. 130 or 143: stopped early by SIGINT or SIGTERM, and saved. 1: a process died or failed, more often than
+    `config.restarts` allows; the message, on stderr, names its rank. Under torchrun this process is one of the run's,
+    and it ends here with that code; otherwise `config.nproc` processes are started, one of them right here if it is
+    only one that is not to be restarted.
 
     Raises:
         ConfigError: the environment cannot be used.
@@ -69,17 +64,18 @@ def launch(config: TrainConfig) -> int:
     if info is not None and info.world_size > 1:
         if info.rank == 0:
             print(f"laconic: {_exposure(os.environ)}", file=sys.stderr)
-        ending = work(config, info, StopRequest())
+        ending = work(config, info, StopRequest(), launch_of_torchrun(os.environ))
         if ending.message is not None:
             print(ending.message, file=sys.stderr)
         leave(ending.code)
     if torch.cuda.is_available() and config.nproc > torch.cuda.device_count() > 0:
         print(f"laconic: one process per GPU: {torch.cuda.device_count()} instead of {config.nproc}", file=sys.stderr)
         config = replace(config, nproc=torch.cuda.device_count())
-    if info is not None or config.nproc == 1:
+    if info is not None or (config.nproc == 1 and config.restarts == 0):
         from laconic.train.run import run  # slow to load, and a launcher does without
 
-        return run(config, join_world(info, config.rank_timeout_seconds), StopRequest())
+        world = join_world(info, config.rank_timeout_seconds)
+        return run(config, world, StopRequest(), None if info is None else launch_of_torchrun(os.environ))
     _check_machine(config)
     return _launch_workers(replace(config, run_dir=config.run_dir or new_run_dir()))
 
@@ -103,71 +99,77 @@ def _check_machine(config: TrainConfig) -> None:
 
 
 def _launch_workers(config: TrainConfig) -> int:
+    """Start the processes until the run is done, or has failed more often than `config.restarts` allows."""
     assert config.run_dir is not None
-    with (
-        tempfile.TemporaryDirectory(prefix="laconic-") as scratch,
-        _quiet_elastic(),
-        local_rendezvous(Path(scratch)),
-        _pass_on_signals() as stopped,
-    ):
-        config_file = Path(scratch) / "config.toml"
-        save_config(config, config_file)
-        launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=config.nproc,
-            run_id=uuid.uuid4().hex,
-            role="laconic",
-            rdzv_backend=BACKEND,
-            local_addr=LOOPBACK,
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs")),
-            signals_to_handle="SIGHUP,SIGQUIT",  # those that this process does not handle
-        )
-        try:
-            elastic_launch(launch_config, sys.executable)("-m", _WORKER, str(config_file))
-        except ChildFailedError as error:
-            return _explain(error.failures, stopped, Path(config.run_dir))
-        except SignalException as error:
-            return 128 + error.sigval
+    run_dir = Path(config.run_dir)
+    launch = Launch(uuid.uuid4().hex)
+    failures: list[Failure] = []
+    with scratch_folder() as scratch, _quiet_elastic(), _pass_on_signals() as requests:
+        while True:
+            folder = scratch / str(len(failures))
+            folder.mkdir()
+            launch.save(folder)
+            ending = _attempt(config, folder, requests)
+            if isinstance(ending, int):
+                return ending
+            reason = why_no_restart(ending, failures, config.restarts)
+            if requests.codes and reason is None:
+                reason = "a stop was asked for"
+            if reason is not None:
+                return _give_up(ending, reason, config, run_dir)
+            failures.append(ending)
+            print(
+                f"laconic: {ending.what}; restart {len(failures)} of {config.restarts} {_going_on(run_dir)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            restart = Restart(launch.id, now(), ending.what, ending.rank, ending.step)
+            launch = replace(launch, restarts=(*launch.restarts, restart))
+
+
+def _attempt(config: TrainConfig, folder: Path, requests: _StopRequests) -> int | Failure:
+    """Start the processes once and wait for them. Returns the exit code, or why they failed."""
+    save_config(config, folder / "config.toml")
+    workers = Workers(folder, config.nproc)
+    requests.workers = workers
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.nproc,
+        run_id=uuid.uuid4().hex,
+        role="laconic",
+        rdzv_backend=BACKEND,
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        signals_to_handle="SIGHUP,SIGQUIT",  # those that this process does not handle
+    )
+    try:
+        # A quarter of the time after which the others give up on it, and lose what they know about it.
+        with local_rendezvous(folder), workers.kill_stopped(config.rank_timeout_seconds / 4):
+            elastic_launch(launch_config, sys.executable)("-m", _WORKER, str(folder))
+    except ChildFailedError as error:
+        if requests.codes and was_asked_for(error.failures):
+            if EXIT_INTERRUPTED not in {failure.exitcode for failure in error.failures.values()}:
+                print("laconic: stopped; nothing was saved", file=sys.stderr)
+            return requests.codes[0]
+        return failure_of(error.failures, workers.steps(), workers.stopped, config.rank_timeout_seconds)
+    except SignalException as error:
+        return 128 + error.sigval
+    finally:
+        requests.workers = None
     return 0
 
 
-def _explain(failures: Mapping[int, ProcessFailure], stopped: list[int], run_dir: Path) -> int:
-    """Report why the workers ended; returns the exit code, or raises the LaconicError of a worker here.
-
-    Args:
-        failures: by rank, in the order in which the agent saw them.
-        stopped: exit codes that signals to this process asked for.
-        run_dir: of the run.
-    """
-    codes = {failure.exitcode for failure in failures.values()}
-    if stopped and codes <= {EXIT_INTERRUPTED, -STOP_SIGNAL, -signal.SIGKILL, *_BYSTANDER_CODES}:
-        if EXIT_INTERRUPTED not in codes:
-            print("laconic: stopped; nothing was saved", file=sys.stderr)
-        return stopped[0]
-
-    culprits = [rank for rank, failure in failures.items() if failure.exitcode not in _BYSTANDER_CODES]
-    rank = culprits[0] if culprits else next(iter(failures))
-    failure = failures[rank]
-    text = _recorded(failure)
-    error = _laconic_error(text)
-    if error is not None:
-        raise error
-    who = f"rank {rank} (pid {failure.pid} on {socket.gethostname()})"
-    if failure.exitcode in _BYSTANDER_CODES:
-        what = f"{who} lost contact with another process: {text[:200]}"
-    elif failure.exitcode == -signal.SIGKILL and any("timed out" in _recorded(f).lower() for f in failures.values()):
-        # The others gave up on it; the agent then killed it, because it did not react to SIGTERM either.
-        what = f"{who} did not answer within rank_timeout_seconds and was killed"
-    elif failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-        what = f"{who} was killed by {name}{hint}"
-    else:
-        what = f"{who} failed with exit code {failure.exitcode}" + (f" ({text})" if text else "")
-    print(f"laconic: {what}; the other processes were stopped", file=sys.stderr)
-    checkpoint = latest_name(run_dir) or next(iter(checkpoint_names(run_dir)), None)
+def _give_up(failure: Failure, reason: str, config: TrainConfig, run_dir: Path) -> int:
+    """Say why the run ended and how it can be continued; returns the exit code, or raises the worker's LaconicError."""
+    tried = f"; no {'further ' if reason.startswith('that is') else ''}restart: {reason}" if config.restarts else ""
+    if failure.error is not None:
+        if tried:
+            print(f"laconic: {failure.what.partition(' failed (')[0]} failed{tried}", file=sys.stderr)
+        raise failure.error
+    print(f"laconic: {failure.what}; the other processes were stopped{tried}", file=sys.stderr)
+    checkpoint = _newest(run_dir)
     if checkpoint is None:
         print(
             f"laconic: no checkpoint had been saved (see checkpoint.every); remove {run_dir} and start again",
@@ -178,65 +180,59 @@ def _explain(failures: Mapping[int, ProcessFailure], stopped: list[int], run_dir
     return 1
 
 
-def _recorded(failure: ProcessFailure) -> str:
-    """What a worker wrote into its error file, "<class>: <message>", or an empty string."""
-    message: Any = failure.error_file_data.get("message")
-    return str(message["message"]) if isinstance(message, dict) else ""
+def _going_on(run_dir: Path) -> str:
+    checkpoint = _newest(run_dir)
+    return "begins anew: there is no checkpoint yet" if checkpoint is None else f"goes on after {checkpoint}"
 
 
-def _laconic_error(text: str) -> LaconicError | None:
-    """The error that a worker recorded as "<class>: <message>", if it is one of ours."""
-    name, _, message = text.partition(": ")
-    classes = [LaconicError]
-    for cls in classes:
-        if cls.__name__ == name:
-            return cls(message)
-        classes += cls.__subclasses__()
-    return None
+def _newest(run_dir: Path) -> str | None:
+    """The checkpoint to go on from, as far as names tell; its contents are verified when it is loaded."""
+    try:
+        return latest_name(run_dir) or next(iter(checkpoint_names(run_dir)), None)
+    except CheckpointError:
+        return None
+
+
+class _StopRequests:
+    """Requests to stop that this process has got, and the workers they are passed on to."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        """The exit code that the first request stands for; empty without one."""
+        self.workers: Workers | None = None
 
 
 @contextmanager
-def _pass_on_signals() -> Iterator[list[int]]:
+def _pass_on_signals() -> Iterator[_StopRequests]:
     """Pass SIGINT and SIGTERM on to the workers as a request to stop, the second SIGINT as SIGKILL.
 
-    Yields a list that holds, once there was a request, the exit code it stands for. A signal that comes before the
-    workers run interrupts the launch.
+    A signal that comes before the workers run interrupts the launch.
     """
-    stopped: list[int] = []
+    requests = _StopRequests()
     if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
-        yield stopped
+        yield requests
         return
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        workers = [child for child in psutil.Process().children() if _is_worker(child)]
-        if not workers:
+        at_once = bool(requests.codes) and number == signal.SIGINT
+        reached = requests.workers is not None and requests.workers.send_signal(
+            signal.SIGKILL if at_once else STOP_SIGNAL
+        )
+        if not reached:
             raise KeyboardInterrupt
-        at_once = bool(stopped) and number == signal.SIGINT
-        if not stopped:
-            stopped.append(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
+        if not requests.codes:
+            requests.codes.append(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
             print(
                 "laconic: stopping after this step, then saving; Ctrl-C again leaves at once without saving",
                 file=sys.stderr,
             )
-        for worker in workers:
-            try:
-                worker.send_signal(signal.SIGKILL if at_once else STOP_SIGNAL)
-            except psutil.NoSuchProcess:
-                continue
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stopped
+        yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        return _WORKER in process.cmdline()
-    except psutil.Error:
-        return False
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""One process of a run of several: `python -m laconic.train.launch.worker CONFIG`, as our launcher starts it.
+"""One process of a run of several: `python -m laconic.train.launch.worker FOLDER`, as our launcher starts it.
+
+The folder is that of the attempt: it has config.toml and launch.json, and the process says in it which step it does.
 
 It always ends with an exit code and, for an error, with the error file that torch's elastic agent reads; the launcher
 reports to the user. torch and everything that imports it is imported late: signals must be masked before the first
@@ -10,7 +12,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launcher
@@ -18,8 +22,12 @@ from laconic.train.signals import EXIT_PEER_LOST, StopRequest, listen_to_launche
 if TYPE_CHECKING:
     from laconic.train.config.schema import TrainConfig
     from laconic.train.distributed.world import RankInfo
+    from laconic.train.launch_record import Launch
 
 __all__ = ["leave", "main", "work"]
+
+# What gloo and NCCL say; the last one is gloo's of a group in which something has timed out before.
+_PEER_LOST_SIGNS = ("gloo/transport", "NCCL", "Application timeout caused pair closure")
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -35,8 +43,17 @@ class WorkerResult:
     """Message for the user, or None."""
 
 
-def work(config: TrainConfig, info: RankInfo, stop: StopRequest) -> WorkerResult:
-    """Run this process's part of a run. Records every error for torch's elastic agent and raises none."""
+def work(
+    config: TrainConfig,
+    info: RankInfo,
+    stop: StopRequest,
+    launch: Launch | None = None,
+    begin_step: Callable[[int], None] | None = None,
+) -> WorkerResult:
+    """Run this process's part of a run. Records every error for torch's elastic agent and raises none.
+
+    `launch` and `begin_step` are those of `run`.
+    """
     import traceback
 
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -50,7 +67,7 @@ def work(config: TrainConfig, info: RankInfo, stop: StopRequest) -> WorkerResult
     handler.initialize()
     try:
         world = join_world(info, config.rank_timeout_seconds)
-        code = run(config, world, stop)
+        code = run(config, world, stop, launch, begin_step)
         world.leave()
         return WorkerResult(code)
     except LaconicError as error:
@@ -80,19 +97,26 @@ def _is_peer_lost(error: Exception) -> bool:
 
     if isinstance(error, DistError):
         return True
-    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST_SIGNS)
 
 
 def main() -> None:
-    """Entry point of the module; the one argument is a configuration file."""
+    """Entry point of the module; the one argument is the folder of the attempt."""
     stop = StopRequest()
     listen_to_launcher(stop)
+    from laconic.train.launch.workers import step_file
+
+    folder = Path(sys.argv[1])
+    steps = step_file(folder, int(os.environ["RANK"]))
+    steps.write(None)
     from laconic.train.config.toml import load_config
     from laconic.train.distributed.world import read_environment
+    from laconic.train.launch_record import Launch
 
     info = read_environment(os.environ)
     assert info is not None, "started by hand: use laconic train"
-    result = work(load_config(sys.argv[1]), info, stop)
+    config = load_config(folder / "config.toml")
+    result = work(config, info, stop, Launch.load(folder), steps.write)
     if result.code == EXIT_FAILED:  # the launcher prints rank and error; the traceback is printed here
         print(result.message, file=sys.stderr)
     leave(result.code)

@@ -1,4 +1,4 @@
-"""The directory of a run: config.toml, metrics.jsonl, activations.json, summary.json, checkpoints/, lock.json.
+"""The directory of a run: config.toml, metrics.jsonl, summary.json, checkpoints/, lock.json, launch.json and others.
 
 Light to import, as the launcher only needs to know where a run is and what its latest checkpoint is called.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.errors import CheckpointError, ConfigError
+from laconic.train.launch_record import LAUNCH_FILE
 from laconic.train.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
@@ -48,24 +49,26 @@ def new_run_dir() -> str:
     return f"runs/{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def check_run_dir(config: TrainConfig, world: World) -> Path:
+def check_run_dir(config: TrainConfig, world: World, own: bool = False) -> Path:
     """The run directory, the same on every process; all of them call it together. Nothing is written.
+
+    `own` says that it holds what this launch has begun itself, however far that came.
 
     Raises:
         ConfigError: on every process, unless it is new or empty, or holds the run to resume.
     """
     chosen = world.gather(config.run_dir or new_run_dir())[0]
     run_dir = Path(chosen)
-    error = world.first_error(_refusal(run_dir, config.resume) if world.is_main else None)
+    error = world.first_error(_refusal(run_dir, config.resume) if world.is_main and not own else None)
     if error is not None:
         raise ConfigError(error)
     return run_dir
 
 
-def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World) -> None:
+def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own: bool = False) -> None:
     """Take the lock of `run_dir` on the first process; all processes call it together.
 
-    The directory is made if it is new.
+    The directory is made if it is new. `own` as for `check_run_dir`.
 
     Raises:
         ConfigError: on every process, when another run is at work there, or was since `check_run_dir`.
@@ -74,7 +77,7 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World) -> N
     if world.is_main:
         try:
             lock.acquire(run_dir)
-            error = _refusal(run_dir, resume)
+            error = None if own else _refusal(run_dir, resume)
         except ConfigError as failure:
             error = str(failure)
     error = world.first_error(error)
@@ -90,7 +93,7 @@ def _refusal(run_dir: Path, resume: bool) -> str | None:
             if not (run_dir / "config.toml").is_file():
                 return f"run_dir is {shown!r}, but it must hold the config.toml of a run for resume"
         elif run_dir.is_dir():
-            if any(path.name != LOCK_FILE for path in run_dir.iterdir()):
+            if any(path.name not in (LOCK_FILE, LAUNCH_FILE) for path in run_dir.iterdir()):
                 return f"run_dir is {shown!r}, which is not empty; continue that run with --resume or choose another"
         elif os.path.lexists(run_dir):
             return f"run_dir is {shown!r}, which is not a directory"

@@ -10,6 +10,7 @@ from typing import Any
 
 from laconic.collectives import audit
 from laconic.cost.sizes import format_nbytes
+from laconic.errors import CheckpointError
 from laconic.schedule.moe_pipeline import COMPUTE
 from laconic.schedule.streams import Timeline
 from laconic.train.config.schema import TrainConfig
@@ -119,6 +120,18 @@ class RunLogger:
         if found is not None and self._world.is_main:
             write_json(self._run_dir / TIMELINE_FILE, found)
 
+    def recall(self, trainer: Trainer) -> None:
+        """Take the steps of metrics.jsonl for those of this process, where a run has none left to do."""
+        steps = [row for row in read_metrics(self._run_dir) if "loss" in row]
+        if not steps:
+            raise CheckpointError(f"{self._run_dir} has no metrics.jsonl with the steps of its last checkpoint")
+        self._step_seconds = [float(row["step_seconds"]) for row in steps]
+        self._wire = [(row["wire_nbytes"] or 0, row["wire_raw_nbytes"] or 0) for row in steps]
+        self._num_skipped = steps[-1]["skipped_steps"]
+        for row in read_metrics(self._run_dir):
+            self._last |= row
+        trainer.saved_nbytes = steps[-1]["saved_nbytes"]
+
     def memory(self, check: MemoryCheck) -> None:
         """Log the planner's prediction for this process and the measurement."""
         self._memory = check
@@ -211,6 +224,7 @@ def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -
         f"({unmodified / kept:.2f}x)",
         f"  peak memory        {format_nbytes(summary['peak_memory_nbytes'])} per process",
         *_wire_words(summary),
+        *(f"  restart            {restart['reason']}" for restart in summary.get("restarts", ())),
         f"  run directory      {run_dir}",
         "next:",
     ]
