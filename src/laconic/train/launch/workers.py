@@ -52,7 +52,7 @@ class Workers:
         return {rank: status[1] for rank, status in known if status is not None and status[1] is not None}
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to all that run, also those that have not begun to tell about themselves; False if none does."""
+        """Send a signal to all that run, even before they have written who they are; False if none does."""
         reached = False
         for pid in {*self.pids().values(), *_starting()}:
             with contextlib.suppress(ProcessLookupError):
