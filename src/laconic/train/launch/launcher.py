@@ -36,14 +36,13 @@ from laconic.train.launch.failure import Failure, failure_of, was_asked_for, why
 from laconic.train.launch.rendezvous import BACKEND, LOOPBACK, local_rendezvous
 from laconic.train.launch.scratch import scratch_folder
 from laconic.train.launch.worker import leave, work
-from laconic.train.launch.workers import Workers
+from laconic.train.launch.workers import WORKER, Workers
 from laconic.train.launch_record import Launch, Restart, launch_of_torchrun, now
 from laconic.train.report.run_dir import checkpoint_names, latest_name, new_run_dir
 from laconic.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, STOP_SIGNAL, StopRequest
 
 __all__ = ["launch"]
 
-_WORKER = "laconic.train.launch.worker"
 # What a process takes with torch and transformers loaded: measured, 0.3 to 0.4 GiB, some of it shared.
 _PROCESS_NBYTES = 1 << 28
 
@@ -147,7 +146,7 @@ def _attempt(config: TrainConfig, folder: Path, requests: _StopRequests) -> int 
     try:
         # A quarter of the time after which the others give up on it, and lose what they know about it.
         with local_rendezvous(folder), workers.kill_stopped(config.rank_timeout_seconds / 4):
-            elastic_launch(launch_config, sys.executable)("-m", _WORKER, str(folder))
+            elastic_launch(launch_config, sys.executable)("-m", WORKER, str(folder))
     except ChildFailedError as error:
         if requests.codes and was_asked_for(error.failures):
             if EXIT_INTERRUPTED not in {failure.exitcode for failure in error.failures.values()}:

@@ -15,7 +15,10 @@ import psutil
 
 from laconic.train.launch_record import StepFile
 
-__all__ = ["Workers", "step_file"]
+__all__ = ["WORKER", "Workers", "step_file"]
+
+WORKER = "laconic.train.launch.worker"
+"""The module that the processes run."""
 
 _POLL_SECONDS = 0.5
 
@@ -49,9 +52,9 @@ class Workers:
         return {rank: status[1] for rank, status in known if status is not None and status[1] is not None}
 
     def send_signal(self, number: int) -> bool:
-        """Send a signal to all that run; False if none does."""
+        """Send a signal to all that run, even before they have written who they are; False if none does."""
         reached = False
-        for pid in self.pids().values():
+        for pid in {*self.pids().values(), *_starting()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 reached = True
@@ -85,6 +88,16 @@ class Workers:
         finally:
             done.set()
             watcher.join()
+
+
+def _starting() -> list[int]:
+    """Processes of ours that run the worker's module, whether they have got to its first line or not."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if WORKER in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 def _is_stopped(pid: int) -> bool:
