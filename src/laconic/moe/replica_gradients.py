@@ -7,6 +7,7 @@ N_DP, not by N_EDP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
@@ -61,12 +63,40 @@ def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> s
         for parameter in parameters:
             parameter.register_hook(lambda grad: grad / grid.layout.dp)
         return set(experts.parameters())
+    options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
     if parameters:
         sharded.set_gradient_divide_factor(float(grid.layout.dp))
         # gloo cannot multiply while it adds; on a mesh of one rank a forced sum would be divided twice.
         sharded.set_force_sum_reduction_for_comms(grid.layout.edp > 1)
     return set()
+
+
+def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:
+    """Return the dimension that replicas cut; None is that of the experts.
+
+    Where EP ranks have different numbers of experts, replicas cut another one: not every cut of the cut experts is one
+    that a DTensor can describe.
+
+    Raises:
+        ConfigError: no other dimension can be cut evenly.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    num_parts = math.prod(
+        parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if place.is_shard(0)
+    )
+    if num_replicas == 1 or len(parameter) % num_parts == 0:
+        return None
+    local = parameter.to_local()
+    for dim in range(1, local.dim()):
+        if local.shape[dim] % num_replicas == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"experts {list(parameter.shape)} are spread unevenly over {num_parts} ranks, and {num_replicas} replicas (edp)"
+        f" divide no other dimension of {list(local.shape)}; change ep, or leave fully_shard out and call"
+        " reduce_gradients"
+    )
 
 
 def reduce_gradients(

@@ -43,7 +43,7 @@ from laconic.moe.dispatch.chunking import Chunk, SlicedRows, rows_of_chunks, sli
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher, gathered_counts
 from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows
 from laconic.moe.dispatch.overlapped_a2a_allgather import SaaPlan, gather_home
-from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
+from laconic.moe.dispatch.staged import StagedDispatcher
 from laconic.moe.gates.base import Gate
 from laconic.moe.parallel.autograd_collectives import (
     all_gather,
@@ -219,7 +219,6 @@ class _S2Plan(RowsPlan):
 
     def __init__(self, dispatcher: S2Dispatcher, routing: Routing, order: Order, num_slices: int) -> None:
         mp = dispatcher.grid.mp
-        num_local_experts(routing.num_experts, dispatcher.grid.layout.ep)
         self._sizes = split_sizes(routing.num_tokens, mp.size())
         ends = torch.tensor(self._sizes, device=routing.tokens.device).cumsum(0)
         self._entries: list[int] = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()

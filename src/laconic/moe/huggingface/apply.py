@@ -21,6 +21,7 @@ from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
 from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
 from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
 from laconic.moe.huggingface.experts import FusedExperts, check
@@ -108,8 +109,8 @@ class Parallelized:
         ep = 1 if self.grid is None else self.grid.layout.ep
         lines = [f"{len(self.layers)} mixture-of-experts blocks, experts over {ep} processes"]
         for name, layer in self.layers.items():
-            num_experts = layer.gate.num_experts
-            lines.append(f"  {name}: {num_experts} experts ({f'{num_experts // ep} here' if ep > 1 else 'all here'})")
+            here = f"{layer.experts.num_experts} here" if ep > 1 else "all here"
+            lines.append(f"  {name}: {layer.gate.num_experts} experts ({here})")
         lines += [f"  left as it is, whole on every process: {name}" for name in self.left]
         return "\n".join(lines)
 
@@ -136,7 +137,7 @@ def parallelize(
         model: a Hugging Face model with fused experts (transformers' ExpertsInterface: Mixtral, Qwen3-MoE, DeepSeek-V3,
             GPT-OSS and most others); all processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
-            spread: of E experts, process r of an EP group keeps numbers r E / N_EP and following. None keeps all.
+            spread: each process of an EP group keeps the next ceil(E / N_EP), the last ones fewer. None keeps all.
         codec: of rows in the all-to-all, see laconic.collectives.
         order, schedule, hooks: of the layers, see MoELayer.
         dispatcher: makes each layer's dispatcher from the grid.
@@ -146,7 +147,7 @@ def parallelize(
 
     Raises:
         ModelError: there are no fused experts, or some compute something else, or are sharded already.
-        ConfigError: E / N_EP is no whole number, or the mesh does not fit.
+        ConfigError: there are fewer experts than N_EP, or the mesh does not fit.
     """
     blocks, left = find_blocks(model), tuple(unknown_experts(model))
     if not blocks:
@@ -205,11 +206,10 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
             raise ModelError(
                 f"{name} is sharded already; parallelize a model before fully_shard, and load it unsharded"
             )
-        if grid is not None and block.num_experts % grid.layout.ep:
-            fitting = [n for n in range(1, block.num_experts + 1) if block.num_experts % n == 0]
+        if grid is not None and block.num_experts < grid.layout.ep:
             raise ConfigError(
-                f"{name} has {block.num_experts} experts, which ep = {grid.layout.ep} processes cannot share evenly;"
-                f" let ep be one of {fitting}"
+                f"{name} has {block.num_experts} experts, but ep = {grid.layout.ep} processes need at least one each;"
+                f" lower ep to {block.num_experts} or less"
             )
         if "forward" in experts.__dict__:
             raise ModelError(
@@ -230,9 +230,8 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
 def _shard(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
     """Return this process's experts of a parameter [E, ...], in memory of its own."""
     mesh = grid.expert_mesh["ep"]
-    num_local = len(parameter) // mesh.size()
-    first = mesh.get_local_rank() * num_local
-    local = parameter.detach()[first : first + num_local].clone()
+    here = experts_of(mesh.get_local_rank(), len(parameter), mesh.size())
+    local = parameter.detach()[here.start : here.stop].clone()
     sharded = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
