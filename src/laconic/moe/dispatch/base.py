@@ -98,6 +98,10 @@ class SharesTokens(Protocol):
         """Select the tokens that pass this rank's gate, of the layer's tokens x [n, M], and route them."""
         ...
 
+    def share(self, x: Tensor, routing: Routing) -> RoutedShare:
+        """Select the tokens that this rank sends, of the layer's tokens x [n, M], where all are routed already."""
+        ...
+
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:
         """Return the outputs [n, M] of the layer's tokens, given those [m, M] of the tokens that passed here."""
         ...

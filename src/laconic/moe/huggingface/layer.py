@@ -29,9 +29,14 @@ from laconic.moe.placement.expert_map import Placement
 from laconic.moe.replica_gradients import average_expert_gradients
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["ExpertsLayer"]
+__all__ = ["ExpertsLayer", "has_own_replicas"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def has_own_replicas(grid: Grid) -> bool:
+    """Return whether the replicas of experts (edp) are others than those of the dense part (dp)."""
+    return grid.layout.joint > 1 or grid.layout.mp > 1
 
 
 class ExpertsLayer(MoELayer):
@@ -66,7 +71,7 @@ class ExpertsLayer(MoELayer):
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
-        if grid is not None and grid.layout.ep > 1:  # otherwise DDP averages them like all others
+        if grid is not None and has_own_replicas(grid):  # otherwise DDP averages them like all others
             average_expert_gradients(experts, grid, lambda: self.ran_under_ddp and self.averages_under_ddp)
 
     def __setattr__(self, name: str, value: Any) -> None:
