@@ -147,6 +147,19 @@ def ddp_averages_everything(grids: list[dict[str, int]]) -> None:
         assert_gradients_are_means(reference, model)
 
 
+def ddp_averages_checkpointed_layers() -> None:
+    """In backward they run again, outside of DDP's forward."""
+    for reentrant in (False, True):
+        model, ids = tiny("qwen3_moe"), own_ids(1)
+        reference = mean_gradients("qwen3_moe", ids)
+        parallelize(model, Grid(ep=2))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        wrapped = DistributedDataParallel(model.train())
+        loss_on(wrapped, ids).backward()
+        assert_gradients_are_means(reference, model)
+
+
 def checkpointed_layers_in_chunks_run_in_one_piece() -> None:
     model, ids = tiny("mixtral"), own_ids(1)
     reference = mean_gradients("mixtral", ids)
@@ -298,6 +311,7 @@ def test_a_pair_computes_what_one_process_does(tmp_path: Path) -> None:
         partial(files_are_those_of_the_whole_model, tmp_path),
         partial(ddp_averages_everything, [{"ep": 2}, {"ep": 1}]),
         checkpointed_layers_in_chunks_run_in_one_piece,
+        ddp_averages_checkpointed_layers,
     ]
     run_world(scenarios, 2, tmp_path)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
@@ -153,15 +154,14 @@ def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[T
         yield bucket
 
 
-def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> None:
+def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> list[RemovableHandle]:
     """Average the gradients of `experts` as autograd makes them, in backwards for which `active` is true.
 
     For a wrapper that averages everything else and skips experts, as DDP does. Each backward averages what it adds, so
-    accumulation over micro-batches is right too.
+    accumulation over micro-batches is right too. Returns the handles of the hooks.
     """
-    for parameter in experts.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_averaged, grid=grid, active=active))
+    hook = partial(_averaged, grid=grid, active=active)
+    return [parameter.register_hook(hook) for parameter in experts.parameters() if parameter.requires_grad]
 
 
 def _averaged(grad: Tensor, *, grid: Grid, active: Callable[[], bool]) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -190,7 +191,7 @@ def parallelize(
             made,
             schedule=schedule,
             hooks=hooks,
-            placement=Placement(block.num_experts, experts.get_parameter("down_proj").device) if movable else None,
+            placement=Placement(block.num_experts, _device_of(experts, grid)) if movable else None,
             grid=grid,
         )
         owner, _, child = name.rpartition(".")
@@ -233,3 +234,11 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
         if kind not in tried:
             check(experts, name, 1 if grid is None else grid.layout.esp)
             tried.add(kind)
+
+
+def _device_of(experts: nn.Module, grid: Grid | None) -> torch.device | str:
+    """Return the device of experts, or the one that those on the meta device will get."""
+    device = experts.get_parameter("down_proj").device
+    if device.type != "meta":
+        return device
+    return "cpu" if grid is None else grid.expert_mesh.device_type
