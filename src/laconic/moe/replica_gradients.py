@@ -128,6 +128,10 @@ def reduce_gradients(
             )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if isinstance(parameter.grad, DTensor) and any(place.is_partial() for place in parameter.grad.placements):
+            # Of norms under sequence parallelism: sums over the tokens of one rank.
+            assert isinstance(parameter, DTensor)
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         # The local part of a DTensor (experts of parallelize).
         gradient = local_part(parameter.grad)
         held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)

@@ -62,9 +62,17 @@ class Parallelized:
         return [p for p in self.model.parameters() if id(p) not in known]
 
     def parameter_groups(self) -> list[dict[str, list[nn.Parameter]]]:
-        """Return two groups for an optimizer, dense and experts: a fused step cannot mix tensors and DTensors."""
-        groups = [[p for p in group if p.requires_grad] for group in (self.dense(), self.experts())]
-        return [{"params": group} for group in groups if group]
+        """Return groups for an optimizer, dense and experts: a fused step cannot mix tensors, DTensors and meshes.
+
+        Under tensor parallelism the dense part is more than one group.
+        """
+        groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+        for of_experts, parameters in enumerate((self.dense(), self.experts())):
+            for p in parameters:
+                if p.requires_grad:
+                    mesh = p.device_mesh if isinstance(p, DTensor) else None
+                    groups.setdefault((bool(of_experts), mesh), []).append(p)
+        return [{"params": group} for group in groups.values()]
 
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
@@ -203,7 +211,7 @@ def parallelize(
         names = [name for name, parameter in model.named_parameters() if id(parameter) in sharded]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if is_cut and hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = save_gathered(model)
+        model.__dict__["save_pretrained"] = save_gathered(model, grid.stages if grid is not None else 1)
     return Parallelized(model, layers, grid, left)
 
 
