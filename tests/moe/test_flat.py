@@ -163,11 +163,11 @@ def experts_that_do_not_fit_are_refused() -> None:
     grid = Grid()
     world = grid.layout.num_ranks
     whole = make_whole(grid, num_experts=2 * world)
-    layer = MoELayer(SoftmaxGate(world + 1, DIM, 1).double(), expert_shard(whole.experts, grid), dispatcher=flat(grid))
-    with pytest.raises(RoutingError, match=f"num_experts is {world + 1}"):
+    layer = MoELayer(SoftmaxGate(world - 1, DIM, 1).double(), expert_shard(whole.experts, grid), dispatcher=flat(grid))
+    with pytest.raises(RoutingError, match=f"num_experts is {world - 1}, but {world} expert-parallel ranks need"):
         layer(whole.tokens[0])
-    with pytest.raises(RoutingError, match="num_experts is 3"):
-        expert_shard(GatedExperts(3, 4, 4), grid)
+    with pytest.raises(RoutingError, match="num_experts is 1"):
+        expert_shard(GatedExperts(1, 4, 4), grid)
     with pytest.raises(ConfigError, match="hidden_dim"):
         expert_shard(GatedExperts(2, 4, 5), Grid(1, 1, 2))
     with pytest.raises(ConfigError, match="num_shards is 3"):

@@ -47,9 +47,11 @@ def of_path(grid: Grid, path: str, backward: str | None = None) -> Dispatcher:
     return make_dispatcher(grid, path, backward=backward, codec=RAW)  # type: ignore[arg-type]
 
 
-def every_path_equals_the_whole(mp: int, ep: int, esp: int, kind: str = "gated") -> None:
+def every_path_equals_the_whole(
+    mp: int, ep: int, esp: int, kind: str = "gated", num_experts: int | None = None
+) -> None:
     grid = Grid(mp, ep, esp)
-    whole = make_whole(grid, kind)
+    whole = make_whole(grid, kind, num_experts=num_experts)
     for path, backward in PATHS:
         # Losses of part of the tokens, or of more than a rank's own, are means of other things.
         losses = (path, backward) in (("s2", None), ("s1", "s2"), ("s2", "s1")) or (
@@ -234,6 +236,8 @@ FOUR: list[Scenario] = [
     partial(every_path_equals_the_whole, 2, 2, 2, "gpt"),
     partial(every_path_equals_the_whole, 4, 2, 2),
     partial(every_path_equals_the_whole, 4, 4, 1),
+    partial(every_path_equals_the_whole, 2, 2, 2, "gpt", 3),  # 2 experts and 1
+    partial(every_path_equals_the_whole, 2, 4, 1, "gated", 5),  # 2, 2, 1 and none
     partial(steps_do_not_change_a_bit, 2, 2, 2),
 ]
 MORE_OF_FOUR: list[Scenario] = [
@@ -255,6 +259,7 @@ EIGHT: list[Scenario] = [
     partial(every_path_equals_the_whole, 4, 4, 2, "gpt"),
     partial(every_path_equals_the_whole, 4, 2, 4),
     partial(every_path_equals_the_whole, 2, 4, 2),
+    partial(every_path_equals_the_whole, 2, 4, 2, "gpt", 5),
     partial(every_path_equals_the_whole, 2, 2, 2),
     partial(steps_do_not_change_a_bit, 4, 4, 2),
 ]

@@ -1,11 +1,20 @@
-"""The local part of a distributed tensor."""
+"""The local part of a distributed tensor, and where it lies in the whole."""
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["local_part", "sharded_like"]
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["Runs", "local_part", "local_runs", "sharded_like", "taken"]
+
+Runs = list[list[tuple[int, int]]]
+"""For each dimension the (start, stop) of the whole tensor that a rank holds, in its order; one each where the local
+part is one block."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -25,3 +34,45 @@ def sharded_like(local: Tensor, tensor: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def local_runs(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Runs:
+    """Which parts of a tensor of `shape` this rank holds under `placements` over `mesh`, also strided ones."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None, "this rank is one of the mesh"
+    found: Runs = []
+    for dim, size in enumerate(shape):
+        held = torch.arange(size)
+        for number, place in enumerate(placements):
+            if getattr(place, "dim", None) == dim:
+                cut: Any = _along_first(place)
+                held = cut._split_tensor(held, mesh.size(number), with_padding=False)[0][coordinates[number]]
+        found.append(_runs(held.tolist()))
+    return found
+
+
+def taken(tensor: Any, runs: Runs) -> Tensor:
+    """The parts `runs` of a tensor, or of what takes slices as one does (safetensors' slices), joined."""
+    first = tuple(slice(*one[0]) if one else slice(0, 0) for one in runs)
+    for dim, several in enumerate(runs):
+        if len(several) > 1:
+            return torch.cat([taken(tensor, [*runs[:dim], [one], *runs[dim + 1 :]]) for one in several], dim)
+    part: Tensor = tensor[first] if first else tensor[...]
+    return part
+
+
+def _along_first(place: Any) -> Placement:
+    """The same cut of a vector."""
+    factor = getattr(place, "split_factor", None)
+    placement: Placement = type(place)(0) if factor is None else type(place)(0, split_factor=factor)
+    return placement
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found

@@ -95,7 +95,7 @@ class MoELayer(nn.Module):
         torch.compile breaks its graph here for layers over several processes, and compiles the code before and after.
 
         Raises:
-            RoutingError: the routing is of other tokens, or the dispatcher's gate sees a part of the tokens only.
+            RoutingError: the routing is of other tokens, or is soft where ranks share their tokens before the gate.
         """
         if torch.compiler.is_compiling() and not isinstance(self.dispatcher, LocalDispatcher):
             return _run_uncompiled(self, x, routing)
@@ -105,12 +105,18 @@ class MoELayer(nn.Module):
         x = self._call("before_start", x)
         tokens = x.reshape(-1, x.shape[-1])
         shares = self.dispatcher if isinstance(self.dispatcher, SharesTokens) else None
-        if routing is not None and (shares is not None or routing.num_tokens != len(tokens)):
+        if routing is not None and routing.num_tokens != len(tokens):
             raise RoutingError(
-                f"routing is of {routing.num_tokens} tokens, but {type(self.dispatcher).__name__} gets"
-                f" {len(tokens)}{' and routes parts of them itself' if shares else ''}; route the tokens that come"
+                f"routing is of {routing.num_tokens} tokens, but {type(self.dispatcher).__name__} gets {len(tokens)};"
+                " route the tokens that come"
             )
-        share = None if shares is None else shares.route(self.gate, tokens)
+        share = None
+        if shares is not None:
+            if isinstance(routing, SoftRouting):
+                raise RoutingError(
+                    f"routing is soft, but {type(self.dispatcher).__name__} shares tokens before the gate; use path s2"
+                )
+            share = shares.route(self.gate, tokens) if routing is None else shares.share(tokens, routing)
         routed = share or RoutedTokens(tokens, self.gate(tokens) if routing is None else routing)
         routed = self._call("before_dispatch", routed)
         self._record(routed.routing)

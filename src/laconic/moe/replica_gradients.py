@@ -7,6 +7,7 @@ N_DP, not by N_EDP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
 
 from laconic.collectives import api
 from laconic.collectives.codec import Codec
@@ -61,12 +64,40 @@ def _shard_experts(experts: nn.Module, grid: Grid, options: dict[str, Any]) -> s
         for parameter in parameters:
             parameter.register_hook(lambda grad: grad / grid.layout.dp)
         return set(experts.parameters())
+    options = {"shard_placement_fn": partial(_cut_of_replicas, num_replicas=grid.layout.edp), **options}
     sharded = fully_shard(experts, mesh=grid.expert_mesh["edp"], **options)
     if parameters:
         sharded.set_gradient_divide_factor(float(grid.layout.dp))
         # gloo cannot multiply while it adds; on a mesh of one rank a forced sum would be divided twice.
         sharded.set_force_sum_reduction_for_comms(grid.layout.edp > 1)
     return set()
+
+
+def _cut_of_replicas(parameter: nn.Parameter, num_replicas: int) -> Shard | None:
+    """Return the dimension that replicas cut; None is that of the experts.
+
+    Where EP ranks have different numbers of experts, replicas cut another one: not every cut of the cut experts is one
+    that a DTensor can describe.
+
+    Raises:
+        ConfigError: no other dimension can be cut evenly.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    num_parts = math.prod(
+        parameter.device_mesh.size(i) for i, place in enumerate(parameter.placements) if place.is_shard(0)
+    )
+    if num_replicas == 1 or len(parameter) % num_parts == 0:
+        return None
+    local = parameter.to_local()
+    for dim in range(1, local.dim()):
+        if local.shape[dim] % num_replicas == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"experts {list(parameter.shape)} are spread unevenly over {num_parts} ranks, and {num_replicas} replicas (edp)"
+        f" divide no other dimension of {list(local.shape)}; change ep, or leave fully_shard out and call"
+        " reduce_gradients"
+    )
 
 
 def reduce_gradients(
@@ -97,6 +128,10 @@ def reduce_gradients(
             )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if isinstance(parameter.grad, DTensor) and any(place.is_partial() for place in parameter.grad.placements):
+            # Of norms under sequence parallelism: sums over the tokens of one rank.
+            assert isinstance(parameter, DTensor)
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         # The local part of a DTensor (experts of parallelize).
         gradient = local_part(parameter.grad)
         held.setdefault((id(parameter) in of_experts, gradient.dtype, gradient.device), []).append(gradient)
@@ -123,15 +158,14 @@ def _buckets(gradients: Iterable[Tensor], bucket_nbytes: int) -> Iterator[list[T
         yield bucket
 
 
-def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> None:
+def average_expert_gradients(experts: nn.Module, grid: Grid, active: Callable[[], bool]) -> list[RemovableHandle]:
     """Average the gradients of `experts` as autograd makes them, in backwards for which `active` is true.
 
     For a wrapper that averages everything else and skips experts, as DDP does. Each backward averages what it adds, so
-    accumulation over micro-batches is right too.
+    accumulation over micro-batches is right too. Returns the handles of the hooks.
     """
-    for parameter in experts.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_averaged, grid=grid, active=active))
+    hook = partial(_averaged, grid=grid, active=active)
+    return [parameter.register_hook(hook) for parameter in experts.parameters() if parameter.requires_grad]
 
 
 def _averaged(grad: Tensor, *, grid: Grid, active: Callable[[], bool]) -> Tensor:

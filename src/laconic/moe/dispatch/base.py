@@ -67,7 +67,8 @@ class Dispatched(ExpertRows, Generic[State]):
 class Dispatcher(Protocol):
     """Moves rows to the ranks that hold their experts and the experts' outputs back.
 
-    Experts are numbered by slot: slot s lives on expert-parallel rank s // (E / N_EP), as local expert s % (E / N_EP).
+    Experts are numbered by slot: slot s lives on expert-parallel rank s // c, as local expert s % c, where c is
+    ceil(E / N_EP); where N_EP does not divide E, the last ranks have fewer slots, or none.
     Both halves are differentiable, and combine is the transpose of dispatch with the gate's weights applied. Every rank
     of the group calls both, also one without tokens. `order` does the local expansion and the local weighted sums.
     """
@@ -95,6 +96,10 @@ class SharesTokens(Protocol):
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """Select the tokens that pass this rank's gate, of the layer's tokens x [n, M], and route them."""
+        ...
+
+    def share(self, x: Tensor, routing: Routing) -> RoutedShare:
+        """Select the tokens that this rank sends, of the layer's tokens x [n, M], where all are routed already."""
         ...
 
     def restore(self, out: Tensor, share: RoutedShare) -> Tensor:

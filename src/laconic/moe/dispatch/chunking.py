@@ -145,7 +145,7 @@ class ShardGather:
         """
         num_sharers, num_slices, _ = table.shape
         per_chunk = num_slices // degree
-        rows_table = table.view(num_sharers, degree, -1).sum(2).T.tolist()
+        rows_table = table.sum(2).view(num_sharers, degree, per_chunk).sum(2).T.tolist()
         sizes_table = table.sum((0, 2)).view(degree, per_chunk).tolist()
         found = []
         for i, rows in enumerate(rows_table):

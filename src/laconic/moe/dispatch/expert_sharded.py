@@ -42,7 +42,8 @@ class _ShardedPlan(RowsPlan):
     def __init__(self, dispatcher: ShardedDispatcher, rows: SlicedRows, routing: Routing, order: Order) -> None:
         super().__init__(dispatcher.exchange, rows, routing, order)
         self._dispatcher = dispatcher
-        self._table = gathered_counts(self.counts.flatten(), dispatcher.esp).view(-1, *self.counts.shape)
+        table = gathered_counts(self.counts.flatten(), dispatcher.esp)
+        self._table = table.view(dispatcher.esp.size(), *self.counts.shape)
         self._gathers: dict[int, list[ShardGather]] = {}
         self.counts = self._table.sum(0)
 

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transport
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows, slice_sizes
-from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
+from laconic.moe.dispatch.staged import StagedDispatcher, experts_of, experts_per_rank
 from laconic.moe.parallel.autograd_collectives import all_to_all_rows, exchange_counts
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
@@ -189,10 +190,13 @@ def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Sl
         num_slices: slices per expert.
 
     Raises:
-        RoutingError: experts cannot be spread evenly.
+        RoutingError: there are fewer experts than ranks.
     """
     num_places, num_shards, group = exchange.num_places, exchange.num_shards, exchange.group
-    num_local, device, world = num_local_experts(len(counts), num_places), counts.device, group.size()
+    num_local, device, world = experts_per_rank(len(counts), num_places), counts.device, group.size()
+    here = experts_of(group.rank() // num_shards, len(counts), num_places)
+    # The last ranks may have fewer experts: missing ones are experts without rows.
+    counts = F.pad(counts, (0, num_places * num_local - len(counts)))
     home = slice_sizes(counts, torch.arange(len(counts), device=device), num_slices)
     sizes = home.view(num_places, num_local, num_slices).sum(1)
     if world == 1:
@@ -200,8 +204,8 @@ def agreed_rows(exchange: FlatDispatcher, counts: Tensor, num_slices: int) -> Sl
     by_place = counts.view(num_places, 1, num_local).expand(-1, num_shards, -1).reshape(world, num_local)
     # The sizes go along, so that every rank knows what all send.
     exchanged = exchange_counts(torch.cat((by_place, sizes.flatten().expand(world, -1)), 1), group)
-    first = group.rank() // num_shards * num_local
-    arriving = slice_sizes(exchanged[:, :num_local], torch.arange(first, first + num_local, device=device), num_slices)
+    numbers = torch.arange(here.start, here.stop, device=device)
+    arriving = slice_sizes(exchanged[:, : len(here)], numbers, num_slices)
     return SlicedRows(home, arriving, exchanged[:, num_local:].view(world, num_places, num_slices), group.rank())
 
 

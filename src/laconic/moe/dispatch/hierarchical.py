@@ -20,7 +20,7 @@ from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Buffers, ExchangePlan, ExpertRows, Transport
 from laconic.moe.dispatch.hierarchical_exchange import StageExchange, carry_up, start_down
-from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
+from laconic.moe.dispatch.staged import StagedDispatcher, experts_of, experts_per_rank
 from laconic.moe.dispatch.token_slices import SlicedStage, SlicedTokens, joined_by_place, slices_of
 from laconic.moe.dispatch.traffic import LevelTraffic, traffic_of
 from laconic.moe.permute import Order
@@ -137,7 +137,8 @@ class _LevelPlan:
     """Exchange plan of tokens by slice through all stages."""
 
     def __init__(self, dispatcher: HierarchicalDispatcher, routing: Routing, order: Order, num_slices: int) -> None:
-        self._experts_per_rank = num_local_experts(routing.num_experts, dispatcher.levels.num_ranks)
+        self._experts_per_rank = experts_per_rank(routing.num_experts, dispatcher.levels.num_ranks)
+        self._here = experts_of(dispatcher.group.rank(), routing.num_experts, dispatcher.levels.num_ranks)
         self._dispatcher, self._routing, self._order = dispatcher, routing, order
         self.codecs, self.num_slices = dispatcher.codecs, num_slices
         self._todo = list(dispatcher.stages())
@@ -198,12 +199,11 @@ class _LevelPlan:
     def _local_routings(self) -> list[Routing]:
         """Return the routing of each slice's rows on this rank, its weights left empty."""
         held, num_entries = self._held.held, self._held.num_entries
-        first_expert = self._experts_per_rank * self._dispatcher.group.rank()
         rows, experts = held.rows.split(num_entries), held.experts.split(num_entries)
         starts = [0, *accumulate(self._held.num_rows)]
         no_weights = self._routing.weights.new_empty(len(held.rows)).split(num_entries)
         return [
-            Routing(rows[s] - starts[s], experts[s] - first_expert, no_weights[s], number, self._experts_per_rank)
+            Routing(rows[s] - starts[s], experts[s] - self._here.start, no_weights[s], number, len(self._here))
             for s, number in enumerate(self._held.num_rows)
         ]
 

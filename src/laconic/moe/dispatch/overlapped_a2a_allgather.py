@@ -22,6 +22,7 @@ from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.moe.dispatch.chunking import Chunk
 from laconic.moe.dispatch.flat import added_up
+from laconic.moe.dispatch.staged import experts_per_rank
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.routing import Routing
 
@@ -60,7 +61,7 @@ class SaaPlan:
         owners = torch.arange(layout.mp, device=device).repeat_interleave(
             torch.tensor(entries, device=device), output_size=len(routing)
         )
-        keys = owners * layout.ep + routing.experts // (routing.num_experts // layout.ep)
+        keys = owners * layout.ep + routing.experts // experts_per_rank(routing.num_experts, layout.ep)
         sizes = torch.zeros(layout.mp * layout.ep, dtype=torch.int64, device=device)
         sizes.scatter_add_(0, keys, torch.ones_like(keys))
         # Rows are sorted by expert; a stable sort by key keeps that within each owner and EP rank.

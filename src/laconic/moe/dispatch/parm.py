@@ -36,14 +36,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laconic.collectives.codec import Codec
+from laconic.collectives.codec import Codec, Raw
 from laconic.errors import ConfigError
 from laconic.moe.dispatch.base import Buffers, Dispatched, Dispatcher, ExchangePlan, RoutedShare, Transport
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows, rows_of_chunks, slice_sizes
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher, gathered_counts
 from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows
 from laconic.moe.dispatch.overlapped_a2a_allgather import SaaPlan, gather_home
-from laconic.moe.dispatch.staged import StagedDispatcher, num_local_experts
+from laconic.moe.dispatch.staged import StagedDispatcher
 from laconic.moe.gates.base import Gate
 from laconic.moe.parallel.autograd_collectives import (
     all_gather,
@@ -75,13 +75,28 @@ class BaselineDispatcher(StagedDispatcher):
 
     def route(self, gate: Gate, x: Tensor) -> RoutedShare:
         """See `SharesTokens.route`: tokens of the whole ESP group."""
-        esp = self.grid.esp
-        sizes = gathered_counts(torch.tensor([len(x)], device=x.device), esp).flatten().tolist()
-        most = max(sizes)
-        everybody = all_gather(F.pad(x, (0, 0, 0, most - len(x))), esp, codec=self.codec)
-        if min(sizes) < most:
-            everybody = torch.cat([part[:size] for part, size in zip(everybody.split(most), sizes, strict=True)])
+        sizes = gathered_counts(torch.tensor([len(x)], device=x.device), self.grid.esp).flatten().tolist()
+        everybody = self._gathered(x, sizes, self.codec)
         return RoutedShare(everybody, gate(everybody), sizes)
+
+    def share(self, x: Tensor, routing: Routing) -> RoutedShare:
+        """See `SharesTokens.share`: tokens of the whole ESP group, with their routings."""
+        numbers = torch.tensor([len(x), len(routing)], device=x.device)
+        sizes, entries = gathered_counts(numbers, self.grid.esp).T.tolist()
+        first = sum(sizes[: self.grid.esp.rank()])
+        ids = self._gathered(torch.stack((routing.tokens + first, routing.experts), 1), entries, Raw())
+        weights = self._gathered(routing.weights[:, None], entries, Raw())[:, 0]
+        tokens, experts = (column.contiguous() for column in ids.unbind(1))
+        everybody = replace(routing, tokens=tokens, experts=experts, weights=weights, num_tokens=sum(sizes))
+        return RoutedShare(self._gathered(x, sizes, self.codec), everybody, sizes)
+
+    def _gathered(self, x: Tensor, sizes: list[int], codec: Codec | str) -> Tensor:
+        """Gather x [sizes[rank], ...] of the ESP group: [sum(sizes), ...]."""
+        most = max(1, *sizes)
+        everybody = all_gather(F.pad(x, (0, 0, 0, most - len(x))), self.grid.esp, codec=codec)
+        if min(sizes) == most:
+            return everybody
+        return torch.cat([part[:size] for part, size in zip(everybody.split(most), sizes, strict=True)])
 
     def plan(self, routing: Routing, order: Order, num_slices: int = 1) -> ExchangePlan:
         """See `StagedDispatcher.plan`."""
@@ -155,6 +170,20 @@ class S1Dispatcher:
             routing = replace(routing, losses=dict(zip(routing.losses, values.unbind(), strict=True)))
         return RoutedShare(x, routing, sizes)
 
+    def share(self, x: Tensor, routing: Routing) -> RoutedShare:
+        """See `SharesTokens.share`: this rank's share of the tokens; gradients of weights are gathered.
+
+        With `sequence_parallel` the gradients of whatever routed a share are that share's: the caller adds them.
+        """
+        mp = self.grid.mp
+        sizes = split_sizes(len(x), mp.size())
+        if self.sequence_parallel or mp.size() == 1:
+            return RoutedShare(x, routing, sizes)
+        entries = _entries(routing, sizes)
+        weights = split(routing.weights, mp, sizes=entries, codec=Raw())
+        own = replace(_part(routing, sizes, entries, mp.rank()), weights=weights, num_dropped=routing.num_dropped)
+        return RoutedShare(split(x, mp, sizes=sizes, codec=self.codec), own, sizes)
+
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
         """See `Dispatcher.dispatch`."""
         return self.inner.dispatch(x, routing, order)
@@ -219,10 +248,8 @@ class _S2Plan(RowsPlan):
 
     def __init__(self, dispatcher: S2Dispatcher, routing: Routing, order: Order, num_slices: int) -> None:
         mp = dispatcher.grid.mp
-        num_local_experts(routing.num_experts, dispatcher.grid.layout.ep)
         self._sizes = split_sizes(routing.num_tokens, mp.size())
-        ends = torch.tensor(self._sizes, device=routing.tokens.device).cumsum(0)
-        self._entries: list[int] = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()
+        self._entries = _entries(routing, self._sizes)
         self._own = _part(routing, self._sizes, self._entries, mp.rank())
         self._dispatcher, self._mp = dispatcher, mp
         rows = agreed_rows(dispatcher.exchange, self._own.counts(), num_slices)
@@ -371,6 +398,13 @@ def make_dispatcher(
         return S1Dispatcher(grid, inner, sequence_parallel=sequence_parallel, codec=codec)
     gathered: dict[str, Gathered] = {"s1": "tokens", "s2": "rows"}
     return S2Dispatcher(grid, forward=gathered[path], backward=gathered[back], codec=codec)
+
+
+def _entries(routing: Routing, sizes: list[int]) -> list[int]:
+    """Count the entries of a routing for each part of its tokens, sizes[i] tokens long."""
+    ends = torch.tensor(sizes, device=routing.tokens.device).cumsum(0)
+    numbers: list[int] = torch.searchsorted(routing.tokens, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    return numbers
 
 
 def _part(routing: Routing, sizes: list[int], entries: list[int], rank: int) -> Routing:

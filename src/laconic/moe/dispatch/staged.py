@@ -14,7 +14,7 @@ from laconic.moe.dispatch.base import Buffers, Dispatched, ExchangePlan
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 
-__all__ = ["StagedDispatcher", "num_local_experts"]
+__all__ = ["StagedDispatcher", "experts_of", "experts_per_rank"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,14 @@ class StagedDispatcher(ABC):
         All ranks of the dispatcher's groups call it together.
 
         Raises:
-            RoutingError: experts cannot be spread evenly.
+            RoutingError: there are fewer experts than ranks.
         """
 
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_StagedState]:
         """See `Dispatcher.dispatch`.
 
         Raises:
-            RoutingError: experts cannot be spread evenly over the ranks.
+            RoutingError: there are fewer experts than ranks.
         """
         plan = self.plan(routing, order)
         entered = _exchanged(plan, plan.begin(x), outward=True)
@@ -59,18 +59,30 @@ class StagedDispatcher(ABC):
         return plan.finish(out)
 
 
-def num_local_experts(num_experts: int, num_places: int) -> int:
-    """Return the number of experts of each rank.
+def experts_per_rank(num_experts: int, num_places: int) -> int:
+    """Return the most experts of a rank, ceil(E / N_EP); see `experts_of`.
 
     Raises:
-        RoutingError: `num_experts` is no multiple of `num_places`.
+        RoutingError: there are fewer experts than ranks.
     """
-    if num_experts % num_places:
+    if num_experts < num_places:
         raise RoutingError(
-            f"num_experts is {num_experts}, but {num_places} expert-parallel ranks can only share a multiple of"
-            f" {num_places} evenly; change ep or the number of experts"
+            f"num_experts is {num_experts}, but {num_places} expert-parallel ranks need at least one each; lower ep to"
+            f" {num_experts} or less"
         )
-    return num_experts // num_places
+    return -(-num_experts // num_places)
+
+
+def experts_of(place: int, num_experts: int, num_places: int) -> range:
+    """Return the experts of expert-parallel rank `place`: ceil(E / N_EP) each, the last ranks fewer, or none.
+
+    That is how torch.chunk and a DTensor's Shard(0) cut E rows, so parameters and their checkpoints lie like this too.
+
+    Raises:
+        RoutingError: there are fewer experts than ranks.
+    """
+    most = experts_per_rank(num_experts, num_places)
+    return range(min(place * most, num_experts), min((place + 1) * most, num_experts))
 
 
 def _attached(rows: Tensor, inputs: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = 
         # F.grouped_mm is the same operation under another name.
         product = torch._grouped_mm(rows, weights, offs=counts.cumsum(0).to(torch.int32))
         return _Contiguous.apply(product)
+    if not len(counts):
+        return rows @ weights.sum(0)  # no rows, in a graph with both
     parts = rows.split(counts.tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
 
@@ -52,7 +54,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor, way: Way | None = 
 def way_of(rows: Tensor, weights: Tensor) -> Way:
     """Return the implementation by which `grouped_mm` multiplies such rows and weights."""
     # Without rows, its gradient in the weights was seen to be uninitialized memory.
-    if rows.dtype not in _GROUPED_DTYPES or rows.shape[0] == 0:
+    if rows.dtype not in _GROUPED_DTYPES or rows.shape[0] == 0 or weights.shape[0] == 0:
         return "loop"
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # what its fake takes
         return "loop"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.staged import num_local_experts
+from laconic.moe.dispatch.staged import experts_of
 from laconic.moe.experts.modules import GatedExperts, GptExperts
 from laconic.moe.parallel.grid import Grid
 
@@ -18,17 +18,19 @@ AnyExperts = TypeVar("AnyExperts", GptExperts, GatedExperts)
 
 
 def expert_shard(experts: AnyExperts, grid: Grid) -> AnyExperts:
-    """Cut this rank's shard of `experts`, alike on all ranks: E / N_EP experts with H / N_ESP hidden units each.
+    """Cut this rank's shard of `experts`, alike on all ranks: its own ones, with H / N_ESP hidden units each.
 
-    The outputs of the N_ESP shards add up to those of the whole. `down_bias` is therefore kept by the first shard only
-    and None in the others. Parameters are copies, with the dtype, device and requires_grad of the whole's.
+    A rank of an EP group has ceil(E / N_EP) experts, the last ones fewer. The outputs of the N_ESP shards add up to
+    those of the whole. `down_bias` is therefore kept by the first shard only and None in the others. Parameters are
+    copies, with the dtype, device and requires_grad of the whole's.
 
     Raises:
-        RoutingError: the number of experts is no multiple of N_EP.
+        RoutingError: there are fewer experts than N_EP.
         ConfigError: N_ESP does not divide the hidden dimension, or the class is not known.
     """
     layout = grid.layout
-    here = num_local_experts(experts.num_experts, layout.ep)
+    numbers = experts_of(grid.ep.rank(), experts.num_experts, layout.ep)
+    here = len(numbers)
     if experts.hidden_dim % layout.esp:
         raise ConfigError(
             f"esp is {layout.esp}, but it must divide the experts' hidden_dim, which is {experts.hidden_dim}; change"
@@ -38,7 +40,7 @@ def expert_shard(experts: AnyExperts, grid: Grid) -> AnyExperts:
         raise ConfigError(
             f"experts are {type(experts).__name__}, but only GptExperts and GatedExperts are known; cut others by hand"
         )
-    mine = slice(grid.ep.rank() * here, (grid.ep.rank() + 1) * here)
+    mine = slice(numbers.start, numbers.stop)
     part = grid.esp.rank()
 
     def units(weight: Tensor, dim: int) -> Tensor:
@@ -49,11 +51,11 @@ def expert_shard(experts: AnyExperts, grid: Grid) -> AnyExperts:
     cut: GatedExperts | GptExperts
     with torch.no_grad():
         if isinstance(experts, GatedExperts):
-            cut = GatedExperts(here, model_dim, hidden, **options)
+            cut = GatedExperts(max(1, here), model_dim, hidden, **options)
             halves = [units(half, 2) for half in experts.gate_up.chunk(2, dim=2)]
             _fill(cut.gate_up, torch.cat(halves, dim=2), experts.gate_up)
         else:
-            cut = GptExperts(here, model_dim, hidden, bias=experts.up_bias is not None, **options)
+            cut = GptExperts(max(1, here), model_dim, hidden, bias=experts.up_bias is not None, **options)
             _fill(cut.up, units(experts.up, 2), experts.up)
             if experts.up_bias is not None and cut.up_bias is not None:
                 _fill(cut.up_bias, units(experts.up_bias, 1), experts.up_bias)
@@ -61,10 +63,12 @@ def expert_shard(experts: AnyExperts, grid: Grid) -> AnyExperts:
                 _fill(cut.down_bias, experts.down_bias[mine], experts.down_bias)
                 cut.down_bias = None if part else cut.down_bias
         _fill(cut.down, units(down, 1), down)
+        cut.num_experts = here
     assert isinstance(cut, type(experts))
     return cut
 
 
 def _fill(parameter: nn.Parameter, values: Tensor, whole: Tensor) -> None:
+    parameter.data = parameter.data[: len(values)]  # one too many where a rank has no expert
     parameter.copy_(values)
     parameter.requires_grad_(whole.requires_grad)

@@ -8,6 +8,7 @@ from laconic.moe.huggingface.checkpoint import load_sharded, save_sharded
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.layer import ExpertsLayer
+from laconic.moe.huggingface.pretrained import Loaded, from_pretrained, load_pretrained
 from laconic.moe.huggingface.saving import gathered_state_dict
 
 __all__ = [
@@ -21,4 +22,7 @@ __all__ = [
     "gathered_state_dict",
     "save_sharded",
     "load_sharded",
+    "from_pretrained",
+    "load_pretrained",
+    "Loaded",
 ]

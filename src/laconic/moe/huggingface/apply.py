@@ -12,22 +12,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
-from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher
-from laconic.moe.dispatch.flat import FlatDispatcher
+from laconic.moe.dispatch.base import Dispatcher
+from laconic.moe.dispatch.parm import Path
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
+from laconic.moe.huggingface.dispatching import choose_dispatcher
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.gradients import clip
-from laconic.moe.huggingface.layer import ExpertsLayer
+from laconic.moe.huggingface.layer import ExpertsLayer, has_own_replicas
 from laconic.moe.huggingface.saving import save_gathered
+from laconic.moe.huggingface.sharding import hidden_dim, shard
 from laconic.moe.layer import Schedule, moe_layers
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
@@ -59,9 +62,17 @@ class Parallelized:
         return [p for p in self.model.parameters() if id(p) not in known]
 
     def parameter_groups(self) -> list[dict[str, list[nn.Parameter]]]:
-        """Return two groups for an optimizer, dense and experts: a fused step cannot mix tensors and DTensors."""
-        groups = [[p for p in group if p.requires_grad] for group in (self.dense(), self.experts())]
-        return [{"params": group} for group in groups if group]
+        """Return groups for an optimizer, dense and experts: a fused step cannot mix tensors, DTensors and meshes.
+
+        Under tensor parallelism the dense part is more than one group.
+        """
+        groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+        for of_experts, parameters in enumerate((self.dense(), self.experts())):
+            for p in parameters:
+                if p.requires_grad:
+                    mesh = p.device_mesh if isinstance(p, DTensor) else None
+                    groups.setdefault((bool(of_experts), mesh), []).append(p)
+        return [{"params": group} for group in groups.values()]
 
     def reduce_gradients(self, *, codec: Codec | str = "auto") -> None:
         """Make gradients those of the mean of all processes' losses, after backward; see laconic.moe.reduce_gradients.
@@ -105,11 +116,12 @@ class Parallelized:
         return clip([*self.dense(), *self.experts()], max_norm)
 
     def __str__(self) -> str:
-        ep = 1 if self.grid is None else self.grid.layout.ep
-        lines = [f"{len(self.layers)} mixture-of-experts blocks, experts over {ep} processes"]
+        ep, esp = (1, 1) if self.grid is None else (self.grid.layout.ep, self.grid.layout.esp)
+        shards = f", each cut over {esp}" if esp > 1 else ""
+        lines = [f"{len(self.layers)} mixture-of-experts blocks, experts over {ep} processes{shards}"]
         for name, layer in self.layers.items():
-            num_experts = layer.gate.num_experts
-            lines.append(f"  {name}: {num_experts} experts ({f'{num_experts // ep} here' if ep > 1 else 'all here'})")
+            here = f"{layer.experts.num_experts} here" if ep > 1 else "all here"
+            lines.append(f"  {name}: {layer.gate.num_experts} experts ({here})")
         lines += [f"  left as it is, whole on every process: {name}" for name in self.left]
         return "\n".join(lines)
 
@@ -120,7 +132,7 @@ def parallelize(
     *,
     codec: Codec | str = "auto",
     order: Order | None = None,
-    dispatcher: Callable[[Grid | None], Dispatcher] | None = None,
+    dispatcher: Path | Callable[[Grid | None], Dispatcher] | None = None,
     schedule: Schedule | None = None,
     hooks: Iterable[Hook] = (),
     movable: bool = False,
@@ -136,17 +148,22 @@ def parallelize(
         model: a Hugging Face model with fused experts (transformers' ExpertsInterface: Mixtral, Qwen3-MoE, DeepSeek-V3,
             GPT-OSS and most others); all processes have the same weights.
         mesh: a Grid, or a DeviceMesh over the world with a dimension "ep" (or without names), over which experts are
-            spread: of E experts, process r of an EP group keeps numbers r E / N_EP and following. None keeps all.
+            spread: each process of an EP group keeps the next ceil(E / N_EP), the last ones fewer. With esp each
+            expert's hidden dimension is cut. With mp the processes of an MP group have the same tokens, as tensor
+            parallelism has them. None keeps all.
         codec: of rows in the all-to-all, see laconic.collectives.
         order, schedule, hooks: of the layers, see MoELayer.
-        dispatcher: makes each layer's dispatcher from the grid.
+        dispatcher: a path of laconic.moe.make_dispatcher ("joint", "sharded", "s1", "s2", "baseline"), or a function
+            that makes each layer's dispatcher from the grid; None is "s1" with mp, else "joint". The model's router
+            sees all tokens on every process, also on paths that share them before their gate.
         movable: give each layer a Placement, so that a laconic.moe.ExpertMover can move its experts.
         check_logits: refuse routing weights that are not finite, as those of NaN logits are, which waits for a GPU once
             in each block.
 
     Raises:
         ModelError: there are no fused experts, or some compute something else, or are sharded already.
-        ConfigError: E / N_EP is no whole number, or the mesh does not fit.
+        ConfigError: there are fewer experts than N_EP, esp does not divide their hidden dimension, the mesh does not
+            fit, or the dispatcher would add up other things than this grid's.
     """
     blocks, left = find_blocks(model), tuple(unknown_experts(model))
     if not blocks:
@@ -162,38 +179,39 @@ def parallelize(
     if not (grid is None or isinstance(grid, Grid)):
         raise ConfigError(f"mesh is {mesh!r}, but it must be a Grid, a DeviceMesh or None; make one, as in Grid(ep=8)")
     _check_fit(model, blocks, grid)
+    dispatchers = [choose_dispatcher(grid, dispatcher, codec) for _ in blocks]
 
-    ep = 1 if grid is None else grid.layout.ep
+    is_cut = grid is not None and grid.layout.joint > 1
     hooks = tuple(hooks)
     layers: dict[str, ExpertsLayer] = {}
-    for name, block in blocks.items():
+    for (name, block), made in zip(blocks.items(), dispatchers, strict=True):
         original = model.get_submodule(name)
         parameters = {
-            key: parameter if grid is None or ep == 1 else _shard(parameter, grid)
+            key: shard(key, parameter, original, grid) if grid is not None and is_cut else parameter
             for key, parameter in original.named_parameters()
         }
-        experts = FusedExperts(original, parameters)
+        experts = FusedExperts(original, parameters, adds_down_bias=grid is None or grid.esp.rank() == 0)
         layers[name] = ExpertsLayer(
             original,
             GivenRouting(block.num_experts, check_logits),
             experts,
             order,
-            _spread(grid, codec) if dispatcher is None else dispatcher(grid),
+            made,
             schedule=schedule,
             hooks=hooks,
-            placement=Placement(block.num_experts, experts.get_parameter("down_proj").device) if movable else None,
+            placement=Placement(block.num_experts, _device_of(experts, grid)) if movable else None,
             grid=grid,
         )
         owner, _, child = name.rpartition(".")
         setattr(model.get_submodule(owner), child, experts)
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
-    if ep > 1:
+    if grid is not None and has_own_replicas(grid):
         sharded = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in sharded]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    if ep > 1 and hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = save_gathered(model)
+    if is_cut and hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = save_gathered(model, grid.stages if grid is not None else 1)
     return Parallelized(model, layers, grid, left)
 
 
@@ -205,11 +223,15 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
             raise ModelError(
                 f"{name} is sharded already; parallelize a model before fully_shard, and load it unsharded"
             )
-        if grid is not None and block.num_experts % grid.layout.ep:
-            fitting = [n for n in range(1, block.num_experts + 1) if block.num_experts % n == 0]
+        if grid is not None and block.num_experts < grid.layout.ep:
             raise ConfigError(
-                f"{name} has {block.num_experts} experts, which ep = {grid.layout.ep} processes cannot share evenly;"
-                f" let ep be one of {fitting}"
+                f"{name} has {block.num_experts} experts, but ep = {grid.layout.ep} processes need at least one each;"
+                f" lower ep to {block.num_experts} or less"
+            )
+        if grid is not None and (size := hidden_dim(experts)) % grid.layout.esp:
+            raise ConfigError(
+                f"esp is {grid.layout.esp}, but it must divide the hidden dimension of {name}, which is {size}; change"
+                " esp"
             )
         if "forward" in experts.__dict__:
             raise ModelError(
@@ -218,28 +240,13 @@ def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) ->
         # Layers of one model mostly have experts of one kind; one layer of each kind is checked.
         kind = (type(experts), block.num_experts, str(experts), *(getattr(experts, flag) for flag in FLAGS))
         if kind not in tried:
-            check(experts, name)
+            check(experts, name, 1 if grid is None else grid.layout.esp)
             tried.add(kind)
-    if grid is not None and (grid.layout.mp > 1 or grid.layout.esp > 1):
-        raise ConfigError(
-            f"mp is {grid.layout.mp} and esp is {grid.layout.esp}, but layers of a Hugging Face model take 1 for both:"
-            " each process has whole experts and tokens of its own; put these processes into ep or edp"
-        )
 
 
-def _shard(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
-    """Return this process's experts of a parameter [E, ...], in memory of its own."""
-    mesh = grid.expert_mesh["ep"]
-    num_local = len(parameter) // mesh.size()
-    first = mesh.get_local_rank() * num_local
-    local = parameter.detach()[first : first + num_local].clone()
-    sharded = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-
-
-def _spread(grid: Grid | None, codec: Codec | str) -> Dispatcher:
-    if grid is None or grid.layout.ep == 1:
-        return LocalDispatcher()
-    return FlatDispatcher(grid.ep, codec=codec)
+def _device_of(experts: nn.Module, grid: Grid | None) -> torch.device | str:
+    """Return the device of experts, or the one that those on the meta device will get."""
+    device = experts.get_parameter("down_proj").device
+    if device.type != "meta":
+        return device
+    return "cpu" if grid is None else grid.expert_mesh.device_type

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from laconic.errors import CheckpointError
 from laconic.formats.dcp import DcpReader, SafeLoadPlanner
+from laconic.formats.dcp_pieces import in_pieces
 from laconic.formats.shards import local_part
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -43,7 +44,7 @@ def save_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         stored, _ = _state(model, optimizer)
         try:
-            save(stored, storage_writer=FileSystemWriter(directory), no_dist=not dist.is_initialized())
+            save(_in_pieces(stored), storage_writer=FileSystemWriter(directory), no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"{directory} could not be written: {error}") from error
 
@@ -90,9 +91,11 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
 
         # 2. Load everything, each process its part.
         try:
-            load(stored, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=not dist.is_initialized())
+            pieces = _in_pieces(stored)
+            load(pieces, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"{directory} could not be read: {error}") from error
+        _take_values(stored, pieces)
         if optimizer is not None:
             set_state_dict(model, optimizer, model_state_dict=full["model"], optim_state_dict=full["optimizer"])
 
@@ -115,6 +118,19 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[d
             seen.add(key)
             unique[name] = value
     return {"model": unique, "optimizer": moments}, full
+
+
+def _in_pieces(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _in_pieces(value) if isinstance(value, Mapping) else in_pieces(value) for key, value in tree.items()}
+
+
+def _take_values(tree: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put what is no tensor, and so was not loaded in place, from `loaded` into `tree`."""
+    for key, value in loaded.items():
+        if isinstance(value, Mapping):
+            _take_values(tree[key], value)
+        elif not isinstance(value, Tensor):
+            tree[key] = value
 
 
 def _problems(stored: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:

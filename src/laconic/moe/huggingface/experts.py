@@ -14,6 +14,7 @@ from laconic.errors import ModelError
 from laconic.formats.shards import local_part
 from laconic.moe.experts.grouped_mm import expert_by_expert, grouped_mm, runs_expert_by_expert
 from laconic.moe.experts.modules import Experts
+from laconic.moe.huggingface.sharding import hidden_placement
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement
 
@@ -27,17 +28,27 @@ class FusedExperts(Experts):
 
     The parameters are the original's: `gate_up_proj` (`up_proj` without gating) [E, 2 I, M] and `down_proj` [E, M, I],
     with the last two dimensions exchanged if the original has them so, and biases [E, 2 I] and [E, M] if it has any.
-    Under expert parallelism they are DTensors with Shard(0), and rows are those of the local experts.
+    Over processes they are DTensors, see `laconic.moe.huggingface.sharding`, and rows are those of the local experts.
+    Where processes share experts (esp), each computes a part of a sum.
     """
 
-    def __init__(self, original: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take the behaviour of `original`, with `parameters` as its own; `check` tests that they compute the same."""
+    def __init__(
+        self, original: nn.Module, parameters: Mapping[str, nn.Parameter], *, adds_down_bias: bool = True
+    ) -> None:
+        """Take the behaviour of `original`, with `parameters` as its own; `check` tests that they compute the same.
+
+        Args:
+            original: the block's experts.
+            parameters: by name, those of `original` or parts of them.
+            adds_down_bias: False on all but one of the processes whose outputs are added up.
+        """
         super().__init__()
         # A copy without parameters runs the original's gating, which may read its attributes.
         behaviour = copy.copy(original)
         behaviour.__dict__ = {**original.__dict__, "_parameters": {}}
         self.__dict__["_behaviour"] = behaviour
         self.training = original.training
+        self._adds_down_bias = adds_down_bias
         self.placement: Placement | None = None
         for name, child in original.named_children():
             self.register_module(name, child)
@@ -75,7 +86,10 @@ class FusedExperts(Experts):
         of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
 
         def biased(out: Tensor, name: str) -> Tensor:
-            return out + local_part(getattr(self, f"{name}_bias")).to(out.dtype)[of_row]
+            bias = local_part(getattr(self, f"{name}_bias"))
+            if name == "down_proj" and not self._adds_down_bias:
+                bias = bias - bias.detach()  # nothing, with the gradient that the process has that adds it
+            return out + bias.to(out.dtype)[of_row]
 
         inner = activation(biased(grouped_mm(rows, up, counts), first))
         return biased(grouped_mm(inner, down, counts), "down_proj")
@@ -90,8 +104,24 @@ class FusedExperts(Experts):
         return f"num_experts={self.num_experts} of {self.num_global_experts}"
 
 
-def check(original: nn.Module, name: str) -> None:
+def _halves(parameters: Mapping[str, Tensor], original: Any) -> list[dict[str, Tensor]]:
+    """Cut the hidden dimension of all parameters in two."""
+    halves: list[dict[str, Tensor]] = [{}, {}]
+    for name, whole in parameters.items():
+        place: Any = hidden_placement(name, original)
+        parts = [whole, whole] if place.is_replicate() else place._split_tensor(whole, 2, with_padding=False)[0]
+        for half, part in zip(halves, parts, strict=True):
+            half[name] = part.contiguous()
+    return halves
+
+
+def check(original: nn.Module, name: str, num_shards: int = 1) -> None:
     """Compare FusedExperts with the module it would replace, on narrow random parameters of as many experts.
+
+    Args:
+        original: the module.
+        name: of the module, for messages.
+        num_shards: with more than one, the sum of two shards of the hidden dimension is compared.
 
     Raises:
         ModelError: they differ, or the module has parts that FusedExperts does not know; the message has `name`.
@@ -118,14 +148,18 @@ def check(original: nn.Module, name: str) -> None:
         [torch.arange(len(x)) % num_experts, torch.randint(num_experts, (len(x),), generator=generator)], 1
     )
     weights = torch.rand(len(x), 2, generator=generator) + 0.5
-    twin = FusedExperts(original, {key: nn.Parameter(p) for key, p in narrow.items()})
+    twins = [
+        FusedExperts(original, {key: nn.Parameter(p) for key, p in part.items()}, adds_down_bias=number == 0)
+        for number, part in enumerate(_halves(narrow, original) if num_shards > 1 else [narrow])
+    ]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             expected = functional_call(original, narrow, (x, indices, weights))
         except Exception as error:  # foreign code may raise anything
             raise ModelError(f"{name} cannot be tried as fused experts: {type(error).__name__}: {error}") from error
         experts, order = indices.flatten().sort(stable=True)
-        rows = twin(x[order // 2], torch.bincount(experts, minlength=num_experts))
+        counts = torch.bincount(experts, minlength=num_experts)
+        rows = torch.stack([twin(x[order // 2], counts) for twin in twins]).sum(0)
         got = torch.zeros_like(x).index_add_(0, order // 2, rows * weights.flatten()[order, None])
     if expected.shape != got.shape or not torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
         differ = (

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.hooks import Hook
@@ -29,16 +30,22 @@ from laconic.moe.placement.expert_map import Placement
 from laconic.moe.replica_gradients import average_expert_gradients
 from laconic.moe.routing import Routing, SoftRouting
 
-__all__ = ["ExpertsLayer"]
+__all__ = ["ExpertsLayer", "has_own_replicas"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def has_own_replicas(grid: Grid) -> bool:
+    """Return whether the replicas of experts (edp) are others than those of the dense part (dp)."""
+    return grid.layout.joint > 1 or grid.layout.mp > 1
 
 
 class ExpertsLayer(MoELayer):
     """MoELayer whose routing comes with the call; see [Note: the seam].
 
     Attributes:
-        ran_under_ddp: whether the last forward in training was DDP's, which does not reduce the gradients of experts.
+        ran_under_ddp: whether the last forward in training, or with gradients, was DDP's, which does not reduce the
+            gradients of experts.
         averages_under_ddp: the layer averages them then; False means that the caller must.
         is_running: whether this layer is calling the experts.
     """
@@ -66,8 +73,20 @@ class ExpertsLayer(MoELayer):
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
-        if grid is not None and grid.layout.ep > 1:  # otherwise DDP averages them like all others
-            average_expert_gradients(experts, grid, lambda: self.ran_under_ddp and self.averages_under_ddp)
+        self._own_replicas: Grid | None = None
+        if grid is not None and has_own_replicas(grid):  # otherwise DDP averages them like all others
+            self._watched: list[RemovableHandle] = []
+            self._own_replicas = grid
+            self.watch_gradients()
+
+    def watch_gradients(self) -> None:
+        """Average the gradients of experts under DDP; to be called again when they have become other parameters."""
+        if self._own_replicas is not None:
+            for handle in self._watched:
+                handle.remove()
+            self._watched = average_expert_gradients(
+                self.experts, self._own_replicas, lambda: self.ran_under_ddp and self.averages_under_ddp
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         # In the model's tree, so that it moves with the model and a state dict is refused while experts are elsewhere.
@@ -103,7 +122,8 @@ class ExpertsLayer(MoELayer):
 
         torch.compile breaks its graph here: the number of rows of an expert is known only when they arrive.
         """
-        if self.training:
+        # Not where a checkpoint runs the layer again in backward, which DDP does not see.
+        if (self.training or torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1:
             self.ran_under_ddp = DistributedDataParallel._get_active_ddp_module() is not None
         return self.run(hidden_states, self.gate.routing(top_k_index, top_k_weights))
 

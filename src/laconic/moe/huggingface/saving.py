@@ -30,22 +30,22 @@ def gathered_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return gathered
 
 
-def save_gathered(model: Any) -> Callable[..., None]:
+def save_gathered(model: Any, stages: int = 1) -> Callable[..., None]:
     """Return a `model.save_pretrained` that all processes call together: rank 0 writes what the unsharded model would.
 
     It takes the same arguments.
 
     Raises:
-        CheckpointError: everywhere, if writing fails.
+        CheckpointError: everywhere, if writing fails, or the model is one of several pipeline stages.
     """
-    return _SaveGathered(model)
+    return _SaveGathered(model, stages)
 
 
 class _SaveGathered:
     """Callable of `save_gathered`; a class, so that a copy of the model saves the copy."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, stages: int) -> None:
+        self._model, self._stages = model, stages
 
     def __call__(
         self,
@@ -55,6 +55,11 @@ class _SaveGathered:
         **options: Any,
     ) -> None:
         model = self._model
+        if self._stages > 1:
+            raise CheckpointError(
+                f"the model is one of {self._stages} pipeline stages, and save_pretrained would write the first only;"
+                " use laconic.moe.huggingface.save_sharded, with the names of the whole model in each stage"
+            )
         tensors = gathered_state_dict(model) if state_dict is None else state_dict
         failure: Exception | None = None
         if dist.get_rank() == 0:

@@ -15,7 +15,8 @@ __all__ = ["Placement"]
 class Placement(nn.Module):
     """Maps experts as the gate numbers them to the slots that hold their weights.
 
-    Slot s is local expert s % (E / N_EP) of expert-parallel rank s // (E / N_EP). A new placement is the identity;
+    Slot s is local expert s % c of expert-parallel rank s // c, where c = ceil(E / N_EP); the last ranks may have fewer
+    slots. A new placement is the identity;
     `laconic.moe.ExpertMover` changes it together with the weights.
 
     State dicts are in logical order, so the placement is not part of them: taking one while experts are elsewhere

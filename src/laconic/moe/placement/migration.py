@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from laconic.collectives.runtime.failure_diagnosis import is_own
 from laconic.errors import CollectiveError, ConfigError
 from laconic.formats import quantized_gradient
 from laconic.formats.shards import local_part
+from laconic.moe.dispatch.staged import experts_of, experts_per_rank
 from laconic.moe.layer import MoELayer
 from laconic.moe.placement.expert_map import Placement
 
@@ -81,10 +83,10 @@ class ExpertMover:
                     f"layer {number} has the placement {placement!r}, but experts that move need a"
                     " laconic.moe.Placement; leave it out"
                 )
-            if placement.num_experts % self._world:
+            if placement.num_experts < self._world:
                 raise ConfigError(
-                    f"layer {number} has {placement.num_experts} experts, but they must be a multiple of the"
-                    f" {self._world} ranks of the group"
+                    f"layer {number} has {placement.num_experts} experts, but the {self._world} ranks of the group need"
+                    " at least one each"
                 )
             self._tensors(number)
 
@@ -96,7 +98,8 @@ class ExpertMover:
 
     def expert_nbytes(self, number: int) -> int:
         """Count the bytes that move with one expert of layer `number`: weights, gradients and state as they are now."""
-        return sum(tensor[0].nbytes for tensor in self._tensors(number).values())
+        parts = self._tensors(number).values()
+        return sum(math.prod(part.shape[1:]) * part.itemsize for part in parts)
 
     def swap(self, pairs: Sequence[tuple[int, int] | None]) -> Moved:
         """Exchange two experts (logical numbers) of each layer; None leaves a layer as it is.
@@ -163,8 +166,8 @@ class ExpertMover:
 
     # --- tensors to move ---
 
-    def _local(self, number: int) -> int:
-        return self.placement(number).num_experts // self._world
+    def _per_rank(self, number: int) -> int:
+        return experts_per_rank(self.placement(number).num_experts, self._world)
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
         """Return all tensors of the experts here, by name; [E_local, ...] each."""
@@ -180,9 +183,9 @@ class ExpertMover:
             if parameter.grad is not None:
                 found[f"{name}.grad"] = parameter.grad
             for key, value in self._state(parameter).items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
+                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() != 1:
                     found[f"{name}.{key}"] = value
-        local = self._local(number)
+        local = len(experts_of(self._rank, self.placement(number).num_experts, self._world))
         for name, buffer in experts.named_buffers():
             if buffer.dim() > 0 and len(buffer) == local:
                 found[name] = buffer
@@ -220,7 +223,7 @@ class ExpertMover:
         facts: dict[str, Any] = {**slots}
         for number in range(len(self.layers)):
             for name, part in self._tensors(number).items():
-                facts[f"{name} of layer {number}"] = f"{part.dtype} {list(part.shape)}"
+                facts[f"{name} of layer {number}"] = f"{part.dtype} {list(part.shape[1:])}"
             facts |= {f"{name} of layer {number}": value for name, value in self._scalars(number).items()}
         error: ConfigError | None = None
         replicated = self.replicas is not None and self.replicas.size() > 1
@@ -247,7 +250,7 @@ class ExpertMover:
         sizes: dict[int, int] = {}
         device = self.placement(0).slots.device
         for number, route in enumerate(routes):
-            local, tensors = self._local(number), self._tensors(number).values()
+            local, tensors = self._per_rank(number), self._tensors(number).values()
             expert_nbytes = self.expert_nbytes(number)
             for was, will in route:
                 if was // local == self._rank:
@@ -292,7 +295,7 @@ class ExpertMover:
         copies: list[Callable[[], object]] = []
         at = dict.fromkeys(incoming, 0)
         for number, route in enumerate(routes):
-            local, tensors = self._local(number), self._tensors(number).values()
+            local, tensors = self._per_rank(number), self._tensors(number).values()
             for was, will in route:
                 if will // local != self._rank:
                     continue
