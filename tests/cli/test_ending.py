@@ -18,8 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a sh
 from laconic.cli import main
 stand_in = types.ModuleType("laconic.cli.doctor")
 def run(args):
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("cleaned up", flush=True)
