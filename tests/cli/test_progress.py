@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -37,6 +40,7 @@ def in_pipe(code: str) -> str:
 def on_terminal(code: str) -> str:
     """What a terminal shows of `code`."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a window without width shows no bar
     process = subprocess.Popen([sys.executable, "-c", "import os, time\n" + code], stderr=theirs)
     os.close(theirs)
     shown = b""

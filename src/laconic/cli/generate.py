@@ -20,11 +20,11 @@ __all__ = ["make_parser", "run"]
 
 def run(args: Sequence[str]) -> int:
     """Run `laconic generate` with `args`."""
+    options = make_parser().parse_args(args)
+    prompts = _prompts(options)
     from laconic.infer.tokenizer import load_text_tokenizer
     from laconic.infer.transformers_seam import check_transformers
 
-    options = make_parser().parse_args(args)
-    prompts = _prompts(options)
     serve_if_not_first(options)
     check_transformers()
     with json_only(options.json) as emit:
