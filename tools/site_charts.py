@@ -167,7 +167,7 @@ def pages() -> dict[str, str | bytes]:
     made: dict[str, str | bytes] = {}
     parts = [
         "# Benchmarks in pictures\n\nThe main results, drawn from the tables that the benchmarks wrote. CPUs and"
-        " emulated networks; no GPU has been measured yet. Numbers and what did not gain: [benchmarks](benchmarks.md).\n"
+        " emulated networks; no GPU yet. Numbers and what did not gain: [benchmarks](benchmarks.md).\n"
     ]
     style = {name: _INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
     with matplotlib.rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "laconic", "font.size": 11}):
