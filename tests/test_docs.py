@@ -104,6 +104,13 @@ def test_links_of_a_page_lead_to_files(page: str) -> None:
         assert (ROOT / named).exists(), named
 
 
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_page_over_two_screens_shows_something(page: str) -> None:
+    """Two windows of 1280 by 800 hold 600 words of prose; in more there has to be a block, a table or a picture."""
+    shows = _BLOCK.search(TEXTS[page]) or re.search(r"^\|[ -]|^ {4}\S|!\[", TEXTS[page], re.MULTILINE)
+    assert shows or len(TEXTS[page].split()) <= 600 or page == "CHANGELOG.md"
+
+
 def test_the_reference_says_what_the_code_says() -> None:
     spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
     assert spec is not None

@@ -82,7 +82,7 @@ def _outside(text: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links to the repository lead to the site's own copies."""
-    if page.file.src_uri.startswith("files/"):
+    if "/" in page.file.src_uri:  # copies, and pages that are made: their links are the site's already
         return markdown
     if page.file.src_uri == "api.md":
         return site_reference.linked_names(markdown)

@@ -129,7 +129,7 @@ _CHARTS = (
         "model_step",
         _time_and_peak,
         "model_step_xeon_202611",
-        "Whole training steps of Llama, Qwen3 and GPT-NeoX in three sizes, one thread; a point is a model. Low and left is"
+        "Whole steps of Llama, Qwen3 and GPT-NeoX in three sizes, one thread; a point is a model. Low and left is"
         " better.",
     ),
     _Chart(
@@ -166,8 +166,8 @@ def pages() -> dict[str, str | bytes]:
 
     made: dict[str, str | bytes] = {}
     parts = [
-        "# Benchmarks in pictures\n\nThe main results, drawn from the tables that the benchmarks wrote. CPUs and emulated"
-        " networks; no GPU has been measured yet. Numbers and what did not gain: [benchmarks](benchmarks.md).\n"
+        "# Benchmarks in pictures\n\nThe main results, drawn from the tables that the benchmarks wrote. CPUs and"
+        " emulated networks; no GPU yet. Numbers and what did not gain: [benchmarks](benchmarks.md).\n"
     ]
     style = {name: _INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
     with matplotlib.rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "laconic", "font.size": 11}):
@@ -203,5 +203,6 @@ _SHOWN = {
 
 
 def _loss_curves() -> str:
-    shown = [f"### {about}\n\n![{about}](files/benchmarks/results/{name}.png)\n" for name, about in _SHOWN.items()]
+    picture = "files/benchmarks/results/{}.png"
+    shown = [f"### {about}\n\n![{about}]({picture.format(name)})\n" for name, about in _SHOWN.items()]
     return "## Training\n\n" + "\n".join(shown)

@@ -1,10 +1,11 @@
-"""A stranger's first hour: the wheel in a fresh environment, Getting started, a script run with `laconic run`, goodbye.
+"""A stranger's first hour: the wheel in a fresh environment, Getting started, Trainer, `laconic run`, advise, goodbye.
 
     python tools/stranger.py                 # builds sdist and wheel from this checkout first
     python tools/stranger.py dist/x.whl      # takes a wheel that is there
 
 Everything happens in a temporary folder, so that nothing of the checkout is imported. Ends with an error at the first
-thing that does not work. Needs a package index.
+thing that does not work. Start-up times are printed beside what they should be, the best of several; only one that
+is five times as long ends the hour, since machines of CI are busy. Needs a package index.
 """
 
 from __future__ import annotations
@@ -34,18 +35,79 @@ for step in range(3):
 """
 
 
-def run(*command: str | Path, cwd: Path, says: str = "") -> str:
-    """Standard output and error of a command that has to succeed and to say something."""
+ADVISED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+LlamaForCausalLM(LlamaConfig(vocab_size=257, **shape)).save_pretrained("small")
+"""
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from laconic.integrations.huggingface import LaconicConfig, LaconicTrainer
+
+shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 256, (16, 64))]
+arguments = TrainingArguments("out", max_steps=3, per_device_train_batch_size=4, report_to=[], save_strategy="no")
+config = LaconicConfig(activations=4, gradients=8, optimizer="adamw8bit")
+print("trained", LaconicTrainer(model, arguments, train_dataset=rows, laconic=config).train().global_step, "steps")
+"""
+_FAR_OFF = 5.0
+"""Times the limit from which a start-up time is an error."""
+
+
+def outside() -> dict[str, str]:
+    """The environment without this one's Python."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
+def run(*command: str | Path, cwd: Path, says: str = "", code: int = 0) -> str:
+    """Standard output and error of a command that has to end with an exit code and to say something."""
     began = time.monotonic()
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=outside, capture_output=True, text=True, check=False)
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=outside(), capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     shown = " ".join(Path(part).name if "/" in str(part) else str(part) for part in map(str, command))
     print(f"{time.monotonic() - began:6.1f} s  {shown[:100].splitlines()[0]}", flush=True)
-    if done.returncode != 0 or says not in text:
+    if done.returncode != code or says not in text:
         print(text, file=sys.stderr)
         raise SystemExit(f"{shown} ended with {done.returncode}" + (f" and without {says!r}" if says else ""))
     return text
+
+
+def starts_within(limit_seconds: float, what: str, *command: str | Path, cwd: Path, tries: int = 5) -> None:
+    """Print the shortest of several times of a command beside its limit; an error if it is far off."""
+    seconds = []
+    for _ in range(tries):
+        began = time.monotonic()
+        subprocess.run([*map(str, command)], cwd=cwd, env=outside(), capture_output=True, check=True)
+        seconds.append(time.monotonic() - began)
+    report_start(min(seconds), limit_seconds, what)
+
+
+def report_start(seconds: float, limit_seconds: float, what: str) -> None:
+    """Print a time beside its limit; an error if it is far off."""
+    print(f"{seconds:6.2f} s  {what} (limit {limit_seconds} s)", flush=True)
+    if seconds > _FAR_OFF * limit_seconds:
+        raise SystemExit(f"{what} took {seconds:.2f} s, more than {_FAR_OFF:.0f} times {limit_seconds} s")
+
+
+def first_step_seconds(laconic: Path, cwd: Path) -> float:
+    """From the start of `laconic train` to its first step, as metrics.jsonl appears."""
+    flags = ["--steps", "2", "--log-every", "1", "--eval-every", "0", "--nproc", "1", "--run-dir", "first"]
+    with open(cwd / "train.log", "w") as log:
+        began = time.monotonic()
+        process = subprocess.Popen([str(laconic), "train", *flags], cwd=cwd, env=outside(), stdout=log, stderr=log)
+        metrics, seconds = cwd / "first" / "metrics.jsonl", None
+        while process.poll() is None:
+            if seconds is None and metrics.exists() and '"loss"' in metrics.read_text():
+                seconds = time.monotonic() - began
+            time.sleep(0.02)
+    if process.returncode != 0 or seconds is None:
+        raise SystemExit(f"laconic train ended with {process.returncode}:\n{(cwd / 'train.log').read_text()}")
+    return seconds
 
 
 def blocks(page: Path) -> str:
@@ -70,6 +132,19 @@ def main(wheel: Path | None) -> None:
         run(bin / "python", "started.py", cwd=folder, says="Adam's moments")
         (folder / "train.py").write_text(SCRIPT)
         run(bin / "laconic", "run", "--optimizer", "adamw8bit", "train.py", cwd=folder, says="3 of AdamW8bit")
+        (folder / "trainer.py").write_text(TRAINER)
+        run(*pip, "install", "-c", ROOT / "constraints.txt", "accelerate", cwd=folder)
+        run(bin / "python", "trainer.py", cwd=folder, says="trained 3 steps")
+        (folder / "small.py").write_text(ADVISED)
+        run(bin / "python", "small.py", cwd=folder)
+        run(bin / "laconic", "advise", "small", cwd=folder, says="exact")
+        run(bin / "laconic", "--no-such", cwd=folder, code=2, says="unknown command")
+        run(bin / "laconic", "train", "--steps", "0", cwd=folder, code=2, says="steps is 0")
+        run(bin / "laconic", "plan", "small", "--memory", "1kB", cwd=folder, code=1)
+        run(bin / "laconic", "run", "missing.py", cwd=folder, code=2, says="missing.py")
+        starts_within(0.1, "laconic --help", bin / "laconic", "--help", cwd=folder)
+        starts_within(0.1, "import laconic", bin / "python", "-c", "import laconic", cwd=folder)
+        report_start(first_step_seconds(bin / "laconic", folder), 10.0, "laconic train to its first step")
         run(*pip, "uninstall", "--yes", "laconic", cwd=folder)
         run(bin / "python", "train.py", cwd=folder)  # torch does not miss the backend that was registered with it
         gone = "import importlib.util as u; assert u.find_spec('laconic') is None"
