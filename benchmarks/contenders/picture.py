@@ -68,7 +68,8 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
         axis.grid(alpha=0.25)
     for axis in list(axes.flat)[len(panels) :]:
         axis.axis("off")
-    figure.suptitle("Memory against time: circles laconic, squares torch, triangles other peers; lower left is better")
+    line = "\n" if columns == 1 else " "
+    figure.suptitle(f"Circles laconic, squares torch, triangles other peers;{line}lower and further left is better")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)
