@@ -354,3 +354,31 @@ def test_every_family_has_its_attention_sites(family: str) -> None:
     sites = [site for site in find_sites(make_model(family)) if site.kind == "attention"]
     assert [site.layer for site in sites] == [0, 1]
     assert all(site.features == (64 * 3 if family == "gpt2" else 64 + 2 * 32,) for site in sites)
+
+
+def eager_call(model: nn.Module, ids: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+    out = model(input_ids=ids, use_cache=False, output_attentions=True)
+    return out.logits, out.attentions
+
+
+@pytest.mark.usefixtures("queries_are_not_packed")
+def test_probabilities_that_are_returned_get_their_gradient() -> None:
+    model, ids = make_model("llama", attn_implementation="eager"), make_ids()
+    found = []
+    for each in (model, converted(model, bits=8)):
+        logits, attentions = eager_call(each, ids)
+        for probabilities in attentions:
+            probabilities.retain_grad()
+        # Also from outside, as a loss over the probabilities would.
+        (logits[:, -1].float().square().sum() + attentions[0].square().sum()).backward()
+        found.append([probabilities.grad for probabilities in attentions])
+    for got, expected in zip(found[1], found[0], strict=True):
+        assert relative_error(got, expected) < 0.02
+
+
+def test_a_hook_on_returned_probabilities_is_refused() -> None:
+    model = converted(make_model("llama", attn_implementation="eager"))
+    logits, attentions = eager_call(model, make_ids())
+    attentions[0].register_hook(lambda grad: grad)
+    with pytest.raises(ModelError, match=r"has a hook.*call retain_grad\(\) on it instead"):
+        logits.sum().backward()

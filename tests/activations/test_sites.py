@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import laconic
 from laconic.activations import find_sites
 from laconic.activations.functions import ACTIVATIONS
 from laconic.activations.norms import NormSpec
@@ -37,6 +39,47 @@ def test_every_norm_linear_and_mlp_is_found(family: str) -> None:
 def test_sites_on_the_meta_device_are_the_same(family: str) -> None:
     model = make_model(family)
     assert find_sites(model) == find_sites(model.to("meta"))
+
+
+def test_defaults_of_device_and_dtype_do_not_matter(family: str) -> None:
+    model = make_model(family)
+    expected = find_sites(model)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            laconic.compress_activations(twin := copy.deepcopy(model))
+            assert find_sites(model) == expected
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(dtype)
+    laconic.decompress_activations(twin)
+
+
+class Configurable(nn.Linear):
+    """As torchtitan's: torch's own forward, with an attribute that it does not read."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.param_init = {"weight": nn.init.ones_}
+
+
+class ConfigurableNorm(nn.RMSNorm):
+    def __init__(self) -> None:
+        super().__init__(8, eps=1e-5)
+        self.param_init = {"weight": nn.init.ones_}
+
+
+class ScaledByAttribute(Configurable):
+    """Another forward, which reads the attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if "scale" in self.param_init else 1)
+
+
+def test_a_subclass_with_torchs_forward_may_hold_anything() -> None:
+    assert [site.kind for site in find_sites(nn.Sequential(Configurable(), ConfigurableNorm()))] == ["linear", "norm"]
+    assert find_sites(nn.Sequential(ScaledByAttribute())) == []
 
 
 def test_specs_tell_the_families_apart() -> None:

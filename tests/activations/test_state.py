@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 import laconic
 from laconic import BlockFormat
@@ -152,6 +153,15 @@ def test_a_model_on_the_meta_device_is_converted_and_says_why_it_is_not_measured
         assert report.to_dict()["unmeasured"] == report.unmeasured
     else:
         assert report.before_nbytes_per_token == saved_nbytes_per_token(make_model(family), dtype=None)
+
+
+def test_a_model_whose_forward_runs_on_the_meta_device_is_measured_there() -> None:
+    options = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertConfig(**options, num_attention_heads=2)).train()
+        report = laconic.compress_activations(model)
+    assert report.before is not None
+    assert report.after_nbytes_per_token < report.before_nbytes_per_token / 2
 
 
 class Fails(nn.Module):

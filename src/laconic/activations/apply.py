@@ -22,12 +22,13 @@ from laconic.activations.forwards import LinearForward, NormForward, SiteForward
 from laconic.activations.functional import FunctionsForward
 from laconic.activations.head import CausalForward, CausalHead, HeadForward, find_head
 from laconic.activations.hooks import ExactForward, HooksForward
+from laconic.activations.inner_attention import InnerAttentionForward
 from laconic.activations.leaves import LeafForward, LeafSpec
 from laconic.activations.mixer import MixerForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
 from laconic.activations.replacement import Replacement, check_module, replacements_of
 from laconic.activations.report import Measurement, Report, brief, make_report, measure, measure_first, sample_inputs
-from laconic.activations.sites import FunctionsSpec, Site, find_sites
+from laconic.activations.sites import FunctionsSpec, InnerAttentionSpec, Site, find_sites
 from laconic.errors import FormatError, ModelError
 from laconic.formats import BlockFormat
 from laconic.ops import BITS
@@ -218,7 +219,10 @@ def _install(chosen: Sequence[tuple[nn.Module, Site, Choice]]) -> None:
     """Give each module the forward that the choice for its site asks for."""
     recomputed = []
     for module, site, choice in chosen:
-        if isinstance(choice, Recompute) and site.kind in ("attention", "mixer"):
+        if choice is not None and isinstance(site.spec, InnerAttentionSpec):
+            packing = BlockFormat("int8") if isinstance(choice, Recompute) else choice  # its input is query, key, value
+            InnerAttentionForward(module, site, packing).install()
+        elif isinstance(choice, Recompute) and site.kind in ("attention", "mixer"):
             MixerForward(module, site, BlockFormat("int8")).install()
         elif isinstance(choice, Recompute):
             recomputed.append(RecomputedMlpForward(module, site))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,7 @@ class AttentionCore(OfModule):
             spec=spec,
             found=found,
             replay=replay,
+            returned=[],
         )
         saved = (*codes, *own.values(), *context, *random_state)
         kept = Kept(saved, Memo(run.rebuild, memos), "attention")
@@ -151,6 +153,7 @@ class AttentionCore(OfModule):
         attach(tensors[0], derive(_output, (kept,), (), "attention"))
         for index, tensor in zip(found, tensors, strict=True):
             outputs[index] = tensor
+            run.returned.append(weakref.ref(tensor))
         return tree_unflatten(outputs, results_spec)
 
     def check(self, outputs: Tensors, leaves: Tensors) -> None:
@@ -215,6 +218,7 @@ class _AttentionCall:
         rest, spec: the other arguments, with `_SLOT` for the tensors.
         found: indices of the results that are tensors.
         replay: random state, autocast and modes of the first run.
+        returned: the tensors that the caller got, which may be gone.
     """
 
     core: AttentionCore
@@ -228,6 +232,30 @@ class _AttentionCall:
     spec: TreeSpec
     found: tuple[int, ...]
     replay: Replay
+    returned: list[weakref.ref[Tensor]]
+
+    def watched(self) -> dict[int, Tensor]:
+        """Results beside the output (probabilities of eager attention) of which somebody wants the gradient, by place.
+
+        The output is computed from them, so their gradient is that of the second run's.
+
+        Raises:
+            ModelError: one has a hook, whose result could not be used.
+        """
+        found: dict[int, Tensor] = {}
+        for place, reference in enumerate(self.returned[1:], 1):
+            tensor = reference()
+            if tensor is None:
+                continue
+            if tensor._backward_hooks:
+                raise ModelError(
+                    f"a tensor that the attention of {self.core.site.name!r} returns beside its output has a hook, but "
+                    f"compressed attention computes its gradient in a second run; call retain_grad() on it instead, or "
+                    f"keep this site exact: None in the plan, or attention='exact'"
+                )
+            if tensor.retains_grad:
+                found[place] = tensor
+        return found
 
     def rebuild(self, saved: Tensors, *_: object) -> Any:
         """Run the attention code again, under autograd, on the tensors that `saved` rebuilds."""
@@ -262,13 +290,20 @@ class _Attention(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         second: Any = ctx.memo.take(ctx.saved_tensors)
-        wanted = [leaf for leaf in second.leaves if leaf.requires_grad]
+        watched = {place: x for place, x in ctx.run.watched().items() if second.outputs[place].requires_grad}
+        leaves = [leaf for leaf in second.leaves if leaf.requires_grad]
+        wanted = [*leaves, *(second.outputs[place] for place in watched)]
         reached = [(y, g) for y, g in zip(second.outputs, grads, strict=True) if g is not None and y.requires_grad]
         found: dict[int, Tensor | None] = {}
         if reached and wanted:
             outputs, given = zip(*reached, strict=True)
             got = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-            found = {id(leaf): grad for leaf, grad in zip(wanted, got, strict=True)}
+            found = {id(leaf): grad for leaf, grad in zip(leaves, got, strict=False)}
+            for (place, tensor), grad in zip(watched.items(), got[len(leaves) :], strict=True):
+                # What came from outside of this attention has been added by autograd.
+                ours = grad if grad is None or grads[place] is None else grad - grads[place]
+                if ours is not None:
+                    tensor.grad = ours if tensor.grad is None else tensor.grad + ours
         dleaves = [found.get(id(leaf)) for leaf in second.leaves]
         num_codes = sum(ctx.run.counts)
         num_random = len(ctx.needs_input_grad) - 3 - len(dleaves) - num_codes

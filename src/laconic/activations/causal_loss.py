@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from laconic.activations.derivatives import first_derivative, is_transformed
 from laconic.activations.replacement import ModelReplacement
+from laconic.activations.trial import usual_numbers
 
 __all__ = ["CausalLossForward", "causal_loss", "has_causal_loss"]
 
@@ -128,10 +129,10 @@ def _original() -> Callable[..., Tensor] | None:
 def _is_proved(original: Callable[..., Tensor]) -> bool:
     """Whether transformers' function gives the same bits on a few numbers."""
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(11, (2, 5), generator=generator)
+    labels = torch.randint(11, (2, 5), generator=generator, device="cpu")
     labels[0, 2] = _IGNORED
     options: list[dict[str, Any]] = [{}, {"num_items_in_batch": 7}, {"shift_labels": labels.flip(1)}]
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with usual_numbers(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for dtype in _DTYPES:
             logits = (torch.randn(2, 5, 11, generator=generator) * 4).to(dtype).requires_grad_()
             for option in options:

@@ -47,6 +47,12 @@ class TorchCalls:
         nn.Softmax: "softmax",
     }
     ACTIVATIONS = frozenset({"gelu", "silu", "relu"})
+    KERNELS: ClassVar[dict[tuple[str, str], str]] = {
+        ("torch.nn.attention.flex_attention", "flex_attention"): "flex_attention",
+        ("torch.nn.attention.varlen", "varlen_attn"): "varlen_attn",
+    }
+    """Those of attention in modules of torch that take long to import."""
+    ATTENTIONS = frozenset({ATTENTION, *("flex_attention", "varlen_attn")})
     PACKED = frozenset({"dropout", "layer_norm", "rms_norm", ATTENTION}) | ACTIVATIONS
     """Those that can save something smaller for backward (see functional.py)."""
 
@@ -109,7 +115,10 @@ def _scan_code(
 
 def _note(value: Any, cls: type, found: set[str], seen: set[CodeType], depth: int) -> None:
     name = TorchCalls.FUNCTIONS.get(value) if callable(value) and getattr(value, "__hash__", None) else None
+    if name is None and isinstance(value, FunctionType):
+        kernel = inspect.unwrap(value)  # which may be compiled
+        name = TorchCalls.KERNELS.get((kernel.__module__, kernel.__qualname__))
     if name is not None:
         found.add(name)
-    elif isinstance(value, FunctionType) and not value.__module__.startswith("torch"):
+    elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] != "torch":
         _scan(inspect.unwrap(value), cls, found, seen, depth - 1)

@@ -5,7 +5,7 @@ Hand-written modules often call functions where libraries have modules: `F.layer
 a backward that keeps packed tensors: norms and activations their packed input, dropout a bit per value, attention
 packed query, key and value (see [Note: compressed attention]). Products with an activation (GEGLU, ReGLU) pack the
 other factor. What moves elements only (transpose, view, chunk) passes the note on, so that the next linear layer finds
-that its input can be rebuilt.
+that its input can be rebuilt. So does the square of what can be rebuilt (squared relu).
 
 Functions that a child calls are the child's business: the mode asks the frames whose code is calling. Compiled graphs
 run the module's own code as it is.
@@ -85,6 +85,8 @@ class _Functions(TorchFunctionMode):
             return _SERVED[name](self._forward, func, args, kwargs)
         if func in PRODUCTS and not kwargs and _may_multiply(*args) and self._is_ours(args):
             return functions.multiply(args[0], args[1], self._forward.format)
+        if func in _SQUARES and _may_square(args, kwargs) and self._is_ours(args):
+            return functions.square(args[0], _value(func, args, kwargs), self._forward.format)
         result = func(*args, **kwargs)
         if func in PARTS or func in _MOVES:
             _note_moved(func, args, kwargs, result)
@@ -140,6 +142,8 @@ def _norm(forward: FunctionsForward, func: Any, args: Any, kwargs: Any) -> Tenso
     given = _bound(names, args, kwargs)
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
     eps = given.get("eps", 1e-5 if layer else None)
+    if eps is None and not layer:
+        eps = torch.finfo(torch.float32).eps  # of the dtype in which torch computes all three dtypes that are packed
     wanted = any(isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias))
     if not wanted or not isinstance(eps, float) or len(given["normalized_shape"]) != 1:
         return func(*args, **kwargs)
@@ -183,6 +187,18 @@ def _may_multiply(a: Any, b: Any) -> bool:
     if not ours or a.shape != b.shape or a.dtype != b.dtype or not all(is_made(x) for x in (a, b)):
         return False
     return found(a) is not None or found(b) is not None
+
+
+_SQUARES = frozenset({torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__})
+
+
+def _may_square(args: Any, kwargs: Any) -> bool:
+    """Whether a call squares a tensor of which something else keeps what rebuilds it, such as a relu."""
+    if not args:
+        return False
+    x, *exponent = args
+    is_square = not kwargs and (not exponent or (exponent == [2] and isinstance(exponent[0], int | float)))
+    return is_square and SiteForward.ours(x) and is_made(x) and found(x) is not None
 
 
 def _note_moved(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:

@@ -18,12 +18,12 @@ from torch import Tensor
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative
 from laconic.activations.gated import gated_product
-from laconic.activations.kept import Gate, Kept, Tensors, attach, derive, found, keep, take_all
+from laconic.activations.kept import Gate, Kept, Memo, Tensors, attach, derive, found, keep, take_all
 from laconic.activations.norms import NormSpec, norm_again, norm_backward
 from laconic.activations.traceable import traceable
 from laconic.ops import GATED_ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "Activation", "activate", "linear", "norm", "origin_of"]
+__all__ = ["ACTIVATIONS", "Activation", "activate", "linear", "norm", "origin_of", "square"]
 
 
 def origin_of(y: Tensor) -> str:
@@ -286,6 +286,36 @@ def multiply(a: Tensor, b: Tensor, format: Packing) -> Tensor:
     y: Tensor = _Multiply.apply(a, b, kept, *saved)
     attach(y, derive(torch.mul, kept, (), "mlp"))
     return y
+
+
+def square(x: Tensor, value: Tensor, format: Packing) -> Tensor:
+    """`value`, the square of x, with a backward that saves what rebuilds x; then the square can be rebuilt too.
+
+    Args:
+        x: [..., features], of which something else keeps what rebuilds it (`found`).
+        value: of the same shape, without gradients.
+        format: in which x is packed if what is kept of it has fewer bits.
+    """
+    kept = keep(x, format, "mlp")
+    y: Tensor = _Square.apply(x, value, kept.memo, *kept.tensors)
+    attach(y, derive(torch.square, (kept,), (), "mlp"))
+    return y
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, memo: Memo, *saved: Tensor) -> Tensor:
+        memo.announce()
+        ctx.memo = memo
+        ctx.save_for_backward(*saved)
+        return value.detach()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved: Tensors = ctx.saved_tensors
+        x = ctx.memo.take(saved, grad)
+        return (grad * x * 2, None, None, *[None] * len(saved))
 
 
 class _Multiply(torch.autograd.Function):

@@ -72,7 +72,9 @@ class Replay:
         self._device = device
         self._modes = [(part, part.training) for part in module.modules()]
         self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {device.type, "cpu"}
+            if torch.amp.is_autocast_available(kind)  # which it is not on the meta device
         }
         self._cache = torch.is_autocast_cache_enabled()
 

@@ -26,12 +26,13 @@ from laconic.activations.functions import ACTIVATIONS
 from laconic.activations.leaves import LeafKind, LeafSpec, leaf_of
 from laconic.activations.mixture import ExpertsSpec, RouterSpec, experts_of, router_of
 from laconic.activations.norms import NormSpec, normalize
-from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled
+from laconic.activations.trial import has_plain_attributes, outcome, own_forward, settled, usual_numbers
 
 __all__ = [
     "ActivationSpec",
     "DropoutSpec",
     "FunctionsSpec",
+    "InnerAttentionSpec",
     "LinearSpec",
     "MixerSpec",
     "MlpSpec",
@@ -79,6 +80,13 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class InnerAttentionSpec:
+    """A module that is nothing but attention; `names` are those of query, key and value in its forward."""
+
+    names: tuple[str, str, str]
+
+
+@dataclass(frozen=True)
 class ActivationSpec:
     """An activation module outside of a feed-forward block; `activation` is a key of `ACTIVATIONS`."""
 
@@ -107,6 +115,7 @@ Spec = (
     | LinearSpec
     | MlpSpec
     | AttentionSpec
+    | InnerAttentionSpec
     | RouterSpec
     | ExpertsSpec
     | ActivationSpec
@@ -142,7 +151,8 @@ class Site:
 
 def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model in the order of its modules, each shared module once."""
-    sites = list(_sites(model))
+    with usual_numbers():
+        sites = list(_sites(model))
     if all(site.layer is None for site in sites):
         return sites
     may_be_head = ("norm", "linear")
@@ -169,6 +179,8 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(name, "mlp", layer, (width * (1 if mlp.up is None and not mlp.fused else 2),), mlp)
         elif (attention := _attention(module)) is not None:
             yield Site(name, "attention", layer, () if attention.heads is None else (sum(attention.heads),), attention)
+        elif (inner := _inner_attention(module)) is not None:
+            yield Site(name, "attention", layer, (), inner)
         elif (router := router_of(module)) is not None:
             yield Site(name, "router", layer, (_weight_of(module).shape[1],), router)
         elif (experts := experts_of(module)) is not None:
@@ -440,6 +452,18 @@ def _attention(module: nn.Module) -> AttentionSpec | None:
     if not any(type(value).__name__ == "AttentionInterface" for value in named):
         return None
     return AttentionSpec(_heads(module, getattr(module, "config", None)))
+
+
+def _inner_attention(module: nn.Module) -> InnerAttentionSpec | None:
+    """Recognize a module without parts whose forward takes query, key and value first and calls torch's attention."""
+    if any(x is not None for x in (*module._parameters.values(), *module._modules.values())):
+        return None
+    if own_forward(module) is not None or not calls_of(module) & TorchCalls.ATTENTIONS:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:4]
+    if [name[:1].lower() for name in names] != ["q", "k", "v"]:
+        return None
+    return InnerAttentionSpec((names[0], names[1], names[2]))
 
 
 def _heads(module: nn.Module, config: object) -> tuple[int, int, int] | None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PlainAttributes", "has_plain_attributes", "outcome", "own_forward", "settled"]
+__all__ = ["PlainAttributes", "has_plain_attributes", "outcome", "own_forward", "settled", "usual_numbers"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -29,6 +30,18 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 _CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def usual_numbers() -> Iterator[None]:
+    """Make tensors in fp32 on the CPU inside, whatever the defaults: models are built under meta and in bf16."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def outcome(
@@ -157,13 +170,16 @@ class PlainAttributes:
         module: the recognized module; it has no children.
 
     Raises:
-        TypeError: it holds something else that its forward may depend on, and is of no class of torch or transformers.
+        TypeError: it holds something else that its forward may depend on, and that forward is not torch's or
+            transformers'.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._seen: list[tuple[str, Any]] = []
         self._inside: list[tuple[str, str, Any]] = []
-        known = type(module).__module__.startswith(("torch.", "transformers."))
+        # A subclass of torch's linear layer or norm that adds no forward of its own adds nothing that it depends on.
+        home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        known = home.__module__.startswith(("torch.", "transformers."))
         for name, value in vars(module).items():
             if name in _INTERNAL:
                 continue
