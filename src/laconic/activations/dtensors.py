@@ -1,9 +1,9 @@
 """DTensors among activations: what lies on this rank is packed, and placed again when it is rebuilt.
 
-[Note: tensor parallelism] `parallelize_module` and transformers' tensor plans put layers between two hooks: one makes a
-DTensor of the input (`from_local`, a collective), the layer multiplies DTensors, and the other hook makes a plain tensor
-of the output. Between the layers, where attention and the products of feed-forward blocks are, tensors are plain and hold
-this rank's heads and features. So there are two kinds of saved tensors, and both are packed as what this rank holds:
+[Note: tensor parallelism] `parallelize_module` and transformers' tensor plans put layers between two hooks: one makes
+a DTensor of the input (`from_local`, a collective), the layer multiplies DTensors, and the other makes a plain tensor
+of the output. Between the layers, where attention and the products of feed-forward blocks are, tensors are plain and
+hold this rank's heads and features. So there are two kinds of saved tensors; of both, what this rank holds is packed:
 
 - Notes (see kept.py) are always on plain tensors and about plain tensors. A DTensor is asked for its local part, which
   shares memory with the tensor that it was made from; so the query, key and value projections, each of which makes a
@@ -11,8 +11,8 @@ this rank's heads and features. So there are two kinds of saved tensors, and bot
 - A value that was kept for a DTensor becomes one again by the mesh and the placements it had (`Placement`). Nothing is
   communicated for that, but backward's own products of DTensors communicate as those of torch do.
 
-What a collective makes is a new tensor: under sequence parallelism the gathered input of the projections is packed once,
-beside the shard that the norm keeps.
+What a collective makes is a new tensor: under sequence parallelism the gathered input of the projections is packed
+once, beside the shard that the norm keeps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 __all__ = ["Placed", "has_whole_rows", "is_packable", "local_of", "on_rows", "row_dim", "warn_exact"]
 
@@ -75,7 +76,7 @@ def is_packable(x: Tensor) -> bool:
 
 
 def has_whole_rows(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether this rank holds whole rows of a tensor [..., features], and whole parameters: so it can normalize them."""
+    """Whether this rank can normalize rows of x [..., features]: it holds whole ones, and whole parameters."""
     if not isinstance(x, DTensor):
         return not any(isinstance(p, DTensor) for p in parameters)
     last = x.dim() - 1
@@ -90,7 +91,7 @@ def on_rows(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
 
 
 def row_dim(x: Tensor) -> int:
-    """The dimension of rows [..., features] that has to come first for a DTensor to be flattened without a collective."""
+    """The dimension of x [..., features] that has to come first, so that no collective is needed to flatten rows."""
     placements = x.placements if isinstance(x, DTensor) else ()
     dims = [p.dim % x.dim() for p in placements if p.is_shard()]  # type: ignore[attr-defined]
     return next((dim for dim in dims if dim < x.dim() - 1), 0)
@@ -111,7 +112,7 @@ def warn_exact(kind: str, x: Any) -> None:
 @cache
 def _warn_once(kind: str) -> None:
     logging.getLogger("laconic").warning(
-        "%s sites that are given a DTensor stay exact; let the parallel layer in front of them return its local part "
-        "(use_local_output=True)",
+        "%s: a DTensor that is saved there stays exact; let the parallel layer in front return what this rank holds of "
+        "it (use_local_output=True)",
         kind,
     )

@@ -140,8 +140,8 @@ def _norm_backward(
         return norm_backward(grad, x, weight, bias, spec, needs)
     assert isinstance(grad, DTensor)
     grad = grad.redistribute(placements=place.placements)
-    tensors = (None if t is None else local_of(t) for t in (grad, x, weight, bias))
-    dx, *sums = norm_backward(*tensors, spec, needs)  # type: ignore[arg-type]  # grad and x are there
+    weight, bias = (None if p is None else local_of(p) for p in (weight, bias))
+    dx, *sums = norm_backward(local_of(grad), local_of(x), weight, bias, spec, needs)
     return (None if dx is None else place(dx), *(None if dp is None else place.reduced(dp) for dp in sums))
 
 

@@ -1,8 +1,8 @@
 """Where the forward of a module is stored, below what a host has put around it.
 
-transformers' tensor parallelism stores a function as a module's `forward` that makes a DTensor of the input, calls the
-forward it found there, and makes a plain tensor of the output. A forward of ours has to run inside of it, on the DTensor
-and on the local parameters that it puts in place meanwhile; so it takes the place of the forward that this function calls.
+transformers' tensor parallelism stores a function as a module's `forward` that makes a DTensor of the input, calls
+the forward it found there, and makes a plain tensor of the output. A forward of ours has to run inside of it, on the
+DTensor and on the local parameters that it puts in place meanwhile; so it takes the place of what this function calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def store_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None
 
 
 def _cell(forward: Any) -> CellType | None:
-    """Where transformers' function keeps the forward it calls, the innermost if there are several; None if it is none."""
+    """Where transformers' function keeps the forward it calls, the innermost of several; None if it is none."""
     found = None
     while isinstance(forward, FunctionType) and forward.__name__ == "tp_forward":
         names = forward.__code__.co_freevars
