@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
@@ -20,6 +21,7 @@ from laconic.advice.methods import offload_all
 from laconic.advice.training_call import find_loss
 from laconic.errors import ConfigError, ModelError
 from tests.activations.models import make_ids, make_model
+from tests.distributed.processes import run_ranks
 
 
 class Block(nn.Module):
@@ -261,3 +263,46 @@ def test_compiled_models_keep_less_under_a_memory_budget() -> None:
     assert "compiled" not in advice.left_out, advice.left_out["compiled"]
     assert rows["compiled, memory budget 0.5"].nbytes < rows["compiled"].nbytes
     assert rows["compiled"].gradient_error < 1e-3  # dropout included
+
+
+def advised_on_two_ranks(rank: int, num_ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    batch = torch.randn(8, 256, generator=torch.Generator().manual_seed(rank))
+    advice = laconic.advise(model, batch, rounds=1, loss_of=lambda y: y.square().mean())
+    torch.save((advice.to_dict(), str(advice)), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_the_link_between_ranks_is_measured_with_the_models_gradients(tmp_path: Path) -> None:
+    run_ranks(advised_on_two_ranks, (2, str(tmp_path)), 2)
+    tables = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    for advice, text in tables:
+        link = advice["link"]
+        exact, coded, bits = link["rows"]
+        num_values = 2 * 256 + 256 * 512 + 512 + 512 * 256 + 256
+        assert (link["num_ranks"], link["nbytes"]) == (2, 4 * num_values)
+        assert exact["sent_nbytes"] == 4 * num_values  # 2 (W - 1) / W of the gradients
+        assert exact["error"] == coded["error"] == 0
+        assert 0 < bits["error"] < 0.02
+        assert coded["sent_nbytes"] < exact["sent_nbytes"]
+        # A byte and 1/128 of a scale, in both directions of half the values; and headers.
+        assert num_values < bits["sent_nbytes"] < 1.1 * num_values
+        assert link["nbytes_per_second"] == exact["sent_nbytes"] / exact["seconds"]
+        assert "averaged over 2 ranks" in text
+        for row in link["rows"]:
+            assert row["pays"] == (row["slowdown"] < 0.95)
+            assert (f"# gradients: {row['name']}" in text) == row["pays"]
+    # The slowest rank's time counts on all of them.
+    assert [row["seconds"] for row in tables[0][0]["link"]["rows"]] == [
+        row["seconds"] for row in tables[1][0]["link"]["rows"]
+    ]
+
+
+def test_without_other_ranks_no_link_is_measured(llama: tuple[nn.Module, dict[str, Tensor], Advice]) -> None:
+    advice = llama[2]
+    assert advice.link is None
+    assert advice.to_dict()["link"] is None
+    assert "ranks" not in str(advice)

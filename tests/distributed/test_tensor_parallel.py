@@ -12,7 +12,9 @@ from torch import Tensor
 from tests.distributed import tensor_parallel as work
 from tests.distributed.processes import run_ranks
 
-CASES = [("llama", plan) for plan in work.PLANS] + [("qwen3", "plain"), ("mixtral", "vocabulary")]
+CASES = [("llama", "plain"), ("llama", "sequence")]
+SLOW_CASES = [("llama", "vocabulary"), ("llama", "loss"), ("qwen3", "plain"), ("mixtral", "vocabulary")]
+ALL_CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 
 Results = list[dict[str, Any]]
 
@@ -28,8 +30,21 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
+def by_torch_slowly(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of(tmp_path_factory.mktemp("torch"), work.torch_plans, 2, SLOW_CASES)
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, family: str, plan: str) -> Results:
+    """The records of each rank that hold a case."""
+    is_slow = (family, plan) in SLOW_CASES
+    found: Results = request.getfixturevalue("by_torch_slowly" if is_slow else "by_torch")
+    return found
+
+
+@pytest.fixture(scope="module")
 def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    families = ["llama", "qwen3", "mixtral"]
+    families = ["qwen3", "mixtral"]
     return results_of(tmp_path_factory.mktemp("transformers"), work.transformers_plans, 2, families)
 
 
@@ -53,11 +68,11 @@ def check_same_step(found: dict[str, Any], packed: dict[str, Any]) -> None:
     assert min(cosines(exact["grads"], packed["grads"]).values()) > 0.97
 
 
-@pytest.mark.parametrize(("family", "plan"), CASES)
+@pytest.mark.parametrize(("family", "plan"), ALL_CASES)
 @pytest.mark.parametrize("order", ["packed", "late"])
-def test_a_plan_of_torch_packs_what_a_rank_holds(by_torch: Results, family: str, plan: str, order: str) -> None:
-    for results in by_torch:
-        found = results[f"{family}-{plan}"]
+def test_a_plan_of_torch_packs_what_a_rank_holds(results: Results, family: str, plan: str, order: str) -> None:
+    for of_rank in results:
+        found = of_rank[f"{family}-{plan}"]
         check_same_step(found, found[order])
         # The loss keeps the same with and without; mixtral's whole experts need tokens of the loss's size.
         exact, packed = (sum(n for name, n in found[key]["by_module"].items() if name) for key in ("exact", order))
@@ -79,18 +94,18 @@ def test_saved_bytes_of_layers_between_the_collectives_fall_with_the_ranks(by_to
 
 def test_projections_share_one_note_through_their_own_dtensors(by_torch: Results) -> None:
     for results in by_torch:
-        for plan in work.PLANS:
-            saved = results[f"llama-{plan}"]["packed"]["by_module"]
+        for family, plan in CASES:
+            saved = results[f"{family}-{plan}"]["packed"]["by_module"]
             assert not {name for name in saved if name.endswith(("k_proj", "v_proj", "o_proj", "up_proj", "down_proj"))}
             # A gathered input is a new tensor, which the first of its readers packs.
             first = {name for name in saved if name.endswith(("q_proj", "gate_proj"))}
             assert bool(first) == (plan == "sequence")
 
 
-@pytest.mark.parametrize(("family", "plan"), CASES)
-def test_decompressing_restores_the_parallel_model(by_torch: Results, family: str, plan: str) -> None:
-    for results in by_torch:
-        exact, again = results[f"{family}-{plan}"]["exact"], results[f"{family}-{plan}"]["again"]
+@pytest.mark.parametrize(("family", "plan"), ALL_CASES)
+def test_decompressing_restores_the_parallel_model(results: Results, family: str, plan: str) -> None:
+    for of_rank in results:
+        exact, again = of_rank[f"{family}-{plan}"]["exact"], of_rank[f"{family}-{plan}"]["again"]
         assert exact["nbytes"] == again["nbytes"]
         assert all(torch.equal(exact["grads"][name], again["grads"][name]) for name in exact["grads"])
 
@@ -98,7 +113,7 @@ def test_decompressing_restores_the_parallel_model(by_torch: Results, family: st
 @pytest.mark.parametrize("plan", ["vocabulary", "sequence"])
 def test_a_chunked_loss_is_right_over_a_vocabulary_on_several_ranks(by_torch: Results, plan: str) -> None:
     for results in by_torch:
-        exact, chunked = results[f"llama-{plan}"]["exact"], results[f"chunked-{plan}"]
+        exact, chunked = results[f"unchunked-{plan}"], results[f"chunked-{plan}"]
         assert torch.allclose(exact["loss"], chunked["loss"], rtol=1e-6)
         assert min(cosines(exact["grads"], chunked["grads"]).values()) > 0.97
         # The head keeps its input exactly, so nothing but rounding of sums is in its own gradient.
@@ -106,23 +121,24 @@ def test_a_chunked_loss_is_right_over_a_vocabulary_on_several_ranks(by_torch: Re
         assert head > 1 - 1e-6
         assert exact["placements"] == chunked["placements"]
         assert chunked["logits"].shape == (2, 0, work.VOCABULARY)
-        assert chunked["nbytes"] < results[f"llama-{plan}"]["packed"]["nbytes"]
+        assert chunked["by_module"].get("lm_head") == 2 * work.LENGTH * (64 * 4 + 4)  # hidden states, log-sum-exps
+        assert sum(n for name, n in chunked["by_module"].items() if not name) < 2 * work.LENGTH * 4 * 10
 
 
 def test_a_chunked_loss_of_another_layout_is_refused_by_name(by_torch: Results) -> None:
     for results in by_torch:
-        assert "loss is 'chunked', but the input of 'lm_head' is placed (Shard(dim=-1)" in results["chunked-rows"]
+        assert "loss is 'chunked', but the input of 'lm_head' is placed (Shard(dim=2),)" in results["chunked-rows"]
         assert "use ColwiseParallel for it, or loss='exact'" in results["chunked-rows"]
 
 
 def test_codes_of_everything_train_in_parallel(by_torch: Results) -> None:
     for results in by_torch:
         exact, coded = results["trained-exact"], results["trained-coded"]
-        assert coded[-1] < coded[0] - 0.5
+        assert coded[-1] < coded[0] - 0.3
         assert coded == pytest.approx(exact, abs=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_a_plan_of_transformers_packs_what_a_rank_holds(by_transformers: Results, family: str) -> None:
     for results in by_transformers:
         found = results[family]
@@ -133,7 +149,7 @@ def test_a_plan_of_transformers_packs_what_a_rank_holds(by_transformers: Results
         assert found["exact"]["nbytes"] == found["again"]["nbytes"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_a_chunked_loss_is_right_in_a_plan_of_transformers(by_transformers: Results, family: str) -> None:
     for results in by_transformers:
         exact, chunked = results[family]["exact"], results[f"{family}-chunked"]

@@ -40,17 +40,24 @@ def run(args: Sequence[str]) -> int:
 
     from laconic.advice import advise
     from laconic.cli.plan_measured import quiet_profiler
+    from laconic.train.distributed.world import join_world, read_environment
 
+    # Under torchrun each process measures, and the link between them is measured too.
+    world = join_world(read_environment(os.environ), timeout_seconds=600.0)
     loss_of: LossOf | None = None
     if ":" in options.target and not Path(options.target).is_dir():
         model, batch, loss_of = _from_function(options)
     else:
-        model, batch = _from_directory(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        model, batch = _from_directory(options, world.device)
     autocast = torch.bfloat16 if options.precision == "bf16" else None
     with quiet_profiler():
         advice = advise(
             model, batch, loss_of=loss_of, rounds=options.rounds, autocast=autocast, compile=options.compile
         )
+    if world.size > 1:
+        world.leave()
+    if not world.is_main:
+        return 0
     if options.plot is not None:
         advice.plot(options.plot)
     if options.json:
@@ -137,7 +144,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="laconic advise",
         description="Measure the ways to keep less for backward on a model and this machine: exact, 4 and 8 bits, "
         "chunked loss, checkpointing, offload. Prints bytes kept, time, peak memory and gradient error of each, which "
-        "of them no other beats, and the lines of Python to add.",
+        "of them no other beats, and the lines of Python to add. Under torchrun also what averaging gradients takes on "
+        "the link, exact and coded.",
         allow_abbrev=False,
     )
     add = parser.add_argument
