@@ -34,15 +34,20 @@ def run(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     from laconic.run.savings import Refusal, Savings, Wishes
     from laconic.run.script import Script
+    from laconic.run.spawned import Spawned
     from laconic.run.summary import render, summarize
     from laconic.run.zipped_groups import ZippedGroups
 
     script = Script(options.script, options.arguments, is_module=options.is_module)
     savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
     groups = None if options.zip == "off" else ZippedGroups(options.zip)
-    with savings, groups or nullcontext():
+    spawned = Spawned(savings.wishes, options.zip)
+    with savings, groups or nullcontext(), spawned:
         code = script.run(passed=Refusal)
     if not savings.is_forked and os.environ.get("RANK", "0") == "0":
-        summary = summarize(savings, groups)
+        children = spawned.summaries()
+        trains_in_children = bool(children) and not savings.models and not savings.optimizers
+        summary = children[0] if trains_in_children else summarize(savings, groups)
+        summary |= {"spawned": len(children), "own": not trains_in_children}
         print(json.dumps(summary) if options.json else render(summary), file=sys.stderr)
     return code
