@@ -37,8 +37,8 @@ PLANS = ("plain", "vocabulary", "sequence", "loss")
 
 
 def model_of(family: str) -> nn.Module:
-    """A small model of as many key as query heads, the same on every rank."""
-    return make_model(family, vocab_size=VOCABULARY, num_key_value_heads=4)
+    """A model of one layer, of as many key as query heads, the same on every rank."""
+    return make_model(family, vocab_size=VOCABULARY, num_key_value_heads=4, num_hidden_layers=1)
 
 
 def plan_of(model: Any, name: str) -> dict[str, ParallelStyle]:
@@ -129,7 +129,7 @@ def compared(make: Callable[[], nn.Module], batch: dict[str, Tensor], **options:
     in_parallel = options.pop("in_parallel", False)
     exact = step(make(), batch, in_parallel=in_parallel)
     model = make()
-    report = laconic.compress_activations(model, **options)
+    report = laconic.compress_activations(model, sequence_length=LENGTH, **options)
     packed = step(model, batch, in_parallel=in_parallel)
     laconic.decompress_activations(model)
     again = step(model, batch, in_parallel=in_parallel)
@@ -151,7 +151,7 @@ def torch_plans(rank: int, num_ranks: int, folder: str, cases: list[tuple[str, s
 
         found = compared(parallel, batch, in_parallel=plan == "loss")
         late = copy.deepcopy(base)
-        laconic.compress_activations(late)
+        laconic.compress_activations(late, sequence_length=LENGTH)
         parallelize_module(late, mesh, plan_of(base, plan))
         found["late"] = step(late, batch, in_parallel=plan == "loss")
         records.found[f"{family}-{plan}"] = found
@@ -165,7 +165,7 @@ def _chunked(records: Records, mesh: DeviceMesh, batch: dict[str, Tensor]) -> No
     for plan in ("vocabulary", "sequence"):
         model = parallelize_module(model_of("llama"), mesh, plan_of(model_of("llama"), plan))
         records.found[f"unchunked-{plan}"] = step(model, batch)
-        laconic.compress_activations(model, loss="chunked")
+        laconic.compress_activations(model, loss="chunked", sequence_length=LENGTH)
         records.found[f"chunked-{plan}"] = step(model, batch)
     rows = {"lm_head": RowwiseParallel(input_layouts=Replicate())}
     model = parallelize_module(model_of("llama"), mesh, rows)
@@ -182,7 +182,7 @@ def _trained(records: Records, mesh: DeviceMesh, batch: dict[str, Tensor]) -> No
         model = parallelize_module(model_of("llama"), mesh, plan_of(model_of("llama"), "vocabulary"))
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
         if name == "coded":
-            laconic.compress_activations(model)
+            laconic.compress_activations(model, sequence_length=LENGTH)
             store = laconic.compress_gradients(model)
             # Blocks of moments cross the columns of a row-parallel weight, so those stay in fp32.
             rows = [p for p in model.parameters() if isinstance(p, DTensor) and p.placements == (Shard(1),)]
@@ -210,10 +210,10 @@ def two_dimensions(rank: int, num_ranks: int, folder: str) -> None:
         model: Any = model_of("llama")
         plan = plan_of(model, "vocabulary")
         if name == "before":
-            laconic.compress_activations(model)
+            laconic.compress_activations(model, sequence_length=LENGTH)
         parallelize_module(model, mesh["tp"], plan)
         if name == "between":
-            laconic.compress_activations(model)
+            laconic.compress_activations(model, sequence_length=LENGTH)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
@@ -246,7 +246,7 @@ def transformers_plans(rank: int, num_ranks: int, folder: str, families: list[st
         records.found[family] = compared(load, batch)
         if num_ranks == 2:
             model = load()
-            laconic.compress_activations(model, loss="chunked")
+            laconic.compress_activations(model, loss="chunked", sequence_length=LENGTH)
             records.found[f"{family}-chunked"] = step(model, batch)
     records.write()
 

@@ -293,7 +293,9 @@ class CausalForward(ModelReplacement):
     @contextmanager
     def _standing_in(self, request: _Request) -> Iterator[None]:
         def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if request.loss is None:  # the projection ran as it is, for fp64 or a weight that is not gathered
+            if request.loss is None:  # the projection ran as it is
+                if self.module.training:
+                    self.warn("the output projection got fp64, a part of a sum, or a DTensor in a compiled graph")
                 value: Tensor = self.loss_function(logits, *args, **kwargs)
                 return value
             return request.answer(logits)
