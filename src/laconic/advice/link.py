@@ -21,7 +21,9 @@ from laconic.collectives.audit import snapshot
 from laconic.cost.comm.seconds import sent_nbytes
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.table import columns
+from laconic.formats import BlockFormat
 from laconic.gradients.reduce import all_reduce_q8
+from laconic.ops.codebooks import GRADIENT_BLOCK_SIZE
 
 __all__ = ["Link", "LinkRow", "measure_link"]
 
@@ -165,6 +167,9 @@ def measure_link(gradients: Sequence[Tensor], group: dist.ProcessGroup, rounds: 
                 seconds[name].append(took)
     nbytes = sum(bucket.nbytes for bucket in buckets)
     sent["exact"] = round(sent_nbytes("all_reduce", nbytes, group.size()))
+    # The audit counts lossless messages only: codes, and a scale in fp32 for each block of them, go both ways.
+    coded = sum(BlockFormat("int8", GRADIENT_BLOCK_SIZE, torch.float32).nbytes((b.numel(),)) for b in buckets)
+    sent["8 bits"] = round(sent_nbytes("all_reduce", coded, group.size()))
     norm = _norm(averages["exact"]) or 1.0
     rows = []
     for name, _, lines in _WAYS:
