@@ -121,8 +121,7 @@ def test_a_chunked_loss_is_right_over_a_vocabulary_on_several_ranks(by_torch: Re
         assert head > 1 - 1e-6
         assert exact["placements"] == chunked["placements"]
         assert chunked["logits"].shape == (2, 0, work.VOCABULARY)
-        assert chunked["by_module"].get("lm_head") == 2 * work.LENGTH * (64 * 4 + 4)  # hidden states, log-sum-exps
-        assert sum(n for name, n in chunked["by_module"].items() if not name) < 2 * work.LENGTH * 4 * 10
+        assert 6 * chunked["nbytes"] < exact["nbytes"]
 
 
 def test_a_chunked_loss_of_another_layout_is_refused_by_name(by_torch: Results) -> None:
