@@ -10,16 +10,19 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
 from laconic.activations import SavedTensorTracker, find_sites
 from laconic.activations.choice import Offload
 from laconic.advice import Advice, Row
+from laconic.advice.link import measure_link
 from laconic.advice.methods import offload_all
 from laconic.advice.training_call import find_loss
 from laconic.errors import ConfigError, ModelError
 from tests.activations.models import make_ids, make_model
+from tests.distributed.processes import run_ranks
 
 
 class Block(nn.Module):
@@ -261,3 +264,62 @@ def test_compiled_models_keep_less_under_a_memory_budget() -> None:
     assert "compiled" not in advice.left_out, advice.left_out["compiled"]
     assert rows["compiled, memory budget 0.5"].nbytes < rows["compiled"].nbytes
     assert rows["compiled"].gradient_error < 1e-3  # dropout included
+
+
+def advised_on_two_ranks(rank: int, num_ranks: int, folder: str, whole: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
+    if whole:
+        torch.manual_seed(0)
+        model, batch = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), torch.randn(8, 64)
+        advice = laconic.advise(model, batch, rounds=1, loss_of=lambda y: y.square().mean())
+        found = advice.to_dict()["link"], str(advice)
+    else:
+        generator = torch.Generator().manual_seed(rank)
+        gradients = [torch.randn(shape, generator=generator) for shape in ((256, 512), (512,), (512, 256))]
+        assert dist.group.WORLD is not None
+        link = measure_link(gradients, dist.group.WORLD, rounds=2)
+        found = link.to_dict(), link.text(step_seconds=0.5)
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def links_of(folder: Path, *, whole: bool) -> list[tuple[dict[str, Any], str]]:
+    run_ranks(advised_on_two_ranks, (2, str(folder), whole), 2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_the_link_between_ranks_is_measured_with_gradients(tmp_path: Path) -> None:
+    tables = links_of(tmp_path, whole=False)
+    num_values = 2 * 256 * 512 + 512
+    for link, text in tables:
+        exact, coded, bits = link["rows"]
+        assert (link["num_ranks"], link["nbytes"]) == (2, 4 * num_values)
+        assert exact["sent_nbytes"] == 4 * num_values  # 2 (W - 1) / W of the gradients
+        assert exact["error"] == coded["error"] == 0
+        assert 0 < bits["error"] < 0.02
+        assert coded["sent_nbytes"] < exact["sent_nbytes"]
+        # A byte and 1/128 of a scale, in both directions of half the values; and headers.
+        assert num_values < bits["sent_nbytes"] < 1.1 * num_values
+        assert link["nbytes_per_second"] == exact["sent_nbytes"] / exact["seconds"]
+        assert "averaged over 2 ranks" in text
+        for row in link["rows"]:
+            assert row["pays"] == (row["slowdown"] < 0.95)
+            assert (f"# gradients: {row['name']}" in text) == row["pays"]
+    # The slowest rank's time counts on all of them.
+    times = [[row["seconds"] for row in link["rows"]] for link, _ in tables]
+    assert times[0] == times[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_ask_for_advice_have_the_link_under_the_table(tmp_path: Path) -> None:
+    for link, text in links_of(tmp_path, whole=True):
+        assert link["nbytes"] == 4 * (2 * 64 + 64 * 64 + 64)
+        assert text.index("left out") < text.index("averaged over 2 ranks")
+
+
+def test_without_other_ranks_no_link_is_measured(llama: tuple[nn.Module, dict[str, Tensor], Advice]) -> None:
+    advice = llama[2]
+    assert advice.link is None
+    assert advice.to_dict()["link"] is None
+    assert "ranks" not in str(advice)

@@ -262,3 +262,24 @@ def test_two_ranks_of_ddp_under_torchrun_and_spawned_workers_of_a_loader(tmp_pat
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("Net keeps") == 1
+
+
+@pytest.mark.slow
+def test_processes_that_the_script_spawns_are_converted_and_have_one_summary(tmp_path: Path) -> None:
+    script = """
+        import torch.multiprocessing as mp
+        def work(rank, steps):
+            net = Net()
+            train(net, torch.optim.AdamW(net.parameters()), steps)
+        if __name__ == "__main__":
+            mp.spawn(work, args=(3,), nprocs=2)
+    """
+    code, _, err = laconic_run(tmp_path, script, "--activations", "4", "--json")
+    assert code == 0, err
+    summary = summary_of(err)
+    assert (summary["spawned"], summary["own"]) == (2, False)
+    (model,) = summary["models"]
+    assert model["model"] == "Net"
+    assert model["nbytes"] < model["exact_nbytes"] / 4
+    assert summary["optimizers"] == {"AdamW": 3}
+    assert summary["step_seconds"] > 0

@@ -35,6 +35,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative, is_transformed
+from laconic.activations.dtensors import warn_exact
 from laconic.activations.kept import Kept, Memo, Tensors, attach, derive, pack, take_all
 from laconic.activations.replacement import OfModule, follow_copies, forget_copies
 from laconic.activations.replay import Replay, forgetting, swapped_parameters
@@ -316,6 +317,7 @@ def _output(second: Any) -> Tensor:
 
 
 def _packable(x: Any) -> bool:
+    warn_exact("attention", x)
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
 
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from laconic.activations.cuda_graph import is_captured, without_draws
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.kept import in_range
 from laconic.activations.replacement import Replacement
-from laconic.activations.replay import forgets
+from laconic.activations.replay import check_attention, forgets
 from laconic.activations.rounding import quantized
 from laconic.activations.tracker import observe
 from laconic.formats import BlockFormat, BlockTensor
@@ -74,14 +75,18 @@ def run_again(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         kwargs: its arguments by name, likewise.
 
     Raises:
-        ModelError: a CUDA graph is captured, and the function draws on the device.
+        ModelError: a CUDA graph is captured, and the function draws on the device; in backward, torch's attention is
+            another function than in forward (see `check_attention`).
     """
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_no_nest)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
+    attention = F.scaled_dot_product_attention
+
     def run(*tensors: Tensor) -> Any:
+        check_attention(attention)
         filled = list(rest)
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor

@@ -96,7 +96,7 @@ class ExpertsForward(SiteForward):
         own = dict(self.module.named_parameters())
         tensors = [x, *own.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not wanted or not self.ours(x) or self.stays_exact() or list(own) != self._names:
+        if not wanted or not self.serves(x) or self.stays_exact() or list(own) != self._names:
             return self.original(x, *args, **kwargs)
         if torch.compiler.is_compiling():  # see laconic.activations.rerun
             with torch.no_grad():

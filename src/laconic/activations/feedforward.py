@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from laconic.activations import functions
 from laconic.activations.choice import Packing
+from laconic.activations.dtensors import is_packable
 from laconic.activations.forwards import SiteForward
 from laconic.activations.kept import attach, derive, found, found_or_held
 from laconic.activations.replacement import replacements_of
@@ -29,6 +30,7 @@ from laconic.activations.replay import Replay
 from laconic.activations.sites import MlpSpec, Site
 from laconic.activations.trial import PlainAttributes
 from laconic.formats import BlockFormat
+from laconic.ops import DTYPES
 
 __all__ = [
     "PARTS",
@@ -80,6 +82,10 @@ class ActivationForward(SiteForward):
         self.block: MlpForward | None = None
         self.attributes = PlainAttributes(module)
 
+    def serves(self, x: Any) -> bool:
+        """Whether the input is a tensor or DTensor that can be packed."""
+        return self.ours(x) or (isinstance(x, Tensor) and is_packable(x) and x.dtype in DTYPES)
+
     @classmethod
     def of(cls, module: nn.Module, site: Site, format: Packing) -> ActivationForward:
         """The replaced forward of a module, which gets one if it has none."""
@@ -124,7 +130,7 @@ class _Products(TorchFunctionMode):
         return result
 
     def _may_keep(self, a: Any, b: Any) -> bool:
-        ours = SiteForward.ours(a) and SiteForward.ours(b)
+        ours = self._block.activation.serves(a) and self._block.activation.serves(b)
         # What needs no gradient is a mask or a constant, which is exact, and the other factor is not kept for it. A
         # leaf is a parameter, which is there anyway.
         if not ours or a.shape != b.shape or a.dtype != b.dtype or not all(is_made(x) for x in (a, b)):

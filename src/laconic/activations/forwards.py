@@ -17,6 +17,7 @@ from laconic.activations import functions
 from laconic.activations.checkpoint import runs_twice
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
+from laconic.activations.dtensors import has_whole_rows, is_packable, warn_exact
 from laconic.activations.norms import NormSpec
 from laconic.activations.replacement import Replacement
 from laconic.activations.replay import forgetting
@@ -90,10 +91,18 @@ class SiteForward(Replacement):
         """Whether `x` is a tensor of a kind that can be packed."""
         return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in DTYPES
 
+    def serves(self, x: Any) -> bool:
+        """Whether an input of this kind can be packed here: a plain tensor, or a DTensor where the site knows how."""
+        if not isinstance(x, DTensor):
+            return self.ours(x)
+        if torch.is_grad_enabled():
+            warn_exact(self.site.kind, x)
+        return False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`run` where the call has to save something that is worth packing, else the original forward."""
         args, kwargs = self.positional(args, kwargs)
-        if len(args) != 1 or kwargs or not self.ours(args[0]) or not torch.is_grad_enabled():
+        if len(args) != 1 or kwargs or not self.serves(args[0]) or not torch.is_grad_enabled():
             return self.left(*args, **kwargs)
         x: Tensor = args[0]
         return self.run(x) if self.keeps(x) and not self.stays_exact() else self.left(x)
@@ -115,6 +124,13 @@ class NormForward(SiteForward):
         super().__init__(module, site, format)
         self.attributes = PlainAttributes(module)
 
+    def serves(self, x: Any) -> bool:
+        """Whether the input is a plain tensor, or a DTensor of which this rank holds whole rows."""
+        if not isinstance(x, DTensor):
+            return self.ours(x)
+        parameters = (self.parameter(name) for name in ("weight", "bias"))
+        return (is_packable(x) and x.dtype in DTYPES and has_whole_rows(x, *parameters)) or super().serves(x)
+
     def keeps(self, x: Tensor) -> bool:
         """Whether input or parameters need a gradient and the module still computes what was recognized."""
         wanted = any(t.requires_grad for t in (x, *self.module.parameters(recurse=False)))
@@ -134,6 +150,14 @@ class LinearForward(SiteForward):
     def __init__(self, module: nn.Module, site: Site, format: Packing) -> None:
         super().__init__(module, site, format)
         self.attributes = PlainAttributes(module)
+
+    def serves(self, x: Any) -> bool:
+        """Whether the input is a plain tensor, or a DTensor beside a weight on the same mesh."""
+        if not isinstance(x, DTensor):
+            return self.ours(x)
+        weight = self.weight
+        alike = isinstance(weight, DTensor) and weight.device_mesh == x.device_mesh
+        return (alike and is_packable(x) and x.dtype in DTYPES) or super().serves(x)
 
     def keeps(self, x: Tensor) -> bool:
         """Whether the weight needs a gradient and the module still computes what was recognized."""

@@ -94,7 +94,7 @@ class _Functions(TorchFunctionMode):
 
     def _is_ours(self, args: Any) -> bool:
         """Whether gradients are wanted, and it is the code of the module itself that calls, not that of a child."""
-        if not torch.is_grad_enabled() or runs_twice() or not args or not SiteForward.ours(args[0]):
+        if not torch.is_grad_enabled() or runs_twice() or not args or not self._forward.serves(args[0]):
             return False
         return _running() is self._forward.module
 

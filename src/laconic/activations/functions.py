@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import first_derivative
+from laconic.activations.dtensors import Placed, local_of, on_rows, row_dim
 from laconic.activations.gated import gated_product
 from laconic.activations.kept import Gate, Kept, Memo, Tensors, attach, derive, found, keep, take_all
 from laconic.activations.norms import NormSpec, norm_again, norm_backward
@@ -90,8 +92,8 @@ def norm(
     parameters = tuple(p for p in (weight, bias) if p is not None)
     dtype = y.dtype
 
-    def rebuild(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return norm_again(x, weight, bias, spec, dtype)
+    def rebuild(x: Tensor, *parameters: Tensor) -> Tensor:
+        return on_rows(lambda x, weight=None, bias=None: norm_again(x, weight, bias, spec, dtype), x, *parameters)
 
     attach(y, derive(rebuild, (kept,), parameters, "norm"))
     return y
@@ -120,13 +122,27 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, *saved = ctx.saved_tensors
         x = ctx.memo.take(tuple(saved), after=grad)
-        dx, dweight, dbias = norm_backward(grad, x, weight, bias, ctx.spec, ctx.needs_input_grad[:3])
+        dx, dweight, dbias = _norm_backward(grad, x, weight, bias, ctx.spec, ctx.needs_input_grad[:3])
         return (
             None if dx is None else dx.to(ctx.dtype),
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             *[None] * (3 + len(saved)),
         )
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """`norm_backward`; of DTensors on the rows that this rank holds, where torch's fused kernels can be used."""
+    place = Placed.of(x)
+    if place is None:
+        return norm_backward(grad, x, weight, bias, spec, needs)
+    assert isinstance(grad, DTensor)
+    grad = grad.redistribute(placements=place.placements)
+    weight, bias = (None if p is None else local_of(p) for p in (weight, bias))
+    dx, *sums = norm_backward(local_of(grad), local_of(x), weight, bias, spec, needs)
+    return (None if dx is None else place(dx), *(None if dp is None else place.reduced(dp) for dp in sums))
 
 
 @traceable
@@ -171,18 +187,16 @@ class _Linear(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        rows = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
+        dim = row_dim(grad)
+        rows = grad.movedim(dim, 0).flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             # Under autocast the product was made in the gradient's dtype, so its backward is too.
             factor = weight.to(grad.dtype)
             dx = (grad @ (factor.t() if ctx.transposed else factor)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            x = (
-                ctx.memo.take(tuple(saved), after=grad)
-                .to(grad.dtype)
-                .reshape(-1, weight.shape[0 if ctx.transposed else 1])
-            )
+            x = ctx.memo.take(tuple(saved), after=grad).to(grad.dtype)
+            x = x.movedim(dim, 0).reshape(-1, weight.shape[0 if ctx.transposed else 1])
             dweight = (_product(x, rows) if ctx.transposed else _product(rows, x)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(ctx.bias_dtype)

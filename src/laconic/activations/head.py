@@ -24,17 +24,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves
 
 from laconic.activations.choice import Packing
 from laconic.activations.derivatives import is_transformed
 from laconic.activations.forwards import LinearForward
-from laconic.activations.loss import LossSpec, check_range, mean, token_losses
+from laconic.activations.loss import LossSpec, VocabularyShard, check_range, mean, token_losses
 from laconic.activations.replacement import ModelReplacement
 from laconic.activations.sites import Site
 from laconic.errors import DataError, ModelError
 from laconic.formats import BlockFormat
+from laconic.formats.shards import local_part
 
 __all__ = ["CausalForward", "CausalHead", "HeadForward", "find_head"]
 
@@ -88,7 +90,7 @@ class _Request:
     def answer(self, logits: Tensor) -> Tensor:
         """The loss; the sum of no logits is zero, and ties it to the projection's output, which FSDP2's hooks watch."""
         assert self.loss is not None
-        return self.loss + logits.sum()
+        return self.loss + local_part(logits).sum()
 
 
 class _NoLogits(Tensor):
@@ -135,9 +137,7 @@ class HeadForward(LinearForward):
 
     def keeps(self, x: Tensor) -> bool:
         """Whether a loss is requested, or the linear layer has to save its input."""
-        if self.request is not None and not isinstance(self.weight, DTensor):
-            return True
-        return self.packs and super().keeps(x)
+        return self.request is not None or (self.packs and super().keeps(x))
 
     def stays_exact(self) -> bool:
         """Whether the input is not worth packing; a requested loss is computed in any case."""
@@ -145,13 +145,17 @@ class HeadForward(LinearForward):
 
     def run(self, x: Tensor) -> Tensor:
         """The requested loss, as logits of no tokens, or the linear layer of x."""
-        if self.request is None or isinstance(self.weight, DTensor):
-            return super().run(x)
-        return self._answer(self.request, x)
+        return super().run(x) if self.request is None else self._answer(self.request, x)
 
     @torch.compiler.disable(reason="laconic: a loop over tiles is no graph worth compiling")
     def _answer(self, request: _Request, x: Tensor) -> Tensor:
         """Compute the loss of x [..., hidden_size] for the request; returns logits of no tokens."""
+        weight, bias, shard, place = self.weight, self.parameter("bias"), None, None
+        if isinstance(x, DTensor):
+            shard, place = self._vocabulary_shard(x), x
+            # Each rank computes the gradient from its own entries.
+            x = x.to_local(grad_placements=[Partial()])
+            weight, bias = local_part(weight), None if bias is None else local_part(bias)
         rows = x.reshape(-1, x.shape[-1])
         labels = request.labels.reshape(-1).to(x.device, torch.int64)
         if labels.shape != rows.shape[:1]:
@@ -160,16 +164,46 @@ class HeadForward(LinearForward):
                 f"{type(self.module).__name__} need one for each of {rows.shape[0]} tokens"
             )
         check_range(labels, self.weight.shape[0], _IGNORED)
-        bias = self.parameter("bias")
         offset = request.offset
         if offset is not None:
+            if shard is not None:
+                offset = offset[shard.start : shard.start + weight.shape[0]]
             bias = offset if bias is None else bias + offset
-        losses, logits = token_losses(rows, self.weight, bias, labels, self.spec)
+        losses, logits = token_losses(rows, weight, bias, labels, self.spec, shard=shard)
         request.loss = mean(losses, labels, _IGNORED, request.num_items)
         # A copy of nothing: FSDP2 warns where a module returns a view.
         if x.dim() > 1:
             logits = logits.view(*x.shape[:-2], 0, logits.shape[-1]).clone()
+        if shard is not None and place is not None:
+            shape = torch.Size((*logits.shape[:-1], shard.num_entries))
+            stride = torch.empty(shape, device="meta").stride()
+            split = [Shard(logits.dim() - 1)]
+            # The hooks of the parallel layer behind it take a DTensor.
+            return DTensor.from_local(logits, place.device_mesh, split, run_check=False, shape=shape, stride=stride)
         return logits if request.calls_function else _NoLogits.carrying(logits, request)
+
+    def _vocabulary_shard(self, x: DTensor) -> VocabularyShard:
+        """The rows of the weight that this rank holds, if each rank has the whole input and some of the rows.
+
+        Raises:
+            ModelError: the layer is parallel in another way.
+        """
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        mesh, request = weight.device_mesh, self.request
+        if mesh.ndim != 1 or weight.placements != (Shard(0),) or x.placements != (Replicate(),):
+            raise ModelError(
+                f"loss is 'chunked', but the input of {self.site.name!r} is placed {x.placements} and its weight "
+                f"{weight.placements} on a mesh of {mesh.ndim} dimensions; it can be chunked where the projection is "
+                f"column-parallel on one (Replicate, Shard(0)): use ColwiseParallel for it, or loss='exact'"
+            )
+        if request is not None and not request.calls_function:
+            raise ModelError(
+                f"loss is 'chunked', but the model around {self.site.name!r} spells out its loss, which is not known "
+                f"for a column-parallel projection; use loss='exact'"
+            )
+        _, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+        return VocabularyShard(offsets[0], weight.shape[0], mesh.get_group())
 
 
 class CausalForward(ModelReplacement):
@@ -259,7 +293,9 @@ class CausalForward(ModelReplacement):
     @contextmanager
     def _standing_in(self, request: _Request) -> Iterator[None]:
         def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if request.loss is None:  # the projection ran as it is, for fp64 or a weight that is not gathered
+            if request.loss is None:  # the projection ran as it is
+                if self.module.training:
+                    self.warn("the output projection got fp64, a part of a sum, or a DTensor in a compiled graph")
                 value: Tensor = self.loss_function(logits, *args, **kwargs)
                 return value
             return request.answer(logits)

@@ -34,8 +34,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from laconic.activations.choice import Offload, Packing
+from laconic.activations.dtensors import Placed, local_of
 from laconic.activations.exact_codes import Layout
 from laconic.activations.offload import offloader_of
 from laconic.activations.rounding import quantized
@@ -219,16 +221,43 @@ def keep(x: Tensor, format: Packing, origin: str) -> Kept:
     """The `Kept` of `x`: what is saved for it already, the tensor its producer holds anyway, or packed codes.
 
     Args:
-        x: floating-point tensor of any shape.
+        x: floating-point tensor of any shape; of a DTensor what this rank holds is packed.
         format: how to pack it if it has to be packed.
         origin: kind of the site that asks.
     """
     kept = known(x)
     if kept is None or (kept.bits is not None and kept.bits < _bits(format)):
-        kept = pack(x, format, origin)
+        local = local_of(x)
+        kept = pack(local, format, origin)
         if not _is_reused(x):
-            attach(x, kept)
+            if local is x:
+                attach(x, kept)
+            else:
+                _share(local, kept, lasts=x.requires_grad)
+        kept = _placed(kept, x)
     return kept
+
+
+def _share(x: Tensor, kept: Kept, *, lasts: bool) -> None:
+    """Note that `kept` rebuilds what this rank holds of a DTensor, and the tensor that one was made from.
+
+    Each layer makes a DTensor of its own, whose local part is a view of the same tensor.
+    """
+    _write(x, kept, lasts=lasts)
+    whole = _whole(x)
+    if whole is x:
+        return
+    if whole.shape == x.shape:
+        _write(whole, kept, lasts=lasts)
+    elif lasts:  # or nobody would hold what the note refers to
+        shape = whole.shape
+        _write(whole, derive(lambda value: value.reshape(shape), (kept,), (), kept.origin), lasts=True)
+
+
+def _placed(kept: Kept, x: Tensor) -> Kept:
+    """The `Kept` of `x` from that of what this rank holds of it."""
+    place = Placed.of(x)
+    return kept if place is None else replace(derive(place, (kept,), (), kept.origin), bits=kept.bits)
 
 
 def _bits(format: Packing) -> int:
@@ -239,15 +268,27 @@ def _bits(format: Packing) -> int:
 def known(x: Tensor) -> Kept | None:
     """What is saved for `x` already, or the tensor its producer holds anyway; None if there is neither."""
     kept = None if _is_reused(x) else found(x)
-    if kept is None and _producer_holds(x):
-        return Kept((x,), Memo(lambda tensors, after: tensors[0]), "attention")
+    local = local_of(x)
+    if kept is None and _producer_holds(local):
+        return _placed(Kept((local,), Memo(lambda tensors, after: tensors[0]), "attention"), x)
     return kept
 
 
 def _is_reused(x: Tensor) -> bool:
     # A leaf may be filled again without torch counting it as a change: pipelines receive the hidden states of each step
     # into one tensor. What was kept of it last time must not be found again.
+    if isinstance(x, DTensor):  # whose local part says nothing about itself, but may be a view of such a leaf
+        local = local_of(x)
+        whole = _whole(local)
+        return (x if whole is local else whole).is_leaf and x.requires_grad
     return x.is_leaf and x.requires_grad
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The tensor that `x` is a full view of, as logits of all tokens are a slice; else `x`."""
+    base = x._base
+    is_full = base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous()
+    return base if is_full and base is not None else x
 
 
 def found_or_held(x: Tensor) -> Kept:
@@ -325,22 +366,34 @@ def take_all(
 
 
 def attach(x: Tensor, kept: Kept) -> None:
-    """Note on `x` that `kept` rebuilds it: functions that would save `x` for backward save `kept.tensors` instead."""
-    setattr(x, _ATTRIBUTE, _Note(kept, x._version, lasts=x.requires_grad))
+    """Note on `x` that `kept` rebuilds it: functions that would save `x` for backward save `kept.tensors` instead.
+
+    On a DTensor the note is on what this rank holds of it.
+    """
+    local = local_of(x)
+    _write(local, kept if local is x else derive(local_of, (kept,), (), kept.origin), lasts=x.requires_grad)
+
+
+def _write(x: Tensor, kept: Kept, *, lasts: bool) -> None:
+    """The note of `attach` on a plain tensor."""
+    setattr(x, _ATTRIBUTE, _Note(kept, x._version, lasts=lasts))
 
 
 def found(x: Tensor) -> Kept | None:
     """The `Kept` of `x`, or of a tensor that `x` is a full view of (logits of all tokens are a slice), or None."""
+    local = local_of(x)
+    if local is not x:
+        kept = found(local)
+        return None if kept is None else _placed(kept, x)
     note = getattr(x, _ATTRIBUTE, None)
-    base = x._base
-    of_base = False
-    if note is None and base is not None and x.numel() == base.numel() and x.is_contiguous() and base.is_contiguous():
-        note, of_base = getattr(base, _ATTRIBUTE, None), True
+    of_whole = False
+    if note is None and (whole := _whole(x)) is not x:
+        note, of_whole = getattr(whole, _ATTRIBUTE, None), True
     # In-place changes after the note was made would make it stand for another value.
     if not isinstance(note, _Note) or note.version != x._version:
         return None
     kept = note.kept()
-    if kept is None or not of_base:
+    if kept is None or not of_whole:
         return kept
     shape = x.shape
     return derive(lambda value: value.reshape(shape), (kept,), (), kept.origin)

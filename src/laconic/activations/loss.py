@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -137,16 +138,18 @@ def token_losses(
     spec: LossSpec,
     chunk_tokens: int | None = None,
     format: BlockFormat | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, and no logits: checked arguments of `linear_cross_entropy` with flat tokens.
 
     hidden [tokens, hidden_size], labels int64 [tokens] -> losses [tokens] fp32, and an empty tensor [0, vocabulary] of
     the dtype of the logits, which stands for them in the graph: whoever watches a module's output for its gradient (as
-    FSDP2 does) can watch this one.
+    FSDP2 does) can watch this one. With a `shard`, weight and bias are its rows, all ranks of its group have the same
+    hidden states and labels and get the same losses, and the gradient of hidden is this rank's part of a sum.
     """
     if has_torch_function((hidden, weight)):  # an override of torch's functions gets this one as a whole
         overridden: tuple[Tensor, Tensor] = handle_torch_function(
-            token_losses, (hidden, weight), hidden, weight, bias, labels, spec, chunk_tokens, format
+            token_losses, (hidden, weight), hidden, weight, bias, labels, spec, chunk_tokens, format, shard
         )
         return overridden
     device = hidden.device.type
@@ -159,9 +162,33 @@ def token_losses(
     chunk = max(1, min(chunk_tokens or usual, num_tokens, numel))
     tiles = _Tiles(num_tokens, num_entries, chunk, max(1, min(numel // chunk, num_entries)), dtype)
     result: tuple[Tensor, Tensor] = _TokenLosses.apply(
-        hidden, weight, bias, labels, spec, tiles, format if torch.is_grad_enabled() else None
+        hidden, weight, bias, labels, spec, tiles, format if torch.is_grad_enabled() else None, shard
     )
     return result
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of a vocabulary-parallel output projection that this rank holds.
+
+    Attributes:
+        start: number of the first row.
+        num_entries: of the whole vocabulary.
+        group: whose ranks hold the other rows.
+    """
+
+    start: int
+    num_entries: int
+    group: dist.ProcessGroup
+
+    def whole(self, statistics: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """`_statistics` over the whole vocabulary from those over the rows of each rank."""
+        lse, target, total = statistics
+        largest = lse.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        sums = torch.stack(((lse - largest).exp_(), target, total))
+        dist.all_reduce(sums, dist.ReduceOp.SUM, self.group)
+        return sums[0].log_().add_(largest), sums[1], sums[2]
 
 
 @dataclass(frozen=True)
@@ -243,14 +270,17 @@ class _TokenLosses(torch.autograd.Function):
         spec: LossSpec,
         tiles: _Tiles,
         format: BlockFormat | None,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
+        start, num_entries = (0, tiles.num_entries) if shard is None else (shard.start, shard.num_entries)
         with torch.autocast(hidden.device.type, enabled=False):
-            lse, target, total = _statistics(hidden, weight, bias, labels, spec, tiles)
+            statistics = _statistics(hidden, weight, bias, labels - start, spec, tiles)
+        lse, target, total = statistics if shard is None else shard.whole(statistics)
         smoothing = spec.label_smoothing
-        losses = lse - (1 - smoothing) * target - smoothing / tiles.num_entries * total
+        losses = lse - (1 - smoothing) * target - smoothing / num_entries * total
         if spec.z_loss > 0:
             losses += spec.z_loss * lse.square()
-        ctx.spec, ctx.tiles, ctx.format = spec, tiles, format
+        ctx.spec, ctx.tiles, ctx.format, ctx.shard = spec, tiles, format, shard
         if format is None:
             ctx.save_for_backward(weight, bias, labels, lse, hidden)
         else:
@@ -269,17 +299,21 @@ class _TokenLosses(torch.autograd.Function):
             shape = torch.Size((tiles.num_tokens, weight.shape[1]))
             hidden = in_range(BlockTensor(saved[0], saved[1], ctx.format, shape, tiles.dtype).dequantize())
         grad = torch.where(labels == ctx.spec.ignore_index, 0.0, grad)
+        shard: VocabularyShard | None = ctx.shard
+        if shard is not None:
+            labels = labels - shard.start
         with torch.autocast(hidden.device.type, enabled=False):
             if lse is None:
-                lse, _, _ = _statistics(hidden, weight, bias, labels, ctx.spec, tiles)
+                statistics = _statistics(hidden, weight, bias, labels, ctx.spec, tiles)
+                lse, _, _ = statistics if shard is None else shard.whole(statistics)
             dhidden, dweight, dbias = _gradients(
-                grad, hidden, weight, bias, labels, lse, ctx.spec, tiles, ctx.needs_input_grad[:3]
+                grad, hidden, weight, bias, labels, lse, ctx.spec, tiles, ctx.needs_input_grad[:3], shard
             )
         return (
             None if dhidden is None else dhidden.to(tiles.dtype),
             dweight,
             dbias,
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -293,6 +327,7 @@ def _gradients(
     spec: LossSpec,
     tiles: _Tiles,
     needs: tuple[bool, ...],
+    shard: VocabularyShard | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden (fp32), weight and bias (in their dtypes), from that of each token's loss [tokens].
 
@@ -302,6 +337,7 @@ def _gradients(
     dhidden = torch.zeros(hidden.shape, dtype=tiles.wide, device=hidden.device) if needs[0] else None
     dweight = torch.empty_like(weight) if needs[1] else None
     dbias = torch.empty_like(bias) if bias is not None and needs[2] else None
+    num_entries = tiles.num_entries if shard is None else shard.num_entries
     for entries in tiles.entries():
         size = entries.stop - entries.start
         rows = torch.zeros((size, hidden.shape[1]), dtype=tiles.wide, device=hidden.device) if needs[1] else None
@@ -309,7 +345,9 @@ def _gradients(
         for tokens in tiles.tokens():
             part = hidden[tokens].to(tiles.dtype)
             dlogits = _logits(part, weight, bias, entries, spec, tiles)
-            dlogits = _gradient_of_logits(dlogits, grad[tokens], lse[tokens], labels[tokens], entries, spec, tiles)
+            dlogits = _gradient_of_logits(
+                dlogits, grad[tokens], lse[tokens], labels[tokens], entries, spec, num_entries
+            )
             if sums is not None:
                 sums += dlogits.sum(0)
             dlogits = dlogits.to(tiles.dtype)
@@ -325,9 +363,12 @@ def _gradients(
 
 
 def _gradient_of_logits(
-    logits: Tensor, grad: Tensor, lse: Tensor, labels: Tensor, entries: slice, spec: LossSpec, tiles: _Tiles
+    logits: Tensor, grad: Tensor, lse: Tensor, labels: Tensor, entries: slice, spec: LossSpec, num_entries: int
 ) -> Tensor:
-    """The gradient of a tile's products, before scale and cap; overwrites the logits [tokens, entries]."""
+    """The gradient of a tile's products, before scale and cap; overwrites the logits [tokens, entries].
+
+    `num_entries` is the size of the whole vocabulary.
+    """
     slope = None if spec.softcap is None else (logits / spec.softcap).square_().neg_().add_(1.0)
     probabilities = logits.sub_(lse.unsqueeze(1)).exp_()
     dlogits = probabilities.mul_((grad * (1 + 2 * spec.z_loss * lse)).unsqueeze(1))
@@ -335,7 +376,7 @@ def _gradient_of_logits(
     of_label = torch.where(inside, -(1 - spec.label_smoothing) * grad.unsqueeze(1), 0.0)
     dlogits.scatter_add_(1, column, of_label)
     if spec.label_smoothing > 0:
-        dlogits.sub_((grad * (spec.label_smoothing / tiles.num_entries)).unsqueeze(1))
+        dlogits.sub_((grad * (spec.label_smoothing / num_entries)).unsqueeze(1))
     if slope is not None:
         dlogits.mul_(slope)
     return dlogits.mul_(spec.scale) if spec.scale != 1.0 else dlogits

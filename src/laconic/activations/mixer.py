@@ -90,7 +90,7 @@ class MixerForward(SiteForward):
         """Whether a gradient is wanted, and arguments are tensors, plain values or caches without entries from it."""
         leaves = tree_leaves((args, kwargs))
         tensors = (*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.module.parameters())
-        if not args or not self.ours(args[0]) or not any(x.requires_grad for x in tensors):
+        if not args or not self.serves(args[0]) or not any(x.requires_grad for x in tensors):
             return False
         index = getattr(self.module, "layer_idx", None)
         for leaf in leaves:

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from laconic.activations.choice import Offload, Packing, block_format_of
+from laconic.activations.dtensors import warn_exact
 from laconic.activations.exact_codes import Layout, as_mask, mask_of_bits
 from laconic.activations.function_rules import Call
 from laconic.activations.kept import Kept, attach, derive, found, known, pack
@@ -301,6 +302,7 @@ def _exact(tensor: Tensor) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, 
 
 
 def _is_large(tensor: Tensor) -> bool:
+    warn_exact("hooks", tensor)
     return tensor.numel() >= _MIN_NUMEL and not isinstance(tensor, DTensor)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from laconic.activations.host_forward import forward_of, store_forward
 from laconic.errors import ModelError
 
 __all__ = [
@@ -38,7 +39,7 @@ class Replacement:
     def __init__(self, module: nn.Module) -> None:
         self._owner = type(module)
         self.module = module
-        self.replaced = module.__dict__.get("forward")
+        self.replaced = forward_of(module)
         self._first_name = _first_name(self._before, is_bound=self.replaced is not None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,17 +88,14 @@ class Replacement:
 
     def install(self) -> None:
         """Replace the module's forward."""
-        self.module.forward = self.stored
+        store_forward(self.module, self.stored)
         # torch's replicas share the dictionary of the module, and so a forward that computes with its parameters.
         self.module.__dict__[_REPLICATE] = _refuse_replicas
         follow_copies(self.module)
 
     def remove(self) -> None:
         """Restore the module's forward."""
-        if self.replaced is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.replaced
+        store_forward(self.module, self.replaced)
         self._permit_replicas()
 
     def _permit_replicas(self) -> None:
@@ -232,7 +230,7 @@ class ModelReplacement(Replacement):
 
     def remove(self) -> None:
         """Restore the module's forward, or turn this one off where a host has wrapped it."""
-        if self.module.__dict__.get("forward") is self:
+        if forward_of(self.module) is self:
             super().remove()
         else:
             self.enabled = False
@@ -256,7 +254,7 @@ class ModelReplacement(Replacement):
 
 def replacements_of(module: nn.Module) -> Iterator[Replacement]:
     """The replaced forwards of a module, the outermost first, also below wrappers of hosts."""
-    forward = module.__dict__.get("forward")
+    forward = forward_of(module)
     while forward is not None:
         owner = forward if isinstance(forward, Replacement) else getattr(forward, "__self__", None)
         if isinstance(owner, Replacement):

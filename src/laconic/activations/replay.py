@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laconic.activations.cuda_graph import is_captured, without_draws
+from laconic.errors import ModelError
 
-__all__ = ["Replay", "forgets", "forgetting", "swapped_parameters"]
+__all__ = ["Replay", "check_attention", "forgets", "forgetting", "swapped_parameters"]
 
 
 def forgetting() -> AbstractContextManager[Any]:
@@ -55,6 +57,23 @@ def swapped_parameters(module: nn.Module, others: Mapping[str, Tensor]) -> Itera
             parameters[name] = parameter
 
 
+def check_attention(before: object) -> None:
+    """Check that torch's attention is the function that it was in forward.
+
+    `torch.distributed.tensor.experimental.context_parallel` puts another one in its place for the length of a block;
+    outside of it, code that runs again would attend to this rank's part of the sequence only.
+
+    Raises:
+        ModelError: it is another one.
+    """
+    if F.scaled_dot_product_attention is not before:
+        raise ModelError(
+            "torch.nn.functional.scaled_dot_product_attention is another function in backward than in forward, as it "
+            "is when a context_parallel block begins or ends in between, and code that laconic runs again would "
+            "compute something else; call loss.backward() inside of the block in which the forward ran"
+        )
+
+
 class Replay:
     """The environment of a computation: its random state, autocast, and the mode of a module.
 
@@ -77,6 +96,7 @@ class Replay:
             if torch.amp.is_autocast_available(kind)  # which it is not on the meta device
         }
         self._cache = torch.is_autocast_cache_enabled()
+        self._attention = F.scaled_dot_product_attention
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
         """The value of `function()`, and the state for `again`.
@@ -92,7 +112,12 @@ class Replay:
 
     @contextmanager
     def again(self, state: tuple[Tensor, ...]) -> Iterator[None]:
-        """While the block runs, code draws and casts as in `run`; then the random state is as before the block."""
+        """While the block runs, code draws and casts as in `run`; then the random state is as before the block.
+
+        Raises:
+            ModelError: torch's attention is another function than in `run`.
+        """
+        check_attention(self._attention)
         with ExitStack() as stack:
             if state:
                 devices = [self._device] if len(state) > 1 else []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from laconic.activations.choice import Choice, Offload, Recompute
 from laconic.activations.leaves import LeafSpec
@@ -210,6 +211,9 @@ def measure_first(model: nn.Module, samples: Sequence[Sample]) -> tuple[Measurem
     """The measurement of the first sample that the model runs on, and its inputs; or why there is none."""
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         return None, {}, "the model has parameters that get their shape in its first forward; run it once before"
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        # Its first forward sets up groups of parameters, which cannot be undone.
+        return None, {}, "the model is in FSDP2 already; count a step of yours with SavedTensorTracker"
     if not samples:
         return None, {}, f"inputs of {type(model).__name__} cannot be made up; pass example_inputs="
     reasons = []

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.activations.host_forward import forward_of
+
 __all__ = ["PlainAttributes", "has_plain_attributes", "outcome", "own_forward", "settled", "usual_numbers"]
 
 _HOOKS = (
@@ -144,7 +146,7 @@ def _twin(
 
 def own_forward(module: nn.Module) -> Any:
     """The forward set on this very module, None if it has that of its class."""
-    forward: Any = module.__dict__.get("forward")
+    forward: Any = forward_of(module)
     while hasattr(getattr(forward, "__self__", forward), "replaced"):
         forward = getattr(forward, "__self__", forward).replaced
     return forward

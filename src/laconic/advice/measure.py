@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +25,7 @@ from laconic.activations.attention import attention_core_of
 from laconic.activations.replacement import replacements_of
 from laconic.activations.report import brief
 from laconic.activations.rounding import seeds_restored
+from laconic.advice.link import measure_link
 from laconic.advice.methods import EXACT, METHODS, Method, compiled
 from laconic.advice.table import Advice, Row
 from laconic.advice.training_call import LossOf, TrainingCall
@@ -45,6 +47,7 @@ def advise(
     rounds: int = 5,
     autocast: torch.dtype | None = None,
     compile: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Advice:
     """Measure, on this model and machine, each way to keep less for backward.
 
@@ -63,6 +66,8 @@ def advise(
         autocast: dtype of torch.autocast around forward and loss, for example torch.bfloat16.
         compile: also measure the model under torch.compile, and with torch's activation memory budget. Compiling takes
             minutes.
+        group: ranks that average gradients, each of which calls this with the same model; what their link takes for
+            them is measured too, coded and not. None is the default group of torch.distributed, if there is one.
 
     Returns:
         The table; `print` it.
@@ -84,6 +89,11 @@ def advise(
         seconds = ways.time(rounds)
         exact = seconds[EXACT]
         quotients = {name: [a / b for a, b in zip(found, exact, strict=True)] for name, found in seconds.items()}
+        link = None
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is not None and group.size() > 1:
+            link = measure_link(list(ways.reference.values()), group, rounds)
         rows = [
             Row(name, seconds=statistics.median(seconds[name]), fastest_seconds=min(seconds[name]),
                 slowest_seconds=max(seconds[name]), slowdown=statistics.median(quotients[name]),
@@ -92,7 +102,7 @@ def advise(
         ]  # fmt: skip
     number = sum(parameter.numel() for parameter in model.parameters())
     described = f"{type(model).__name__}, {number:,} parameters"
-    return Advice(described, _device_name(call.device), call.loss_from, rounds, tuple(rows), ways.left_out)
+    return Advice(described, _device_name(call.device), call.loss_from, rounds, tuple(rows), ways.left_out, link)
 
 
 class _Copies:
@@ -139,7 +149,7 @@ class _Ways:
     def __init__(self, copies: _Copies, call: TrainingCall) -> None:
         self._copies, self._call = copies, call
         self._models: dict[str, nn.Module] = {}
-        self._reference: dict[str, Tensor] = {}
+        self.reference: dict[str, Tensor] = {}
         self._norm = 0.0
         self.found: dict[str, dict[str, Any]] = {}
         self.left_out: dict[str, str] = {}
@@ -153,13 +163,13 @@ class _Ways:
         """
         model = self._copies.make()
         try:
-            self._reference = self._gradients(model)
+            self.reference = self._gradients(model)
         except LaconicError:
             raise
         except Exception as error:
             raise ModelError(f"{type(model).__name__} does not train on the batch as it is: {brief(error)}") from error
         self._copies.check_apart()
-        self._norm = sum(float(g.float().norm()) ** 2 for g in self._reference.values()) ** 0.5
+        self._norm = sum(float(g.float().norm()) ** 2 for g in self.reference.values()) ** 0.5
         if not 0 < self._norm < float("inf"):
             raise ModelError(
                 f"the norm of the exact gradient is {self._norm}, but gradients are compared with it; pass another"
@@ -218,7 +228,7 @@ class _Ways:
 
     def _errors(self, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
         total, worst, parameter = 0.0, 0.0, ""
-        for name, exact in self._reference.items():
+        for name, exact in self.reference.items():
             found = gradients.get(name)
             off = exact.float() if found is None else found.to(exact.dtype).float() - exact.float()
             distance, norm = float(off.norm()), float(exact.float().norm())

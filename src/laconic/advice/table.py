@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from laconic.advice.link import Link
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.table import columns
 from laconic.errors import ConfigError
@@ -61,6 +62,7 @@ class Advice:
         rounds: of timing.
         rows: measured ways, the exact model first.
         left_out: ways that were not measured -> why.
+        link: what averaging the gradients takes; None without other ranks.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Advice:
     rounds: int
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]
+    link: Link | None = None
 
     @property
     def front(self) -> tuple[Row, ...]:
@@ -92,7 +95,8 @@ class Advice:
         """The advice as plain data for JSON; each row also says whether it is "on_front"."""
         front = {row.name for row in self.front}
         rows = [{**vars(row), "lines": list(row.lines), "on_front": row.name in front} for row in self.rows]
-        return {**vars(self), "rows": rows, "left_out": dict(self.left_out)}
+        link = None if self.link is None else self.link.to_dict()
+        return {**vars(self), "rows": rows, "left_out": dict(self.left_out), "link": link}
 
     def __str__(self) -> str:
         exact, front = self.rows[0], self.front
@@ -128,6 +132,8 @@ class Advice:
         for row in front:
             if row.lines:
                 parts.append(f"# {row.name}\n" + "\n".join(row.lines))
+        if self.link is not None:
+            parts.append(self.link.text(exact.seconds))
         return "\n\n".join(parts)
 
     def plot(self, path: str | Path) -> None:

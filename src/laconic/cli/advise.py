@@ -37,6 +37,8 @@ def run(args: Sequence[str]) -> int:
     options = make_parser().parse_args(args)
     with json_only(options.json) as emit:
         advice = _advise(options)
+        if advice is None:
+            return 0
         if options.json:
             emit(advice.to_dict())
         else:
@@ -46,8 +48,8 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _advise(options: argparse.Namespace) -> Advice:
-    """Measure, and draw the picture that was asked for."""
+def _advise(options: argparse.Namespace) -> Advice | None:
+    """Measure, and draw the picture that was asked for; only rank 0 has something to print."""
     for name in ("batch_size", "sequence_length", "image_size", "rounds"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, but it must be 1 or more")
@@ -56,17 +58,24 @@ def _advise(options: argparse.Namespace) -> Advice:
 
     from laconic.advice import advise
     from laconic.cli.plan_measured import quiet_profiler
+    from laconic.train.distributed.world import join_world, read_environment
 
+    # Under torchrun each process measures, and the link between them is measured too.
+    world = join_world(read_environment(os.environ), timeout_seconds=600.0)
     loss_of: LossOf | None = None
     if ":" in options.target and not Path(options.target).is_dir():
         model, batch, loss_of = _from_function(options)
     else:
-        model, batch = _from_directory(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        model, batch = _from_directory(options, world.device)
     autocast = torch.bfloat16 if options.precision == "bf16" else None
     with working(f"measuring ways to train {options.target}"), quiet_profiler():
         advice = advise(
             model, batch, loss_of=loss_of, rounds=options.rounds, autocast=autocast, compile=options.compile
         )
+    if world.size > 1:
+        world.leave()
+    if not world.is_main:
+        return None
     if options.plot is not None:
         advice.plot(options.plot)
     return advice
@@ -148,7 +157,8 @@ def make_parser() -> Parser:
         prog="laconic advise",
         description="Measure the ways to keep less for backward on a model and this machine: exact, 4 and 8 bits, "
         "chunked loss, checkpointing, offload. Prints bytes kept, time, peak memory and gradient error of each, which "
-        "of them no other beats, and the lines of Python to add.",
+        "of them no other beats, and the lines of Python to add. Under torchrun also what averaging gradients takes on "
+        "the link, exact and coded.",
     )
     add = parser.add_argument
     add("target", help="a directory with a config.json of transformers (random weights without a checkpoint), or "

@@ -24,6 +24,7 @@ def run(args: Sequence[str]) -> int:
     _check_json(options.json)
     from laconic.run.savings import Refusal, Savings, Wishes
     from laconic.run.script import Script
+    from laconic.run.spawned import Spawned
     from laconic.run.summary import render, summarize
     from laconic.run.zipped_groups import ZippedGroups
 
@@ -32,10 +33,14 @@ def run(args: Sequence[str]) -> int:
     groups = None if options.zip == "off" else ZippedGroups(options.zip)
     if "laconic.cli" in getattr(signal.getsignal(signal.SIGTERM), "__module__", ""):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a script finds the signals of a fresh interpreter
-    with savings, groups or nullcontext():
+    spawned = Spawned(savings.wishes, options.zip)
+    with savings, groups or nullcontext(), spawned:
         code = script.run(passed=Refusal)
     if not savings.is_forked and os.environ.get("RANK", "0") == "0":
-        summary = summarize(savings, groups)
+        children = spawned.summaries()
+        trains_in_children = bool(children) and not savings.models and not savings.optimizers
+        summary = children[0] if trains_in_children else summarize(savings, groups)
+        summary |= {"spawned": len(children), "own": not trains_in_children}
         print(render(summary), file=sys.stderr)
         if options.json is not None:
             _write(options.json, summary)

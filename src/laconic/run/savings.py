@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -245,8 +244,8 @@ def _unsupported(model: nn.Module) -> str | None:
     """Why a model must not be converted at its first call; None if it may be."""
     if isinstance(model, DataParallel):
         return "DataParallel copies modules in every step; use DistributedDataParallel"
-    if type(model).__name__ == "FullyShardedDataParallel" or any(isinstance(p, DTensor) for p in model.parameters()):
-        return "it is sharded already; call laconic.compress_activations before the model is sharded"
+    if type(model).__name__ == "FullyShardedDataParallel":
+        return "it is in FSDP1, which flattens parameters; use FSDP2, or compress_activations before it is wrapped"
     return None
 
 

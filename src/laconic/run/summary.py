@@ -22,7 +22,8 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         two steps of the same optimizer, None below two steps; "sent": without `groups` None, else what this process
         sent: "zip" (the flag), "groups" (coded process groups), "left_groups" (why others were left -> how many),
         "calls" and "coded_calls", "nbytes" of the values and "sent_nbytes" of the messages, "coding_seconds", and
-        "uncoded" (why -> calls).
+        "uncoded" (why -> calls); "spawned": how many processes trained that the script spawned; "own": whether this
+        is of the script's own process.
     """
     seconds = savings.step_seconds
     return {
@@ -30,6 +31,8 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         "optimizers": dict(savings.optimizers),
         "step_seconds": median(seconds) if seconds else None,
         "sent": None if groups is None else _sent(groups),
+        "spawned": 0,
+        "own": True,
     }
 
 
@@ -87,6 +90,9 @@ def render(summary: dict[str, Any]) -> str:
         lines.append(f"steps: {steps}" + ("" if time is None else f"; {time * 1e3:.1f} ms per step (median)"))
         if not summary["models"]:
             lines.append("activations are exact: no module with the optimizer's parameters was called in training mode")
+    if summary["spawned"]:
+        first = "the script's own process" if summary["own"] else "the first of them to end"
+        lines.append(f"{summary['spawned']} processes that the script spawned were trained in; the above is of {first}")
     if summary["sent"] is not None:
         lines += _sent_lines(summary["sent"])
     return "\n".join(f"laconic run: {line}" for line in lines)

@@ -1,0 +1,82 @@
+"""Reaches the processes that a script starts by multiprocessing's spawn, as `torch.multiprocessing.spawn` does.
+
+Such a process begins anew and knows nothing of what was watched in its parent. So its target is wrapped in an object
+that switches the savings on around it there, and writes what came of them to a folder of the parent's, which prints
+one summary. Workers of data loaders are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from laconic.run.savings import Savings, Wishes
+from laconic.run.summary import summarize
+from laconic.run.zipped_groups import ZippedGroups
+
+__all__ = ["Spawned"]
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """The target of a spawned process, with the savings around it."""
+
+    target: Callable[..., Any]
+    wishes: Wishes
+    zip: str
+    folder: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        savings = Savings(self.wishes)
+        groups = None if self.zip == "off" else ZippedGroups(self.zip)  # type: ignore[arg-type]  # checked by the parent
+        try:
+            with savings, groups or nullcontext():
+                return self.target(*args, **kwargs)
+        finally:
+            if not savings.is_forked and (savings.models or savings.optimizers):
+                path = Path(self.folder) / f"{time.time_ns()}-{os.getpid()}"
+                path.write_text(json.dumps(summarize(savings, groups)))
+                path.rename(path.with_suffix(".json"))  # whole, or not there
+
+
+class Spawned:
+    """Context manager in which processes that are spawned get the savings, too.
+
+    Args:
+        wishes: what to switch on in them.
+        zip: the flag `--zip`.
+    """
+
+    def __init__(self, wishes: Wishes, zip: str) -> None:
+        self._wishes, self._zip = wishes, zip
+        self._folder = tempfile.TemporaryDirectory(prefix="laconic-run-", ignore_cleanup_errors=True)
+
+    def __enter__(self) -> Spawned:
+        spawned = self
+
+        def start(process: Any) -> None:
+            target = process._target
+            if target is not None and not getattr(target, "__module__", "").startswith("torch.utils.data"):
+                process._target = _Reached(target, spawned._wishes, spawned._zip, spawned._folder.name)
+            BaseProcess.start(process)
+
+        SpawnProcess.start = start  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del SpawnProcess.start  # that of its base again
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """What the processes that trained wrote when they ended, the first one first; then the folder is gone."""
+        found = [json.loads(path.read_text()) for path in sorted(Path(self._folder.name).glob("*.json"))]
+        self._folder.cleanup()
+        return found
