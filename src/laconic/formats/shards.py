@@ -1,11 +1,11 @@
-"""The local part of a distributed tensor."""
+"""The local part of a distributed tensor, and whose a sharded parameter is."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_part", "sharded_like"]
+__all__ = ["is_deepspeeds", "local_part", "sharded_like"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -25,3 +25,8 @@ def sharded_like(local: Tensor, tensor: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def is_deepspeeds(parameter: Tensor) -> bool:
+    """Whether a parameter is DeepSpeed's: ZeRO 3 partitions it, or ZeRO 1 or 2 updates it from a copy."""
+    return hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None
