@@ -13,7 +13,7 @@ from tests.distributed.processes import environment, finish, start
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1300),
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]
 
@@ -44,8 +44,9 @@ def test_settings_are_checked_where_the_trainer_is_made() -> None:
 
 def trained(folder: Path, backend: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    variables = environment(PYTHONWARNINGS="ignore", RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="150", GLOO_SOCKET_IFNAME="lo")
-    ending = finish(start(["tests/integrations/ray_driver.py", str(folder), backend], variables), 290)
+    quiet = {"PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "150"}
+    variables = environment(**quiet, GLOO_SOCKET_IFNAME="lo")
+    ending = finish(start(["tests/integrations/ray_driver.py", str(folder), backend], variables), 590)
     assert ending.code == 0, ending.out + ending.err
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
