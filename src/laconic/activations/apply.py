@@ -26,7 +26,7 @@ from laconic.activations.inner_attention import InnerAttentionForward
 from laconic.activations.leaves import LeafForward, LeafSpec
 from laconic.activations.mixer import MixerForward
 from laconic.activations.plan import ATTENTION, ActivationPlan, Policy, careful_head
-from laconic.activations.replacement import Replacement, check_module, replacements_of
+from laconic.activations.replacement import Replacement, check_module, check_whole, replacements_of
 from laconic.activations.report import Measurement, Report, brief, make_report, measure, measure_first, sample_inputs
 from laconic.activations.sites import FunctionsSpec, InnerAttentionSpec, Site, find_sites
 from laconic.errors import FormatError, ModelError
@@ -114,6 +114,7 @@ def compress_activations(
             loss is not one that can be chunked, or the model is no module.
     """
     check_module(model)
+    check_whole(model)
     if mode not in ("sites", "hooks", "combined"):
         raise ModelError(f"mode is {mode!r}, but it must be 'sites', 'hooks' or 'combined'")
     if loss not in ("exact", "chunked"):

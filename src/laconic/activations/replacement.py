@@ -17,6 +17,7 @@ from torch import nn
 
 from laconic.activations.host_forward import forward_of, store_forward
 from laconic.errors import ModelError
+from laconic.formats.shards import is_deepspeeds
 
 __all__ = [
     "ModelReplacement",
@@ -277,6 +278,20 @@ def check_module(model: object) -> None:
             f"model is {given}, but it must be a torch.nn.Module; load it first, for example with "
             f"transformers.AutoModelForCausalLM.from_pretrained"
         )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Check that a model's weights are there, not in parts on other processes.
+
+    Raises:
+        ModelError: DeepSpeed's ZeRO 3 has partitioned them.
+    """
+    for name, parameter in model.named_parameters():
+        if is_deepspeeds(parameter) and parameter.numel() == 0:
+            raise ModelError(
+                f"{name} is partitioned by DeepSpeed's ZeRO 3, so the model cannot be tried; convert it before "
+                "deepspeed.initialize, one made under deepspeed.zero.Init by laconic.integrations.deepspeed.attach"
+            )
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:

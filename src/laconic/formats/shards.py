@@ -1,4 +1,4 @@
-"""The local part of a distributed tensor, and where it lies in the whole."""
+"""The local part of a distributed tensor, where it lies in the whole, and whose a sharded parameter is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Runs", "local_part", "local_runs", "sharded_like", "taken"]
+__all__ = ["Runs", "is_deepspeeds", "local_part", "local_runs", "sharded_like", "taken"]
 
 Runs = list[list[tuple[int, int]]]
 """For each dimension the (start, stop) of the whole tensor that a rank holds, in its order; one each where the local
@@ -59,6 +59,11 @@ def taken(tensor: Any, runs: Runs) -> Tensor:
             return torch.cat([taken(tensor, [*runs[:dim], [one], *runs[dim + 1 :]]) for one in several], dim)
     part: Tensor = tensor[first] if first else tensor[...]
     return part
+
+
+def is_deepspeeds(parameter: Tensor) -> bool:
+    """Whether a parameter is DeepSpeed's: ZeRO 3 partitions it, or ZeRO 1 or 2 updates it from a copy."""
+    return hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None
 
 
 def _along_first(place: Any) -> Placement:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from laconic.errors import ModelError
+from laconic.formats.shards import is_deepspeeds
 from laconic.gradients.turns import Owner, own, owner_of, release
 from laconic.ops import DTYPES
 
@@ -141,6 +142,11 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         raise ModelError("the model has no parameter that requires a gradient, so there is nothing to compress")
     for name, parameter in trainable:
         check_dtype(name, parameter)
+        if is_deepspeeds(parameter):
+            raise ModelError(
+                f"{name} is a parameter of a DeepSpeed engine, which holds and reduces gradients itself; leave them as"
+                " they are, and init_process_group('laconic') shortens what it sends"
+            )
         if owner_of(parameter) is not None:
             raise ModelError(f"the gradient of {name} is compressed already; call remove() on the first result before")
 

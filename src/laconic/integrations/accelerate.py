@@ -99,6 +99,10 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
     # Accelerate wraps nothing that it has prepared before, be it for evaluation: replicas would train each on its own.
     if accelerator.num_processes > 1 and getattr(model, "_is_accelerate_prepared", False):
         model._is_accelerate_prepared = False
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from laconic.integrations import deepspeed
+
+        return Attached(deepspeed.attach(model, accelerator.state.deepspeed_plugin.deepspeed_config, config), None)
     attached = Attached(compress(model, config), None)
     if config.gradients == 32:
         release_gradients(model)

@@ -188,7 +188,12 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
             f"optimizer is {config.optimizer!r}, but optim is {OptimizerNames(arguments.optim).value!r} with "
             f"optim_args {arguments.optim_args!r}; leave both out"
         )
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None or trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled and "optimizer" in trainer.accelerator.state.deepspeed_plugin.deepspeed_config:
+        raise ConfigError(
+            f"optimizer is {config.optimizer!r}, but DeepSpeed's configuration has an optimizer section; leave it out, "
+            "the arguments have its hyperparameters"
+        )
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ConfigError(
             f"optimizer is {config.optimizer!r}, but the trainer was given an optimizer; leave one of them out"
         )

@@ -90,6 +90,18 @@ class ProcessGroupOptions:
             raise ConfigError(f"min_nbytes is {self.min_nbytes}, but it must be 0 or more")
 
 
+_default_options: ProcessGroupOptions | None = None
+
+
+def set_default_options(options: ProcessGroupOptions | None) -> None:
+    """Options of groups of this process that are made without any, for hosts that call init_process_group themselves.
+
+    A default group's own come first. None: the defaults again.
+    """
+    global _default_options
+    _default_options = options
+
+
 def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> ProcessGroupLaconic:
     """Make a group; torch calls it.
 
@@ -103,7 +115,8 @@ def create(name: str, arguments: Any, options: ProcessGroupOptions | None) -> Pr
     """
     if options is None:
         default = dist.group.WORLD
-        options = default.options if isinstance(default, ProcessGroupLaconic) else ProcessGroupOptions()
+        given = default.options if isinstance(default, ProcessGroupLaconic) else _default_options
+        options = given or ProcessGroupOptions()
     if not isinstance(options, ProcessGroupOptions):
         raise ConfigError(
             f"pg_options is a {type(options).__name__}, but backend {name!r} takes"
