@@ -69,6 +69,19 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **changes: Any) -> An
     return kind(str(folder), **(usual | changes))
 
 
+def test_tensorboard_gets_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    own = LaconicConfig(gradients=8)
+    trainer = trained(tmp_path, own, report_to=["tensorboard"])
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for name in ("laconic/activation_nbytes_per_token", "laconic/activation_factor", "laconic/gradient_nbytes"):
+        logged = [entry[name] for entry in trainer.state.log_history if "loss" in entry]
+        assert [scalar.value for scalar in events.Scalars(f"train/{name}")] == pytest.approx(logged)
+        assert len(logged) == 4
+
+
 def losses(trainer: Trainer) -> Tensor:
     return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 

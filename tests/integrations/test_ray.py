@@ -19,13 +19,14 @@ pytestmark = [
 
 _REFUSALS = """
 from laconic.collectives import Blockwise
+from laconic.formats import BlockFormat
 from laconic.errors import ConfigError
 from laconic.integrations.ray import LaconicTorchConfig
 
 for changes, words in (
     ({"backend": "gloo"}, "backend is 'gloo', but it must be one of laconic, laconic:gloo, laconic:nccl"),
     ({"codec": "zip"}, "codec is 'zip'"),
-    ({"codec": Blockwise()}, "which must not change"),
+    ({"codec": Blockwise(BlockFormat.from_bits(8))}, "which must not change"),
     ({"min_nbytes": -1}, "min_nbytes is -1"),
 ):
     try:
