@@ -3,6 +3,8 @@
 # make check   lint, types and import contracts
 # make wheels  sdist and wheels in dist/, for Python 3.11 and for 3.12 and later
 # make site    the documentation as a site in build/site
+# make trust   the tests of faults, damage, strangers and bad input, slow ones included: docs/reliability.md
+# make soak    200 faults at random moments of tiny runs, at most 60 minutes (ARGS="--seed 2" for other ones)
 # make sbom    dist/laconic.cdx.json, what the environment holds (CycloneDX)
 # make stranger  the wheel in a fresh environment, as a new user would meet it
 # ARGS="..." is handed on, e.g. make demo ARGS="--steps 50" or make test ARGS="-k nf4"
@@ -17,7 +19,7 @@ PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/kernels/*)
 
-.PHONY: demo test slow check format wheels sbom stranger site clean
+.PHONY: demo test slow trust soak check format wheels sbom stranger site clean
 
 demo: $(VENV)/.installed-all
 	$(BIN)/laconic train $(ARGS)
@@ -50,6 +52,17 @@ wheels: $(BIN)/python
 
 site: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict --quiet
+
+TRUST := tests/trust tests/fuzz tests/compatibility tests/test_security.py tests/test_shared_secret.py tests/test_json_text.py \
+	$(addprefix tests/distributed/test_,secret_groups.py faults.py collective_faults.py elastic.py meeting.py late_checks.py) \
+	tests/netlab/test_faults.py tests/netlab/test_engine_faults.py tests/formats/test_dcp.py tests/train/test_checkpoint.py \
+	tests/train/test_hostile_values.py tests/infer/test_server_bodies.py tests/infer/test_engine_faults.py tests/infer/test_watch.py
+
+trust: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "slow or not slow" $(PARALLEL) $(TRUST) $(ARGS)
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python tools/soak.py --kills 200 --minutes 60 --report build/soak.md $(ARGS)
 
 sbom: $(VENV)/.installed-all
 	$(PYTHON) -m venv build/sbom && build/sbom/bin/python -m pip install --quiet cyclonedx-bom
