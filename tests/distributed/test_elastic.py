@@ -170,12 +170,14 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
     save_config(config, tmp_path / "config.toml")
     quick = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
     command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", quick]
-    command += ["--rdzv-id", "elastic", "--local-addr", "127.0.0.1"]
-    command += ["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic"]
+    command += ["--local-addr", "127.0.0.1"]
+    trains = ["-m", "laconic", "train", "--config", str(tmp_path / "config.toml")]
     variables = environment(PYTHONWARNINGS="default", GLOO_SOCKET_IFNAME="lo")
-    host = start([*command[:10], "--rdzv-conf", f"{quick},is_host=true", *command[12:]], variables)
-    guest = start([*command[:10], "--rdzv-conf", f"{quick},is_host=false", *command[12:]], variables)
+    host, guest = (
+        start([*command, "--rdzv-conf", f"{quick},is_host={is_host}", *trains], variables)
+        for is_host in ("true", "false")
+    )
     try:
         wait_until(lambda: num_steps(config.run_dir) >= 12, timeout_seconds=240)
         newest = tmp_path / "run/checkpoints" / str(latest_name(tmp_path / "run"))
@@ -184,8 +186,9 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
             process.send_signal(signal.SIGKILL)
         ending = finish(host)
     finally:
-        for process in (host, guest):
-            process.kill()
+        host.kill()
+        guest.kill()
+        guest.communicate()
     assert ending.code == 0, ending.err
     assert manifest["world_size"] == 2
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 
 from laconic.errors import ConfigError
+from laconic.train.distributed.agent_store import agent_store
 
 __all__ = ["STORE_VARIABLE", "RankInfo", "World", "join_world", "num_cores", "read_environment"]
 
@@ -182,8 +183,10 @@ def _init_process_group(info: RankInfo, device: torch.device, timeout_seconds: f
     file = os.environ.get(STORE_VARIABLE)
     where = f"in {file}" if file else f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = None
-        if file is not None:
+        store: Store | None
+        if file is None:
+            store = agent_store(info.rank, info.world_size, timeout)
+        else:
             store = FileStore(file, info.world_size)
             store.set_timeout(timeout)
         dist.init_process_group(

@@ -106,7 +106,7 @@ def _launch_workers(config: TrainConfig) -> int:
     with scratch_folder() as scratch, _quiet_elastic(), _pass_on_signals() as requests:
         while True:
             folder = scratch / str(len(failures))
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             launch.save(folder)
             ending = _attempt(config, folder, requests)
             if isinstance(ending, int):

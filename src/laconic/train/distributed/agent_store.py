@@ -1,0 +1,73 @@
+"""A store for the processes of one start, where torchrun's agent lends the same store to every start.
+
+torch 2.13 takes for granted that each start gets a store of its own, but over c10d rendezvous (`--standalone`, too) a
+restart gets the one before, with the addresses of processes that are gone: a rank that reads one of them tries to
+connect to it until it fails. Neither the number of restarts nor the number of processes tells starts apart, because
+agents that joined later count from 0. So the processes agree on a name themselves: each writes an id that no other
+start has, rank 0 publishes the ids that it found, and again when one changes, until every rank has found its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+__all__ = ["agree_on_start", "agent_store"]
+
+_POLL_SECONDS = 0.02
+_KEYS = "laconic/start"
+
+
+def agent_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
+    """The store of this start of the processes; None if there is no agent that lends one.
+
+    Raises:
+        RuntimeError: the others did not come within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    return PrefixStore(agree_on_start(store, rank, world_size, timeout), store)
+
+
+def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all ranks of this start, and of no other one, have; all of them call it.
+
+    Raises:
+        RuntimeError: the others did not come within `timeout`; the message says which rank waited.
+    """
+    own = secrets.token_hex(8)
+    store.set(f"{_KEYS}/id/{rank}", own)
+    deadline = time.monotonic() + timeout.total_seconds()
+    published: list[str | None] = []
+    name = ""
+    while True:
+        if rank == 0:
+            ids = [_read(store, f"id/{other}") for other in range(world_size)]
+            if ids != published:
+                name, published = secrets.token_hex(8), ids
+                store.set(f"{_KEYS}/round", json.dumps([name, ids]))
+        name, ids = json.loads(_read(store, "round") or '["", []]')
+        if len(ids) == world_size and ids[rank] == own:
+            store.set(f"{_KEYS}/ready/{rank}", f"{name} {own}")
+            if rank == 0:
+                ready = [_read(store, f"ready/{other}") for other in range(world_size)]
+                if ready == [f"{name} {other}" for other in ids]:
+                    store.set(f"{_KEYS}/begin", name)
+            if _read(store, "begin") == name:
+                return f"laconic-{name}"
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {rank} has waited {timeout.total_seconds():g} s for all to be there")
+        time.sleep(_POLL_SECONDS)
+
+
+def _read(store: Store, key: str) -> str | None:
+    """What is written under a key; None if nothing is."""
+    full = f"{_KEYS}/{key}"
+    return store.get(full).decode() if store.check([full]) else None
