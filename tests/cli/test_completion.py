@@ -42,7 +42,9 @@ WORDS = [
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(("words", "expected"), WORDS, ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value))
+@pytest.mark.parametrize(
+    ("words", "expected"), WORDS, ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value)
+)
 def test_bash_completes(scripts: Path, words: list[str], expected: set[str]) -> None:
     given = " ".join(f'"{word}"'.replace("\\ ", " ") for word in ["laconic", *words])
     script = (
@@ -63,7 +65,9 @@ def test_bash_knows_every_command(scripts: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
-@pytest.mark.parametrize(("words", "expected"), WORDS[:6], ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value))
+@pytest.mark.parametrize(
+    ("words", "expected"), WORDS[:6], ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value)
+)
 def test_fish_completes(scripts: Path, words: list[str], expected: set[str]) -> None:
     script = f"source ./fish; complete -C 'laconic {' '.join(words)}'"
     done = subprocess.run(["fish", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=60)

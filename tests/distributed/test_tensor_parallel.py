@@ -121,7 +121,7 @@ def test_a_chunked_loss_is_right_over_a_vocabulary_on_several_ranks(by_torch: Re
         assert head > 1 - 1e-6
         assert exact["placements"] == chunked["placements"]
         assert chunked["logits"].shape == (2, 0, work.VOCABULARY)
-        assert 6 * chunked["nbytes"] < exact["nbytes"]
+        assert 5 * chunked["nbytes"] < exact["nbytes"]
 
 
 def test_a_chunked_loss_of_another_layout_is_refused_by_name(by_torch: Results) -> None:
@@ -169,7 +169,10 @@ def test_tensor_parallel_inside_of_fsdp2_packs_the_same_in_any_order(tmp_path: P
 def test_transformers_tensor_parallel_inside_of_its_fsdp2(tmp_path: Path) -> None:
     for results in results_of(tmp_path, work.transformers_plans, 4, ["llama"]):
         check_same_step(results["llama"], results["llama"]["packed"])
-        assert results["llama"]["exact"]["nbytes"] > 5 * results["llama"]["packed"]["nbytes"]
+        exact, packed = (
+            sum(n for name, n in results["llama"][key]["by_module"].items() if name) for key in ("exact", "packed")
+        )
+        assert exact > 6 * packed
 
 
 @pytest.mark.parametrize("name", ["packed", "chunked"])

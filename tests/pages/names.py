@@ -314,7 +314,11 @@ def _moe_huggingface(block: str, until_the_end: ExitStack) -> Names:
     if "from_pretrained" in block:
         once(lambda: mixture().save_pretrained("path/to/model"))
     elif "load_sharded" in block:
-        return {}
+        from laconic.moe import Grid, parallelize
+
+        model = mixture()
+        optimizer = torch.optim.AdamW(parallelize(model, Grid(ep=8)).parameter_groups())
+        return {"model": model, "optimizer": optimizer}
     return {"model": mixture(), "batches": [batch_of() for _ in range(2)], "batch": batch_of()}
 
 

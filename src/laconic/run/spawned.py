@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,15 +59,17 @@ class Spawned:
 
     def __init__(self, wishes: Wishes, zip: str) -> None:
         self._wishes, self._zip = wishes, zip
-        self._folder = tempfile.TemporaryDirectory(prefix="laconic-run-", ignore_cleanup_errors=True)
+        self._found: list[dict[str, Any]] = []
 
     def __enter__(self) -> Spawned:
+        self._process = os.getpid()
+        self._folder = tempfile.mkdtemp(prefix="laconic-run-")
         spawned = self
 
         def start(process: Any) -> None:
             target = process._target
             if target is not None and not getattr(target, "__module__", "").startswith("torch.utils.data"):
-                process._target = _Reached(target, spawned._wishes, spawned._zip, spawned._folder.name)
+                process._target = _Reached(target, spawned._wishes, spawned._zip, spawned._folder)
             BaseProcess.start(process)
 
         SpawnProcess.start = start  # type: ignore[method-assign, assignment]
@@ -74,9 +77,10 @@ class Spawned:
 
     def __exit__(self, *_: object) -> None:
         del SpawnProcess.start  # that of its base again
+        if os.getpid() == self._process:  # and not a process that the script forked
+            self._found = [json.loads(path.read_text()) for path in sorted(Path(self._folder).glob("*.json"))]
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def summaries(self) -> list[dict[str, Any]]:
-        """What the processes that trained wrote when they ended, the first one first; then the folder is gone."""
-        found = [json.loads(path.read_text()) for path in sorted(Path(self._folder.name).glob("*.json"))]
-        self._folder.cleanup()
-        return found
+        """After the block: what the processes that trained wrote when they ended, the first one first."""
+        return self._found
