@@ -31,6 +31,7 @@ from tests.activations.models import (
     make_model,
     relative_error,
 )
+from tests.activations.test_inner_attention import Attention
 
 
 def _compressed(family: str, **options: Any) -> nn.Module:
@@ -55,6 +56,12 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "hooks": lambda: _compressed("llama", mode="hooks"),
     "combined": lambda: _compressed("gpt2", mode="combined", attention="exact"),
 }
+
+
+def _titan() -> nn.Module:
+    model = nn.Sequential(Attention())
+    laconic.compress_activations(model)
+    return model
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -164,7 +171,7 @@ def test_no_kind_of_replaced_forward_is_left_out() -> None:
     cases = ("llama", "mixtral", "opt", "bloom", "gpt2", "plan", "chunked", "hooks", "combined")
     picture = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     laconic.compress_activations(picture)
-    seen = set().union(_looks(picture), *(_looks(CASES[case]()) for case in cases))
+    seen = set().union(_looks(picture), _looks(_titan()), *(_looks(CASES[case]()) for case in cases))
     bases = {SiteForward, ModelReplacement}
     assert {cls for cls in _subclasses(Replacement) if cls.__module__.startswith("laconic")} - bases <= seen
 

@@ -130,9 +130,9 @@ def spoilt(here: bool, steps: set[int]) -> Iterator[None]:
     step, loss = trainer.Trainer.step, trainer.Trainer._loss
     current = {"step": 0}
 
-    def counted_step(self: Any, number: int, stop: Any) -> Any:
+    def counted_step(self: Any, number: int, *args: Any) -> Any:
         current["step"] = number
-        return step(self, number, stop)
+        return step(self, number, *args)
 
     def spoilt_loss(self: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         value = loss(self, model, tokens)

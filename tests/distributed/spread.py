@@ -168,9 +168,9 @@ def spoilt_router(here: bool, steps: set[int]) -> Iterator[None]:
     step, routing = Trainer.step, GivenRouting.routing
     current = {"step": 0}
 
-    def counted_step(self: Any, number: int, stop: Any) -> Any:
+    def counted_step(self: Any, number: int, *args: Any) -> Any:
         current["step"] = number
-        return step(self, number, stop)
+        return step(self, number, *args)
 
     def spoilt_routing(self: Any, indices: torch.Tensor, weights: torch.Tensor) -> Any:
         spoilt = here and torch.is_grad_enabled() and current["step"] in steps

@@ -74,9 +74,9 @@ def recorded(world: World, folder: Path, name: str) -> Iterator[None]:
         if world.is_main:
             write("states", [number, hashes])
 
-    def count(self: Trainer, number: int, stop: Any) -> Any:
+    def count(self: Trainer, number: int, *args: Any) -> Any:
         current["step"] = number + 1
-        return step(self, number, stop)
+        return step(self, number, *args)
 
     def note(self: LanguageModeling, indices: Sequence[int]) -> Any:
         write(f"samples.{world.rank}", [current["step"], list(map(int, indices))])

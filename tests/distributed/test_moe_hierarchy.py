@@ -252,8 +252,8 @@ class Checks:
     def experts_that_cannot_be_spread_are_refused(self) -> None:
         if self.world == 1:
             return
-        x, routing = tokens_of(0, 1, self.num_experts + 1, 1.0, torch.float64)
-        with pytest.raises(RoutingError, match=f"num_experts is {self.num_experts + 1}, but {self.world} expert-par"):
+        x, routing = tokens_of(0, 1, self.world - 1, 1.0, torch.float64)
+        with pytest.raises(RoutingError, match=f"num_experts is {self.world - 1}, but {self.world} expert-par"):
             self.depths()[-1].dispatch(x, routing, SortedOrder())
 
 

@@ -189,8 +189,8 @@ def flipped(here: bool, step: int, what: str) -> Iterator[None]:
     """Flip a bit of the first weight, or of its state, on one process after its step number `step` (from 0)."""
     original = Trainer.step
 
-    def then_flip(self: Trainer, number: int, stop: Any) -> Any:
-        result = original(self, number, stop)
+    def then_flip(self: Trainer, number: int, *args: Any) -> Any:
+        result = original(self, number, *args)
         if here and number == step:
             weight = next(iter(self.optimizer.state))
             flip(weight if what == "weight" else self.optimizer.state[weight][what], 2)

@@ -193,9 +193,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss NaN in the forward of these steps (0-based)."""
     original = trainer.Trainer.step
 
-    def step(self: Any, number: int, stop: Any) -> Any:
+    def step(self: Any, number: int, *args: Any) -> Any:
         self.spoilt = number in steps
-        return original(self, number, stop)
+        return original(self, number, *args)
 
     loss = trainer.Trainer._loss
 
@@ -233,10 +233,10 @@ def interrupt_in(monkeypatch: pytest.MonkeyPatch, signals: dict[int, list[signal
     """Send signals to this process while these steps (0-based) run."""
     original = trainer.Trainer.step
 
-    def step(self: Any, number: int, stop: Any) -> Any:
+    def step(self: Any, number: int, *args: Any) -> Any:
         for one in signals.get(number, []):
             os.kill(os.getpid(), one)
-        return original(self, number, stop)
+        return original(self, number, *args)
 
     monkeypatch.setattr(trainer.Trainer, "step", step)
 

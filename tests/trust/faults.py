@@ -127,13 +127,13 @@ def _arm(fault: Fault, act: Callable[[], None]) -> None:
 
     step = trainer_module.Trainer.step
 
-    def counted(self: Any, number: int, stop: Any) -> Any:
+    def counted(self: Any, number: int, *args: Any) -> Any:
         current["step"] = number + 1
         if fault.moment == "between" and current["step"] >= fault.step:
             timer = threading.Timer(fault.delay_seconds, act)
             timer.daemon = True
             timer.start()
-        return step(self, number, stop)
+        return step(self, number, *args)
 
     trainer_module.Trainer.step = counted  # type: ignore[method-assign]
     match fault.moment:
