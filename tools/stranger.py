@@ -140,7 +140,7 @@ def main(wheel: Path | None) -> None:
         run(bin / "laconic", "advise", "small", cwd=folder, says="exact")
         run(bin / "laconic", "--no-such", cwd=folder, code=2, says="unknown command")
         run(bin / "laconic", "train", "--steps", "0", cwd=folder, code=2, says="steps is 0")
-        run(bin / "laconic", "plan", "small", "--memory", "1kB", cwd=folder, code=1)
+        run(bin / "laconic", "plan", "small", "--memory", "1kB", cwd=folder, code=2, says="the budget is")
         run(bin / "laconic", "run", "missing.py", cwd=folder, code=2, says="missing.py")
         starts_within(0.1, "laconic --help", bin / "laconic", "--help", cwd=folder)
         starts_within(0.1, "import laconic", bin / "python", "-c", "import laconic", cwd=folder)
