@@ -125,7 +125,8 @@ def main(wheel: Path | None) -> None:
         run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
         bin = folder / "venv" / "bin"
         pip = (bin / "python", "-m", "pip", "--disable-pip-version-check")
-        run(*pip, "install", "-c", ROOT / "constraints.txt", f"laconic[train,plan] @ {wheel.resolve().as_uri()}", cwd=folder)
+        source = f"laconic[train,plan] @ {wheel.resolve().as_uri()}"
+        run(*pip, "install", "-c", ROOT / "constraints.txt", source, cwd=folder)
         run(bin / "laconic", "--version", cwd=folder, says="laconic ")
         run(bin / "laconic", "doctor", cwd=folder, says="Everything laconic needs works here.")
         (folder / "started.py").write_text(blocks(ROOT / "docs" / "getting_started.md"))
