@@ -130,6 +130,7 @@ def test_advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_generate_and_bench(tmp_path: Path, forked_workers: None, capsys: pytest.CaptureFixture[str]) -> None:
     path = make("mixtral", tmp_path, vocab_size=257)
+    capsys.readouterr()  # making it imports DeepSpeed where that is installed, which prints
     found = document("generate", ["--model", str(path), "--prompt", "one", "--max-new-tokens", "2"], capsys)
     assert [set(one) for one in found["generations"]] == [{"prompt", "text", "tokens"}]
     few = ["--requests", "2", "--max-new-tokens", "2", "--max-prompt-tokens", "4", "--rounds", "1", "--rates", "50"]
