@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 LENGTH = 64
 
@@ -22,6 +22,15 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **(shape | changes)))
+
+
+def mixture(top_k: int) -> Qwen3MoeForCausalLM:
+    """A mixture of eight experts, `top_k` for each token, whose tokens are bytes; the same weights on all ranks."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=256, num_experts=8, num_experts_per_tok=top_k, norm_topk_prob=True, **shape)
+    )
 
 
 def batches(count: int, seed: int = 0, size: int = 8) -> Iterator[Tensor]:

@@ -14,8 +14,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from common import batches, on_two_hosts
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from common import batches, mixture, on_two_hosts
 
 import laconic
 from laconic.moe import Grid, HierarchicalDispatcher, parallelize
@@ -24,11 +23,7 @@ from laconic.moe import Grid, HierarchicalDispatcher, parallelize
 def main() -> None:
     """Train 15 steps, other tokens on each rank."""
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(vocab_size=256, num_experts=8, num_experts_per_tok=4, norm_topk_prob=True, **shape)
-    )
+    model = mixture(top_k=4)
     grid = Grid(levels=(2,))  # all processes: two nodes, then ranks
     spread = parallelize(model, grid, dispatcher=lambda grid: HierarchicalDispatcher(grid.levels))
     laconic.compress_activations(model, bits=4)

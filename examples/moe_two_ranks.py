@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from common import batches
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from common import batches, mixture
 
 import laconic
 from laconic.moe import Grid, parallelize
@@ -19,11 +18,7 @@ from laconic.moe import Grid, parallelize
 def main() -> None:
     """Train 20 steps, other tokens on each rank."""
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(vocab_size=256, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, **shape)
-    )
+    model = mixture(top_k=2)
     spread = parallelize(model, Grid(ep=2))
     laconic.compress_activations(model, bits=4)
     optimizer = torch.optim.AdamW(spread.parameter_groups(), lr=3e-3)
