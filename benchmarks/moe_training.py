@@ -230,8 +230,8 @@ class _Counting(Trainer):
 
     sent_nbytes: ClassVar[list[int]] = []
 
-    def step(self, step: int, stop: StopRequest) -> StepResult:
-        result = super().step(step, stop)
+    def step(self, step: int, stop: StopRequest, record: bool = False) -> StepResult:
+        result = super().step(step, stop, record)
         self.sent_nbytes.append(sent()[0])
         return result
 

@@ -277,10 +277,10 @@ def test_processes_that_the_script_spawns_are_converted_and_have_one_summary(tmp
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
     # Not forked: multiprocessing notes the directory in which Python began, and looks for the script there.
-    command = [sys.executable, "-m", "laconic", "run", "--activations", "4", "--json", "script.py"]
+    command = [sys.executable, "-m", "laconic", "run", "--activations", "4", "--json", "summary.json", "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
-    summary = summary_of(ended.stderr)
+    summary = summary_of(tmp_path)
     assert (summary["spawned"], summary["own"]) == (2, False)
     (model,) = summary["models"]
     assert model["model"] == "Net"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -168,7 +169,7 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
     """Two agents with --nnodes 1:2; one is killed with its process, and the other goes on alone."""
     config = tiny_config(tmp_path, "run", {"steps": 200, "eval_every": 0, "checkpoint.every": 5, "batch_size": 4})
     save_config(config, tmp_path / "config.toml")
-    quick = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    quick = "join_timeout=60,last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=8"
     command = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic"]
     command += ["--local-addr", "127.0.0.1"]
@@ -178,10 +179,16 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
         start([*command, "--rdzv-conf", f"{quick},is_host={is_host}", *trains], variables)
         for is_host in ("true", "false")
     )
+
+
+    def both_have_saved() -> bool:  # an agent that came late is taken in by a restart
+        newest = tmp_path / "run/checkpoints" / (latest_name(tmp_path / "run") or "none") / "manifest.json"
+        with contextlib.suppress(FileNotFoundError):  # until the first one, and where a newer one has replaced it
+            return num_steps(config.run_dir) >= 12 and json.loads(newest.read_text())["world_size"] == 2
+        return False
+
     try:
-        wait_until(lambda: num_steps(config.run_dir) >= 12, timeout_seconds=240)
-        newest = tmp_path / "run/checkpoints" / str(latest_name(tmp_path / "run"))
-        manifest = json.loads((newest / "manifest.json").read_text())
+        wait_until(both_have_saved, timeout_seconds=240)
         for process in (*psutil.Process(guest.pid).children(recursive=True), psutil.Process(guest.pid)):
             process.send_signal(signal.SIGKILL)
         ending = finish(host)
@@ -190,10 +197,9 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
         guest.kill()
         guest.communicate()
     assert ending.code == 0, ending.err
-    assert manifest["world_size"] == 2
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["world_size"] == 1
-    assert [restart["reason"] for restart in summary["restarts"]] == ["torchrun started it again"]
+    assert {restart["reason"] for restart in summary["restarts"]} == {"torchrun started it again"}
     assert list(losses(config.run_dir)) == list(range(1, 201))
     assert re.search(r"resumed after step \d+", ending.err + ending.out)
     assert torch.isfinite(torch.tensor(summary["loss"]))

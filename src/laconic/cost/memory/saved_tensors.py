@@ -82,6 +82,11 @@ class Choice:
             raise PlanError(f"code is {self.code!r}, but it must be one of {', '.join(CODE_BITS)}")
         if self.scale_dtype not in _SCALE_NBYTES:
             raise PlanError(f"scale_dtype is {self.scale_dtype!r}, but it must be one of {', '.join(_SCALE_NBYTES)}")
+        if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 1:
+            raise PlanError(f"block_size is {self.block_size!r}, but it must be a whole number of at least 1")
+        for name in ("offload", "recompute"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} is {getattr(self, name)!r}, but it must be true or false")
 
     @property
     def bits(self) -> int:

@@ -156,11 +156,11 @@ class Plan:
                 budget_nbytes=data["budget_nbytes"],
             )
             written = data["settings"]["activations"]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            _ = plan.prediction  # refused if layers, stages and choices do not fit
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"the plan is damaged: {error!r}; write it again with laconic plan") from error
-        _ = plan.prediction  # refused if layers, stages and choices do not fit
         if plan.activation_plan() != written:
             raise PlanError(
                 "the plan's settings.activations are not those of its choices; change it with laconic plan, not by hand"
