@@ -180,7 +180,6 @@ def test_a_group_of_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None
         for is_host in ("true", "false")
     )
 
-
     def both_have_saved() -> bool:  # an agent that came late is taken in by a restart
         newest = tmp_path / "run/checkpoints" / (latest_name(tmp_path / "run") or "none") / "manifest.json"
         with contextlib.suppress(FileNotFoundError):  # until the first one, and where a newer one has replaced it
