@@ -274,6 +274,7 @@ def advised_on_two_ranks(rank: int, num_ranks: int, folder: str, whole: bool) ->
         model, batch = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), torch.randn(8, 64)
         advice = laconic.advise(model, batch, rounds=1, loss_of=lambda y: y.square().mean())
         found = advice.to_dict()["link"], str(advice)
+        advice.plot(f"{folder}/rank{rank}.svg")
     else:
         generator = torch.Generator().manual_seed(rank)
         gradients = [torch.randn(shape, generator=generator) for shape in ((256, 512), (512,), (512, 256))]
@@ -316,6 +317,9 @@ def test_ranks_that_ask_for_advice_have_the_link_under_the_table(tmp_path: Path)
     for link, text in links_of(tmp_path, whole=True):
         assert link["nbytes"] == 4 * (2 * 64 + 64 * 64 + 64)
         assert text.index("left out") < text.index("averaged over 2 ranks")
+    picture = (tmp_path / "rank0.svg").read_text()
+    for word in ("2 ranks at", "coded losslessly", "8 bits", "in steps of the exact model"):
+        assert word in picture  # in the comment beside a text's outlines
 
 
 def test_without_other_ranks_no_link_is_measured(llama: tuple[nn.Module, dict[str, Tensor], Advice]) -> None:

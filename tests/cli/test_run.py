@@ -250,7 +250,7 @@ def test_two_ranks_of_ddp_under_torchrun_and_spawned_workers_of_a_loader(tmp_pat
             dist.init_process_group("gloo")
             net = nn.parallel.DistributedDataParallel(Net())
             optimizer = torch.optim.AdamW(net.parameters())
-            for x in DataLoader(torch.randn(8, 64), batch_size=4, num_workers=1, multiprocessing_context="spawn"):
+            for x in DataLoader(torch.randn(20, 64), batch_size=4, num_workers=1, multiprocessing_context="spawn"):
                 net(x).square().mean().backward()
                 optimizer.step()
             dist.destroy_process_group()
@@ -258,10 +258,13 @@ def test_two_ranks_of_ddp_under_torchrun_and_spawned_workers_of_a_loader(tmp_pat
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "laconic"]
-    command = [*launcher, "run", "--activations", "4", "script.py"]
+    command = [*launcher, "run", "--activations", "4", "--json", "summary.json", "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("Net keeps") == 1
+    nbytes = 4 * (2 * 64 + 2 * 64 * 256 + 256 + 64)  # of gradients, which a ring of two sends once
+    assert nbytes <= summary_of(tmp_path)["step_nbytes"] <= 1.2 * nbytes
+    assert "bytes over TCP per step (median); --zip auto codes them" in ended.stderr
 
 
 @pytest.mark.slow

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laconic.advice.link import Link
 from laconic.cost.sizes import format_nbytes
 from laconic.cost.text.table import columns
 from laconic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Advice", "Row"]
 
@@ -137,7 +140,7 @@ class Advice:
         return "\n\n".join(parts)
 
     def plot(self, path: str | Path) -> None:
-        """Draw bytes kept against time, the front in blue.
+        """Draw bytes kept against time, the front in blue; with other ranks also what an average of gradients takes.
 
         Args:
             path: of the picture; matplotlib knows its ending.
@@ -149,8 +152,8 @@ class Advice:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ConfigError(f"a picture needs matplotlib ({error}): pip install 'laconic[plots]'") from error
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.add_subplot()
+        figure = Figure(figsize=(7 if self.link is None else 11, 4.5), layout="constrained")
+        axes, *more = figure.subplots(1, 1 if self.link is None else 2, squeeze=False)[0]
         front = self.front
         for number, row in enumerate(sorted(self.rows, key=lambda row: row.nbytes)):
             low, high = row.slowdown - row.least_slowdown, row.most_slowdown - row.slowdown
@@ -164,10 +167,26 @@ class Advice:
         axes.set_title(f"{self.model} on {self.device}", fontsize=9)
         axes.set_xlim(left=0)
         axes.margins(x=0.15, y=0.1)
+        for beside in more:
+            self._draw_link(beside)
         try:
             figure.savefig(path, dpi=150)
         except ValueError as error:
             raise ConfigError(f"plot is {str(path)!r}, but {error}") from error
+
+    def _draw_link(self, axes: Axes) -> None:
+        """A bar for each way to average the gradients, in steps of the exact model; those that pay in blue."""
+        assert self.link is not None
+        step = self.rows[0].seconds
+        rows = self.link.rows[::-1]  # the first on top
+        colors = ["tab:blue" if row.pays else "0.5" for row in rows]
+        bars = axes.barh([row.name for row in rows], [row.seconds / step for row in rows], color=colors)
+        axes.bar_label(bars, [f"{row.seconds * 1e3:.1f} ms, {row.sent_nbytes / 1e6:.3g} MB" for row in rows], padding=3)
+        axes.set_xlabel("one average of gradients, in steps of the exact model")
+        axes.set_title(
+            f"{self.link.num_ranks} ranks at {self.link.nbytes_per_second / 1e6:.3g} MB per second and rank", fontsize=9
+        )
+        axes.margins(x=0.6)
 
 
 def _percent(value: float) -> str:

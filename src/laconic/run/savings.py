@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from laconic.activations.replacement import replacements_of
 from laconic.activations.report import Report
 from laconic.errors import LaconicError, ModelError
 from laconic.optim import AdamW8bit
+from laconic.run.tcp import tcp_sent_nbytes
 
 __all__ = ["ModelOutcome", "Refusal", "Savings", "Wishes"]
 
@@ -78,12 +80,14 @@ class Savings:
         models: outcomes, in the order in which models were first called.
         optimizers: names of the classes of optimizers that made steps -> number of steps.
         step_seconds: between the ends of two steps of the same optimizer, wall clock.
+        step_nbytes: that TCP sent for this process meanwhile, where it is in a process group of torch.distributed.
     """
 
     wishes: Wishes
     models: list[ModelOutcome] = field(default_factory=list)
     optimizers: dict[str, int] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
+    step_nbytes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
@@ -92,6 +96,7 @@ class Savings:
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._converting = False
         self._ends: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._add_param_group = Optimizer.add_param_group
         self._call = nn.Module.__call__
         self._adamw = torch.optim.AdamW
@@ -208,6 +213,10 @@ class Savings:
         if before is not None:
             self.step_seconds.append(now - before)
         self._ends[optimizer] = now
+        if dist.is_available() and dist.is_initialized() and (sent := tcp_sent_nbytes()) is not None:
+            if (sent_before := self._sent.get(optimizer)) is not None and sent >= sent_before:  # no connection closed
+                self.step_nbytes.append(sent - sent_before)
+            self._sent[optimizer] = sent
         name = type(optimizer).__name__
         self.optimizers[name] = self.optimizers.get(name, 0) + 1
 

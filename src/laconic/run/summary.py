@@ -19,7 +19,8 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         "models": of each "model" (its class), bytes kept for backward by one forward of its first batch in
         "exact_nbytes" and "nbytes" (None if not measured, and then "unmeasured" says why), "left_exact" (why the whole
         model is as it was, or None) and "exact_modules"; "optimizers": class -> steps; "step_seconds": median between
-        two steps of the same optimizer, None below two steps; "sent": without `groups` None, else what this process
+        two steps of the same optimizer, None below two steps; "step_nbytes": median of what TCP sent meanwhile for this
+        process, whatever sent it, None outside of process groups or where the kernel does not tell; "sent": without `groups` None, else what this process
         sent: "zip" (the flag), "groups" (coded process groups), "left_groups" (why others were left -> how many),
         "calls" and "coded_calls", "nbytes" of the values and "sent_nbytes" of the messages, "coding_seconds", and
         "uncoded" (why -> calls); "spawned": how many processes trained that the script spawned; "own": whether this
@@ -30,6 +31,7 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         "models": [_model(outcome) for outcome in savings.models],
         "optimizers": dict(savings.optimizers),
         "step_seconds": median(seconds) if seconds else None,
+        "step_nbytes": round(median(savings.step_nbytes)) if savings.step_nbytes else None,
         "sent": None if groups is None else _sent(groups),
         "spawned": 0,
         "own": True,
@@ -93,6 +95,9 @@ def render(summary: dict[str, Any]) -> str:
     if summary["spawned"]:
         first = "the script's own process" if summary["own"] else "the first of them to end"
         lines.append(f"{summary['spawned']} processes that the script spawned were trained in; the above is of {first}")
+    if summary["step_nbytes"] is not None:
+        more = "" if summary["sent"] is not None else "; --zip auto codes them losslessly where that is faster"
+        lines.append(f"this process sent {summary['step_nbytes']:,} bytes over TCP per step (median){more}")
     if summary["sent"] is not None:
         lines += _sent_lines(summary["sent"])
     return "\n".join(f"laconic run: {line}" for line in lines)
