@@ -21,8 +21,8 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         model is as it was, or None) and "exact_modules"; "optimizers": class -> steps; "step_seconds": median between
         two steps of the same optimizer, None below two steps; "step_nbytes": median of what TCP sent meanwhile for this
         process, whatever sent it, None outside of process groups or where the kernel does not tell; "sent": without
-        `groups` None, else what this process sent: "zip" (the flag), "groups" (coded process groups), "left_groups" (why
-        others were left -> how many), "calls" and "coded_calls", "nbytes" of the values and "sent_nbytes" of the messages,
+        `groups` None, else what this process sent: "zip" (the flag), "groups" (coded process groups), "left_groups"
+        (why others were left -> how many), "calls" and "coded_calls", "nbytes" of the values and "sent_nbytes" of messages,
         "coding_seconds", and "uncoded" (why -> calls); "spawned": how many processes trained that the script spawned;
         "own": whether this is of the script's own process.
     """
