@@ -22,7 +22,7 @@ def summarize(savings: Savings, groups: ZippedGroups | None = None) -> dict[str,
         two steps of the same optimizer, None below two steps; "step_nbytes": median of what TCP sent meanwhile for this
         process, whatever sent it, None outside of process groups or where the kernel does not tell; "sent": without
         `groups` None, else what this process sent: "zip" (the flag), "groups" (coded process groups), "left_groups"
-        (why others were left -> how many), "calls" and "coded_calls", "nbytes" of the values and "sent_nbytes" of messages,
+        (why others were left -> how many), "calls" and "coded_calls", "nbytes" of values and "sent_nbytes" of messages,
         "coding_seconds", and "uncoded" (why -> calls); "spawned": how many processes trained that the script spawned;
         "own": whether this is of the script's own process.
     """
