@@ -3,6 +3,7 @@
 #   bash ray.sh head                     on the first machine
 #   HEAD=10.0.0.1 bash ray.sh worker     on each of the others
 #   HEAD=10.0.0.1 bash ray.sh submit python train.py     from a machine that has Ray
+# All machines need the same RAY_AUTH_TOKEN, which `ray get-auth-token --generate` makes: Ray refuses others.
 set -euo pipefail
 HEAD="${HEAD:-127.0.0.1}"
 case "${1:-}" in

@@ -1,6 +1,6 @@
-"""Ray's TorchTrainer on two nodes of this machine: `python ray_driver.py FOLDER gloo|laconic`.
+"""Ray's TorchTrainer on two nodes: `python ray_driver.py FOLDER gloo|laconic [ADDRESS]`.
 
-Each worker writes its losses, what it sent and where it began to FOLDER. With laconic the second worker fails once,
+Without the address of a cluster both nodes are of this machine. Each worker writes its losses, what it sent and where it began to FOLDER. With laconic the second worker fails once,
 after a checkpoint.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 def train(config: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
+    import ray.util
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,6 +65,7 @@ def train(config: dict[str, Any]) -> None:
         "backend": dist.get_backend(),
         "wrapped": type(model).__name__,
         "node": ray.get_runtime_context().get_node_id(),
+        "host": ray.util.get_node_ip_address(),
         "raw": sent.raw_nbytes,
         "sent": sent.sent_nbytes,
     }
@@ -71,7 +73,7 @@ def train(config: dict[str, Any]) -> None:
     ray.train.report({"loss": losses[-1]})
 
 
-def main(folder: str, backend: str) -> None:
+def main(folder: str, backend: str, address: str | None = None) -> None:
     import ray
     from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -80,10 +82,13 @@ def main(folder: str, backend: str) -> None:
     from laconic.collectives import Lossless
     from laconic.integrations.ray import LaconicTorchConfig
 
-    store = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **store})
-    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-    ray.init(address=cluster.address, log_to_driver=False)
+    cluster = None
+    if address is None:
+        store = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **store})
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        address = cluster.address
+    ray.init(address=address, log_to_driver=False)
     ours = backend == "laconic"
     trainer = TorchTrainer(
         train,
@@ -97,7 +102,8 @@ def main(folder: str, backend: str) -> None:
     result = trainer.fit()
     assert result.error is None, result.error
     ray.shutdown()
-    cluster.shutdown()
+    if cluster is not None:
+        cluster.shutdown()
 
 
 if __name__ == "__main__":
