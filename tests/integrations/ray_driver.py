@@ -1,7 +1,7 @@
 """Ray's TorchTrainer on two nodes: `python ray_driver.py FOLDER gloo|laconic [ADDRESS]`.
 
-Without the address of a cluster both nodes are of this machine. Each worker writes its losses, what it sent and where it began to FOLDER. With laconic the second worker fails once,
-after a checkpoint.
+Without the address of a cluster both nodes are of this machine. Each worker writes its losses, what it sent and where
+it began to FOLDER. With laconic the second worker fails once, after a checkpoint.
 """
 
 from __future__ import annotations
