@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,9 +108,7 @@ class Trial:
         log = self._log(number)
         file = self._scratch / f"config-{number}.toml"
         config = self._config
-        again = number > 0 and latest_name(self._run_dir) is not None
-        if number > 0 and not again:  # killed before the first checkpoint: the run begins anew
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+        again = number > 0 and (self._run_dir / "config.toml").is_file()  # else it had not begun
         save_config(config, file)
         arguments = ["train", "--config", str(file), "--restarts", str(len(faults))]
         arguments += ["--resume", "--run-dir", str(self._run_dir)] if again else []
