@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "csrc" / "kernels"
 HERE = Path(__file__).parent
@@ -56,7 +58,7 @@ def _fits(source: Path) -> bool:
 def test_the_decoder_bears_any_bytes_under_sanitizers(tmp_path: Path) -> None:
     kernels = [path for path in sorted(KERNELS.glob("lossless_*.cpp")) if _fits(path)]
     program = build(tmp_path, MEMORY, [*kernels, KERNELS / "parallel.cpp", HERE / "lossless_fuzz.cpp"])
-    result = subprocess.run([program, "5000", "1"], capture_output=True, text=True, check=False, timeout=600)
+    result = subprocess.run([program, "5000", "1"], capture_output=True, text=True, check=False, timeout=patient(600))
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     counts = [int(count) for count in result.stdout.rsplit("status:", 1)[1].split()]
     # Every answer but "not a message of this version" was reached often: the fuzzer gets into payloads.
@@ -71,7 +73,7 @@ def race(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # Before GCC 14 it cannot place its memory beside addresses that are as random as some kernels make them.
     if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0:
         command = ["setarch", "-R", *command]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=options)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(600), env=options)
 
 
 @pytest.mark.slow
