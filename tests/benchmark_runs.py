@@ -9,6 +9,7 @@ from benchmarks.run import main
 from netlab import program
 from tests.distributed.forked import ForkedPython, forked_programs
 from tests.distributed.processes import ROOT, finish
+from tests.patience import patient
 
 __all__ = ["run", "run_command"]
 
@@ -23,7 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command as it is typed."""
     command = [sys.executable, "-m", "benchmarks.run", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(250), check=False)
 
 
 if __name__ == "__main__":

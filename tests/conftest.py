@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterator
 import pytest
 import torch
 
+from tests.patience import measure, slowness
+
 # Small tensors gain nothing from a second thread, and beside other work each operation waits for it: a suite takes up
 # to ten times as long then. The same holds for processes that tests start. Tests of threads set their own number.
 torch.set_num_threads(1)
@@ -42,7 +44,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             group = file
         item.add_marker(pytest.mark.xdist_group(group))
         groups[item] = group
+    factor = slowness()
+    for item in items:
+        if (seconds := stretched_timeout(item, factor)) is not None:
+            item.add_marker(pytest.mark.timeout(seconds), append=False)
     items.sort(key=lambda item: _FIRST.index(groups[item]) if groups[item] in _FIRST else len(_FIRST))
+
+
+def stretched_timeout(item: pytest.Item, factor: float) -> float | None:
+    """The timeout of an item on a machine that is `factor` times slower than a quiet one; None without any."""
+    marker = item.get_closest_marker("timeout")
+    if marker is None:
+        quiet = item.config.getoption("timeout") or item.config.getini("timeout")
+    else:
+        quiet = marker.args[0] if marker.args else marker.kwargs.get("timeout")
+    return factor * float(quiet) if quiet else None
+
+
+def pytest_configure() -> None:
+    """Measure before anything else runs; processes of the tests take it over."""
+    measure()
 
 
 @pytest.hookimpl(wrapper=True)

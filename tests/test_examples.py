@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.distributed.processes import ROOT, environment, free_port
+from tests.patience import patient
 
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "common"}
 SAYS = {
@@ -41,7 +42,12 @@ def test_an_example_runs_and_prints_what_it_promises(name: str) -> None:
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(PYTHONWARNINGS="ignore"), capture_output=True, text=True, timeout=280
+        command,
+        cwd=ROOT,
+        env=environment(PYTHONWARNINGS="ignore"),
+        capture_output=True,
+        text=True,
+        timeout=patient(280),
     )
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[name], done.stdout, re.MULTILINE), done.stdout

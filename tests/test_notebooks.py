@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.forked import ForkedPython
 from tests.distributed.processes import ROOT, environment
+from tests.patience import patient
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
@@ -33,6 +34,6 @@ def test_notebooks_run(tmp_path: Path) -> None:
         stdout=-1,
         stderr=-1,
     )
-    _, error = process.communicate(timeout=240)
+    _, error = process.communicate(timeout=patient(240))
     assert process.returncode == 0, error
     assert [path.read_text() for path in NOTEBOOKS] == before

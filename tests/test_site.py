@@ -13,6 +13,7 @@ from laconic.cli.main import COMMANDS
 from tests.browser import browser, served
 from tests.distributed.forked import ForkedPython
 from tests.distributed.processes import ROOT, environment
+from tests.patience import patient
 
 pytestmark = pytest.mark.slow  # the build imports every package and draws
 
@@ -23,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = environment(PYTHONWARNINGS="ignore", NO_MKDOCS_2_WARNING="1")
     process = ForkedPython(command, cwd=ROOT, env=quiet, stdout=-1, stderr=-1)
-    _, error = process.communicate(timeout=280)
+    _, error = process.communicate(timeout=patient(280))
     assert process.returncode == 0, error
     return folder
 

@@ -3,7 +3,7 @@
     python tools/soak.py --kills 200 --seed 1 --minutes 40
     python tools/soak.py --kills 10 --kinds ddp ep --report soak.md
 
-DDP, FSDP2, pipelines and experts take turns, two processes each, with up to four faults a run. Each run has to end by
+DDP, FSDP2, pipelines and experts take turns, two processes each, with up to six faults a run. Each run has to end by
 itself with the bits of an undisturbed run, name the culprit of every fault, and leave no process, port, file or shared
 memory behind; the first that does not ends the soak with its output. A table of what happened and how long it took to
 be seen is printed and, with --report, written as Markdown.
@@ -89,7 +89,7 @@ def trials(seed: int, kinds: Sequence[str]) -> Iterator[tuple[int, str, list[Fau
     number = 0
     while True:
         for kind in kinds:
-            yield number, kind, faults(rng, rng.randint(2, 4))
+            yield number, kind, faults(rng, rng.randint(3, 6))
             number += 1
 
 

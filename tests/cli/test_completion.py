@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from laconic.cli.main import COMMANDS, main
+from tests.patience import patient
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "    assert main(['completion', shell]) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(120))
     (folder / "run with spaces").mkdir()
     (folder / "runs.toml").touch()
     return folder
@@ -51,7 +52,7 @@ def test_bash_completes(scripts: Path, words: list[str], expected: set[str]) -> 
         f"source ./bash; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _laconic; "
         'for reply in "${COMPREPLY[@]}"; do echo "$reply"; done'
     )
-    done = subprocess.run(["bash", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=patient(60))
     assert done.stderr == ""
     assert set(done.stdout.splitlines()) == expected
 
@@ -59,7 +60,7 @@ def test_bash_completes(scripts: Path, words: list[str], expected: set[str]) -> 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_knows_every_command(scripts: Path) -> None:
     script = "source ./bash; COMP_WORDS=(laconic ''); COMP_CWORD=1; _laconic; echo ${COMPREPLY[@]}; complete -p laconic"
-    done = subprocess.run(["bash", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=patient(60))
     assert set(COMMANDS) <= set(done.stdout.split())
     assert "complete -F _laconic laconic" in done.stdout
 
@@ -70,17 +71,17 @@ def test_bash_knows_every_command(scripts: Path) -> None:
 )
 def test_fish_completes(scripts: Path, words: list[str], expected: set[str]) -> None:
     script = f"source ./fish; complete -C 'laconic {' '.join(words)}'"
-    done = subprocess.run(["fish", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["fish", "-c", script], cwd=scripts, capture_output=True, text=True, timeout=patient(60))
     found = {line.partition("\t")[0] for line in done.stdout.splitlines()}
     assert found >= expected
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_takes_the_script_as_a_completion(scripts: Path) -> None:
-    done = subprocess.run(["zsh", "-n", "zsh"], cwd=scripts, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["zsh", "-n", "zsh"], cwd=scripts, capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stderr) == (0, "")
     load = 'autoload -U compinit; compinit -u -D; source ./zsh; print -r -- "$_comps[laconic]"'
-    done = subprocess.run(["zsh", "-f", "-c", load], cwd=scripts, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["zsh", "-f", "-c", load], cwd=scripts, capture_output=True, text=True, timeout=patient(60))
     assert (done.stdout, done.stderr) == ("_laconic\n", "")
 
 

@@ -17,6 +17,7 @@ from laconic.cli import diagnosis
 from laconic.cli.main import main
 from laconic.ops import native, reference
 from laconic.ops.self_check import OPS
+from tests.patience import patient
 
 
 def test_machine_that_works_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +116,7 @@ def test_kernels_asked_for_and_absent_are_a_problem() -> None:
         env={**os.environ, "LACONIC_ISA": "avx9"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
     )
     assert done.returncode == 1
     assert "PROBLEM: LACONIC_ISA is 'avx9'" in done.stdout

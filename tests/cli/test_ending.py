@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import patient
+
 SLEEPING = """
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has put into the background
@@ -51,7 +53,7 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, code: int, sai
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=patient(60))
     assert (process.returncode, out, err) == (code, "cleaned up\n", said)
 
 
@@ -69,7 +71,7 @@ def test_child_processes_are_gone_after_a_signal(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.terminate()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=patient(120))
     assert process.returncode == 143, err
     assert "Traceback" not in err
     assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
@@ -84,7 +86,7 @@ def test_a_reader_that_leaves_ends_a_command_with_0() -> None:
             stdout=pipe,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=patient(60),
         )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -93,6 +95,6 @@ def test_a_script_of_run_finds_the_signals_of_a_fresh_interpreter(tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text("import signal\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\nprint('fine')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "laconic", "run", str(script)], capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "laconic", "run", str(script)], capture_output=True, text=True, timeout=patient(200)
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

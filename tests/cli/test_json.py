@@ -24,6 +24,7 @@ from tests.activations.models import make_model
 from tests.collectives.simulated import made_up_rates
 from tests.cost.infer_models import RATES
 from tests.infer.models import make
+from tests.patience import patient
 from tests.train.report_runs import make_run
 from tests.train.runs import tiny_config
 
@@ -140,7 +141,7 @@ def test_generate_and_bench(tmp_path: Path, forked_workers: None, capsys: pytest
 @pytest.mark.slow
 def test_profile(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "laconic", "profile", "--quick", "--out", str(tmp_path / "rates.json"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(280))
     assert done.returncode == 0, done.stderr
     assert set(documented("profile")) == set(strict(done.stdout))
 
@@ -156,7 +157,7 @@ def test_what_libraries_and_child_processes_print_does_not_reach_stdout() -> Non
         "with json_only() as emit:\n    print('noise')\n    os.write(1, b'raw noise\\n')\n"
         "    subprocess.run(['echo', 'noise of a child'])\n    emit({'loss': float('nan'), 'path': None})\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert strict(done.stdout) == {"loss": "NaN", "path": None}
     assert {"noise", "raw noise", "noise of a child"} == set(done.stderr.splitlines())
 

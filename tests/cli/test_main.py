@@ -8,6 +8,7 @@ import pytest
 import laconic
 from laconic.cli import main as cli
 from laconic.errors import DataError
+from tests.patience import patient
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,17 +57,19 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
         "codes = [main(['--help']), main(['train', '--help']), main(['train', '--print-config'])]; "
         "assert codes == [0, 0, 0], codes; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 0, done.stderr
 
 
 def test_module_runs_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "laconic", "trian"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "laconic", "trian"], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.returncode == 2
     assert done.stderr == "laconic: error: unknown command trian; did you mean train?\n"
 
 
 def test_reader_that_leaves_early_is_no_error() -> None:
     script = f"{sys.executable} -m laconic train --print-config | head -1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, timeout=patient(60))
     assert done.stderr == ""

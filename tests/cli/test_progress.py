@@ -12,6 +12,8 @@ import termios
 
 import pytest
 
+from tests.patience import patient
+
 QUICK = "from laconic.cli import progress\nprogress._SILENT_SECONDS, progress._SECONDS_PER_LINE = 0.0, 0.05\n"
 BYTES = """
 with progress.progress_bar(lambda: 4000, 'zip') as advance:
@@ -31,7 +33,7 @@ with progress.working('measuring the model') as say:
 
 def in_pipe(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", "import os, time\n" + code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", "import os, time\n" + code], capture_output=True, text=True, timeout=patient(60)
     )
     assert (done.returncode, done.stdout) == (0, "")
     return done.stderr
@@ -50,7 +52,7 @@ def on_terminal(code: str) -> str:
     except OSError:  # Linux says so that the other end is closed
         pass
     os.close(ours)
-    assert process.wait(60) == 0
+    assert process.wait(patient(60)) == 0
     return shown.decode()
 
 

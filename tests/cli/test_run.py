@@ -11,6 +11,7 @@ import pytest
 
 from laconic.cli.main import main
 from tests.distributed.forked import ForkedPython
+from tests.patience import patient
 
 NET = """
 import os, sys
@@ -38,7 +39,7 @@ def laconic_run(directory: Path, script: str, *flags: str, arguments: tuple[str,
     (directory / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
     command = [sys.executable, "-m", "laconic", "run", *flags, "script.py", *arguments]
     process = ForkedPython(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=patient(120))
     return process.wait(), out, err
 
 
@@ -198,7 +199,7 @@ def test_a_module_of_a_package_runs_as_by_python_m(tmp_path: Path, file: str) ->
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=patient(120))
     assert process.wait() == 5, err
     # As with Python itself, spawned processes do not have what a package's __main__ defines.
     assert out.splitlines() == [
@@ -224,7 +225,7 @@ def test_what_a_package_fails_to_import_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken" / "train.py").write_text("")
     command = [sys.executable, "-m", "laconic", "run", "-m", "broken.train"]
     process = ForkedPython(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=patient(120))
     assert process.wait() == 1
     assert "No module named 'not_installed_here'" in err
 
@@ -259,7 +260,7 @@ def test_two_ranks_of_ddp_under_torchrun_and_spawned_workers_of_a_loader(tmp_pat
     (tmp_path / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "laconic"]
     command = [*launcher, "run", "--activations", "4", "--json", "summary.json", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(200), check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("Net keeps") == 1
     nbytes = 4 * (2 * 64 + 2 * 64 * 256 + 256 + 64)  # of gradients, which a ring of two sends once
@@ -281,7 +282,7 @@ def test_processes_that_the_script_spawns_are_converted_and_have_one_summary(tmp
     (tmp_path / "script.py").write_text("from net import *\n" + textwrap.dedent(script))
     # Not forked: multiprocessing notes the directory in which Python began, and looks for the script there.
     command = [sys.executable, "-m", "laconic", "run", "--activations", "4", "--json", "summary.json", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(200), check=False)
     assert ended.returncode == 0, ended.stderr
     summary = summary_of(tmp_path)
     assert (summary["spawned"], summary["own"]) == (2, False)

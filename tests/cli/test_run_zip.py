@@ -15,6 +15,7 @@ import torch
 
 from laconic.run.zipped_groups import laconic_backend
 from tests.distributed.forked import ForkedPython
+from tests.patience import patient
 
 SCRIPT = """
     import sys, torch, torch.distributed as dist
@@ -72,7 +73,7 @@ def run_pair(directory: Path, *flags: str, arguments: Sequence[str], ranks: int 
         )
         for rank in range(ranks)
     ]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
+    errors = [process.communicate(timeout=patient(200))[1] for process in processes]
     return [process.wait() for process in processes], errors
 
 

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.patience import patient
+
 NUMEL = 6000
 
 
@@ -47,7 +49,7 @@ def join(
         init_method=f"file://{folder}/{name}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(seconds=timeout_seconds if timeout_seconds < 60 else patient(timeout_seconds)),
         **options,
     )
 

@@ -24,6 +24,7 @@ from laconic.train.config.schema import TrainConfig
 from laconic.train.config.toml import save_config
 from laconic.train.distributed.world import STORE_VARIABLE, join_world, read_environment
 from laconic.train.launch.worker import leave
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +80,7 @@ def _join_and_work(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ |= _rank_variables(rank, num_ranks) | {STORE_VARIABLE: store, "OMP_NUM_THREADS": "1"}
-    world = join_world(read_environment(os.environ), timeout_seconds=60.0)
+    world = join_world(read_environment(os.environ), timeout_seconds=patient(60.0))
     work(world, *args)
     world.leave()
     leave(0)
@@ -139,9 +140,9 @@ def start(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Po
 
 
 def finish(process: subprocess.Popen[str], timeout_seconds: float = 280) -> Ending:
-    """Wait for a process; its exit code and what it printed."""
+    """Wait for a process, `timeout_seconds` on a quiet machine; its exit code and what it printed."""
     try:
-        out, err = process.communicate(timeout=timeout_seconds)
+        out, err = process.communicate(timeout=patient(timeout_seconds))
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
@@ -186,7 +187,7 @@ class ForkedCommand:
 
     def finish(self, timeout_seconds: float = 280) -> Ending:
         """Wait for the end; the exit code (negative: the signal that killed it) and what was printed."""
-        self._process.join(timeout_seconds)
+        self._process.join(patient(timeout_seconds))
         out, err = ((self._folder / name).read_text() for name in ("out", "err"))
         if self._process.exitcode is None:
             self.kill()
@@ -225,8 +226,8 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60) -> None:
-    """Return once `condition` holds; fails when it does not in time."""
-    deadline = time.monotonic() + timeout_seconds
+    """Return once `condition` holds; fails when it does not in `timeout_seconds` on a quiet machine."""
+    deadline = time.monotonic() + patient(timeout_seconds)
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)

@@ -14,13 +14,14 @@ from laconic.errors import CheckpointError
 from laconic.train.checkpoint.save_load import find_checkpoint
 from laconic.train.distributed.world import World
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 from tests.train.test_checkpoint import save
 
 
 def _find(rank: int, folder: Path) -> None:
     """Rank r looks into `folder`/r for its run directories; the answers must be the same, and come."""
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=patient(60)))
     world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"))
     own = folder / str(rank)
     # `latest` is damaged; there are more checkpoints on rank 0 than on rank 1, and the other way round.

@@ -20,6 +20,7 @@ from laconic.collectives.engine import transport
 from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import is_running, run_ranks, start_ranks, wait_until
+from tests.patience import patient
 
 
 def join(rank: int, world: int, folder: str, timeout_seconds: float = 60) -> None:
@@ -129,7 +130,7 @@ def test_rank_that_dies_or_stops_is_named_in_seconds_and_nobody_hangs(tmp_path: 
     try:
         wait_until((tmp_path / "pid").exists)
         started = time.monotonic()
-        processes[0].join(timeout=40)
+        processes[0].join(timeout=patient(40))
         assert processes[0].exitcode is not None, "still running"
         assert time.monotonic() - started < 30
     finally:

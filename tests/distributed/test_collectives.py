@@ -27,6 +27,7 @@ from laconic.formats import BlockFormat
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 
 # 11.5 bits hold Gaussian bfloat16 in long messages and nothing else: the rest travels twice.
 LOSSLESS: list[Codec] = [Raw(), Lossless(), Lossless("window"), Lossless("tiered", capacity_bits=11.5)]
@@ -419,7 +420,11 @@ def two_levels() -> None:
 def work(rank: int, world: int, sizes: list[int], directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=patient(60)),
     )
     for size in sizes:
         # Not the first ranks, so that places and global ranks differ.

@@ -13,6 +13,7 @@ import pytest
 
 from tests.distributed.forked import ForkedPython, forked_programs
 from tests.distributed.processes import is_running
+from tests.patience import patient
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def test_arguments_environment_streams_and_exit_code(program: str, tmp_path: Pat
     process.stdin.close()
     out, err = process.communicate(20)
     assert (out, err) == (f"__main__ ['end', '7'] {tmp_path} yes False True\n", "a line\n")
-    assert process.wait(1) == process.poll() == process.returncode == 7
+    assert process.wait(patient(1)) == process.poll() == process.returncode == 7
 
 
 def test_an_error_is_told_and_warnings_are_errors_where_asked(program: str) -> None:
@@ -70,7 +71,7 @@ def test_signals_and_time_limits(program: str) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == -signal.SIGTERM
+    assert process.wait(patient(20)) == -signal.SIGTERM
     process.send_signal(signal.SIGKILL)  # nobody is hit
     assert not is_running(process.pid)
     process.communicate(1)
@@ -87,5 +88,5 @@ def test_only_modules_of_python_are_forked_and_only_where_asked(program: str) ->
             process.communicate(20)
         with popen([sys.executable, "-S", "-c", "print(5)"], stdout=subprocess.PIPE) as fresh:
             assert isinstance(fresh, subprocess.Popen)
-            assert fresh.communicate(timeout=20)[0] == b"5\n"
+            assert fresh.communicate(timeout=patient(20))[0] == b"5\n"
     assert module.subprocess is subprocess

@@ -12,12 +12,13 @@ from laconic.collectives.runtime import torch_compat
 from laconic.collectives.runtime.background import Work, run_in_background
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     init = f"file://{folder}/r"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2, timeout=timedelta(seconds=patient(30)))
     x = torch.full((4,), float(rank + 1))
 
     def job(groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:

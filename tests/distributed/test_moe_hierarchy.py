@@ -28,6 +28,7 @@ from laconic.moe.placement.consensus import agree_on_depth, gather_counts
 from laconic.moe.routing import Routing
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import is_running, run_ranks, wait_until
+from tests.patience import patient
 
 M, E_LOCAL = 8, 2
 SLOW_BETWEEN = {
@@ -260,7 +261,11 @@ class Checks:
 def work(rank: int, world: int, levels: tuple[int, ...], directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=patient(60)),
     )
     checks: Any = Checks(Grid(levels=levels, device_type="cpu"))
     for name, check in vars(Checks).items():

@@ -32,6 +32,7 @@ from laconic.train.launch.worker import leave
 from tests.distributed import over_backend
 from tests.distributed.over_backend import assert_same, join, values
 from tests.distributed.processes import finish, free_port, rank_environment, run_ranks, start
+from tests.patience import patient
 
 CODED = ProcessGroupOptions(Lossless(), min_nbytes=1)
 SMALL_IS_RAW = ProcessGroupOptions(Lossless(), min_nbytes=5000)
@@ -97,7 +98,7 @@ def callbacks_that_raise() -> None:
     assert both.wait() == 2
     heard = threading.Event()
     started(values()).add_done_callback(lambda done: heard.set())
-    assert heard.wait(30)
+    assert heard.wait(patient(30))
 
 
 def _message(done: torch.futures.Future[Any]) -> str:

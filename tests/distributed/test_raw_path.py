@@ -28,6 +28,7 @@ from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.over_backend import all_gather_single, join, reduce_scatter_single
 from tests.distributed.processes import run_ranks, start_ranks, wait_until
+from tests.patience import patient
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
 MOVED = (*SUMMED, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -377,7 +378,7 @@ def test_a_rank_that_is_lost_amid_raw_calls_is_named(tmp_path: Path, fault: str,
     try:
         wait_until((tmp_path / "pid").exists, timeout_seconds=300)
         for process in processes[:-1]:
-            process.join(timeout=180)
+            process.join(timeout=patient(180))
             assert process.exitcode is not None, "still running"
     finally:
         for process in processes:

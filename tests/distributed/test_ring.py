@@ -24,6 +24,7 @@ from laconic.errors import CollectiveError, FormatError
 from laconic.train.launch.worker import leave
 from tests.collectives.simulated import made_up_rates
 from tests.distributed.processes import run_ranks, start_ranks, wait_until
+from tests.patience import patient
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -203,7 +204,7 @@ def test_a_rank_that_dies_amid_a_ring_is_named_by_all(tmp_path: Path) -> None:
     try:
         wait_until((tmp_path / "pid").exists, timeout_seconds=300)
         for rank in (0, 2):
-            processes[rank].join(timeout=180)
+            processes[rank].join(timeout=patient(180))
             assert processes[rank].exitcode is not None, "still running"
     finally:
         for process in processes:

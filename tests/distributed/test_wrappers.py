@@ -25,6 +25,7 @@ from laconic.train.distributed.traffic import WireCounter
 from laconic.train.launch.worker import leave
 from tests.activations.models import loss_of, make_ids, make_model, relative_error
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 
 WORLD = 2
 # Relative L2 error of a mean of two quantized Gaussians, quantized once more, is 0.8 %; gradients have heavier tails.
@@ -200,7 +201,11 @@ def refusals() -> None:
 def work(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/r", rank=rank, world_size=WORLD, timeout=timedelta(seconds=100)
+        "gloo",
+        init_method=f"file://{directory}/r",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=patient(100)),
     )
     check(ddp)
     check(fsdp)

@@ -25,6 +25,7 @@ from laconic.gradients import quantize_reduction
 from laconic.train.launch.worker import leave
 from tests.activations.models import loss_of, make_ids, make_model
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 
 STEPS = 4
 LOSSLESS = Lossless()
@@ -235,7 +236,7 @@ SCENARIOS = {
 def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patient(60)))
     for scenario in SCENARIOS[world]:
         started = time.perf_counter()
         scenario()

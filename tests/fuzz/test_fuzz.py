@@ -13,6 +13,7 @@ import pytest
 from tests.fuzz.documents import DOCUMENTS
 from tests.fuzz.run import fuzz, main
 from tests.fuzz.targets import TARGETS, Target
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def test_parsers_bear_what_atheris_finds(name: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=patient(250),
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert f"Done {runs} runs" in result.stderr

@@ -25,6 +25,7 @@ from laconic.infer.transformers_seam import (
     read_config,
 )
 from laconic.schedule.inference import InferencePlan
+from tests.patience import patient
 
 
 class Inside:
@@ -53,7 +54,7 @@ class Inside:
             managers[number % len(managers)].add(str(number), prompt, Sampling(max_new_tokens=new_tokens))
         found: dict[str, list[int]] = {}
         while len(found) < len(prompts):
-            finished = ended.get(timeout=60)
+            finished = ended.get(timeout=patient(60))
             assert finished.error is None, finished.error
             found[finished.name] = finished.tokens
         for manager in managers:

@@ -16,6 +16,7 @@ import uvicorn
 from laconic.errors import CollectiveError, ConfigError, LaconicError
 from laconic.infer.sampling import ChosenToken, Sampling
 from laconic.infer.server import TokenListener
+from tests.patience import patient
 
 EOS = 256
 
@@ -133,7 +134,7 @@ def running(app: Any) -> Iterator[str]:
 
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait until something holds."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while not holds():
         assert time.monotonic() < end, "it did not come about"
         time.sleep(0.005)

@@ -24,6 +24,7 @@ from laconic.infer.app import _EngineArguments, _ServerArguments, create_app_fro
 from laconic.infer.bench.demo_model import save_demo_model
 from laconic.infer.server import ServerSettings
 from tests.infer.serving import until
+from tests.patience import patient
 
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
 
@@ -136,7 +137,7 @@ def test_uvicorn_builds_the_application(model: Path) -> None:
         assert len(workers) == 2
         assert httpx.post(f"{url}/v1/completions", json=ASK).json()["choices"][0]["finish_reason"] == "length"
         server.send_signal(signal.SIGTERM)
-        server.wait(20)
+        server.wait(patient(20))
         assert not any(worker.is_running() for worker in workers)
     finally:
         server.kill()

@@ -6,6 +6,7 @@ import threading
 import time
 
 from laconic.infer.compute_turns import ComputeTurns, Kind
+from tests.patience import patient
 
 
 def waiting(turns: ComputeTurns) -> int:
@@ -37,7 +38,7 @@ def test_attention_goes_before_shared_experts_each_in_order_of_call() -> None:
     assert ran == []
     turns.give()
     for thread in threads:
-        thread.join(10)
+        thread.join(patient(10))
     assert ran == ["A1", "A2", "A3", "S1", "S2"]
 
 
@@ -58,6 +59,6 @@ def test_only_one_computes_at_a_time() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(patient(10))
         assert not thread.is_alive()
     assert most == [1]

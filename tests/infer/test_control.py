@@ -25,6 +25,7 @@ from laconic.shared_secret import enter
 from laconic.train.distributed.world import RankInfo
 from tests.distributed.processes import ROOT, Ending, environment, finish, free_port, is_running, start, wait_until
 from tests.infer.models import generated, make
+from tests.patience import patient
 
 HELLO: dict[str, Any] = {"rank": 1, "pid": 77, "host": "other"}
 
@@ -91,7 +92,7 @@ def test_a_rank_with_the_token_gets_its_settings_and_strangers_get_nothing(
         stranger.close()
     rank.close()
     assert list(worker.events) == []
-    assert worker.wait(5)
+    assert worker.wait(patient(5))
     assert worker.ending() == "(rank 1, pid 77 on other) broke its connection; see its output"
     worker.close()
 

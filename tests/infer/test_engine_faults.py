@@ -34,6 +34,7 @@ from tests.infer.scripted import (
     scripted_engine,
 )
 from tests.infer.serving import until
+from tests.patience import patient
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_what_a_listener_raises_ends_its_request_alone(
         failed = engine.stream([5], Sampling(max_new_tokens=4), bad)
         assert engine.generate([[6]], 3) == [[6, 6, 6]]
     with pytest.raises(type(error), match=str(error)):
-        failed.result(10)
+        failed.result(patient(10))
     assert bad.calls == 2
     assert "the listener of request-0 raised; the request is cancelled" in caplog.text
     assert engine.free_cache_tokens == engine.cache_tokens
@@ -88,7 +89,7 @@ def test_what_a_listener_raises_ends_its_request_alone(
 def test_what_a_listener_raises_at_its_end_is_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "laconic"):
         ended = engine.stream([5], Sampling(max_new_tokens=2), Raises(3, ValueError("late")))
-        assert ended.result(10) == [5, 5]
+        assert ended.result(patient(10)) == [5, 5]
         assert engine.generate([[6]], 1) == [[6]]
         silent = [engine.stream([SILENT], Sampling(), Raises(1, ValueError("end"))) for _ in range(2)]
         engine.close()
@@ -108,9 +109,9 @@ def test_what_a_listener_raises_at_its_end_is_logged(engine: Engine, caplog: pyt
 def test_a_worker_whose_words_cannot_be_read_is_lost(engine: Engine, first: int, words: str) -> None:
     waiting = engine.submit([SILENT])
     with pytest.raises(CollectiveError, match=words):
-        engine.submit([first]).result(10)
+        engine.submit([first]).result(patient(10))
     with pytest.raises(CollectiveError, match=words):
-        waiting.result(10)
+        waiting.result(patient(10))
     with pytest.raises(CollectiveError, match=words):
         engine.submit([1])
 
@@ -125,7 +126,7 @@ def test_a_worker_that_ends_because_its_peers_have_is_not_the_one_that_is_named(
         lost = r"0 \(pid \d+\) was killed by SIGKILL" if killed else r"1 \(pid \d+\) ended with exit code 0"
         for request in (deserted, waiting):
             with pytest.raises(CollectiveError, match=rf"attention worker {lost}"):
-                request.result(10)
+                request.result(patient(10))
 
 
 def test_a_micro_batch_that_hangs_beside_one_that_works_is_given_up(
@@ -151,8 +152,8 @@ def test_workers_that_stand_still_are_ended_together(model: Path, monkeypatch: p
         assert filling.is_alive()
         start = time.monotonic()
         engine.close()
-        assert time.monotonic() - start < 3
-        filling.join(5)
+        assert time.monotonic() - start < patient(3)
+        filling.join(patient(5))
         assert not filling.is_alive()
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -200,7 +201,7 @@ def test_prompts_of_any_integers_and_of_nothing_else(engine: Engine) -> None:
 
 def test_a_request_may_take_the_whole_cache_and_no_more(engine: Engine) -> None:
     longest = engine.max_request_tokens
-    assert engine.submit([3] * (longest - 1), 1).result(10) == [3]
+    assert engine.submit([3] * (longest - 1), 1).result(patient(10)) == [3]
     with pytest.raises(ConfigError, match=rf"need {longest + 1} tokens"):
         engine.submit([3] * longest, 1)
 
@@ -224,7 +225,7 @@ def test_close_from_anywhere_and_more_than_once(model: Path) -> None:
 
     engine = scripted_engine(model)
     asked = engine.stream([5], Sampling(max_new_tokens=2), Closes(0, ValueError()))
-    assert ended.wait(15)
+    assert ended.wait(patient(15))
     with pytest.raises(CollectiveError, match="the engine is closed"):
         asked.result(0)
     assert not asked.cancel()
@@ -272,7 +273,7 @@ def test_a_forked_process_does_not_keep_the_workers(engine: Engine) -> None:
         assert engine.generate([[5]], 2) == [[5, 5]]  # the child has taken nothing from here
         engine._workers._processes[0].commands.close()
         with pytest.raises(CollectiveError, match="ended with exit code 0"):
-            engine.submit([SILENT]).result(10)
+            engine.submit([SILENT]).result(patient(10))
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -25,6 +25,7 @@ from laconic.infer.links import TcpExpertLink, serve
 from laconic.infer.messages import SUMS, Header, Rows, pack_rows
 from laconic.infer.payload import Coder
 from laconic.shared_secret import enter, seal
+from tests.patience import patient
 
 SECONDS = 30
 
@@ -92,7 +93,7 @@ def test_answers_find_their_rows_and_a_farewell_ends_the_worker() -> None:
     for link in links:
         assert server.is_alive()
         link.close()
-    server.join(10)
+    server.join(patient(10))
     assert not server.is_alive()
 
 
@@ -193,7 +194,7 @@ def test_an_answer_to_other_rows_is_refused() -> None:
     with pytest.raises(CollectiveError, match="answered 1 rows of layer 3 where 2 of layer 3 were sent"):
         link.receive(rows)
     link.close()
-    server.join(10)
+    server.join(patient(10))
     assert not server.is_alive()
 
 

@@ -22,6 +22,7 @@ from laconic.infer.remote_experts import RemoteExperts
 from laconic.infer.split import Split
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.schedule.inference import InferencePlan, Order, Slicing
+from tests.patience import patient
 
 WIDTH, NUM_EXPERTS = 8, 5
 
@@ -138,7 +139,7 @@ def test_turn_is_held_again_after_a_lost_worker() -> None:
 def test_another_micro_batch_computes_while_one_waits() -> None:
     """Both wait for their answers at the same time, which a micro-batch that kept its turn would not let happen."""
     experts, links = remote(1, InferencePlan(num_micro_batches=2))
-    together, receive = threading.Barrier(2, timeout=10), links[0].receive
+    together, receive = threading.Barrier(2, timeout=patient(10)), links[0].receive
 
     def receive_together(rows: Rows) -> Tensor:
         together.wait()
@@ -155,7 +156,7 @@ def test_another_micro_batch_computes_while_one_waits() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(patient(20))
     assert {rows.micro_batch for rows in links[0].sent} == {0, 1}
     assert [float(found[number].abs().max()) for number in range(2)] == [0.0, 0.0]
 
@@ -181,6 +182,6 @@ def test_shared_experts_give_way_to_attention_under_all_orders_but_asas(order: O
         time.sleep(0.001)
     experts.run(0, *inputs, lambda: happened.append("S1"))
     experts.end_forward()
-    other.join(10)
+    other.join(patient(10))
     assert happened[:3] == (["A1", "S1", "A2"] if order == "ASAS" else ["A1", "A2", "S1"])
     assert sorted(happened) == ["A1", "A2", "S1", "S2"]

@@ -23,6 +23,7 @@ from laconic.infer.split import Split
 from laconic.schedule.inference import BlockTimes, inference_plan
 from laconic.schedule.streams import Timeline, simulate
 from tests.infer.models import NEW_TOKENS, generated, make
+from tests.patience import patient
 
 PLAN = InferencePlan(num_micro_batches=2, num_slices=3, slicing="experts")
 PROMPTS = [[5, 9, 2], [17, 3, 8]]
@@ -196,7 +197,7 @@ def test_a_recording_does_not_pass_over_a_restart(
         request = engine.submit([1], 500)
         os.kill(engine.workers[1].pid, signal.SIGKILL)
         with pytest.raises(CollectiveError, match=r"expert worker 0 .*SIGKILL"):
-            request.result(60)
+            request.result(patient(60))
         assert engine.generate([[1, 2]], 3) == generated(model, [[1, 2]], 3)
     assert "run.json is not written: a worker was lost during the recording" in caplog.text
     assert not (tmp_path / "run.json").exists()
@@ -208,7 +209,7 @@ def test_a_worker_that_is_lost_ends_the_recording_with_its_name(model: Path, tmp
         request = engine.submit([1], 500)
         os.kill(engine.workers[1].pid, signal.SIGKILL)
         with pytest.raises(CollectiveError, match=r"expert worker 0 .*SIGKILL"):
-            request.result(60)
+            request.result(patient(60))
     assert engine.recording is not None
     with pytest.raises(ConfigError, match="a worker was lost"):
         _ = engine.recording.trace

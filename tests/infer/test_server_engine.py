@@ -25,6 +25,7 @@ from laconic.infer import Engine, InferencePlan
 from laconic.infer.server import ByteTokenizer, HuggingFaceTokenizer, ServerSettings, create_app, load_text_tokenizer
 from tests.infer.models import generated, make
 from tests.infer.serving import running, until
+from tests.patience import patient
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
@@ -125,7 +126,7 @@ def test_the_command_serves_what_transformers_generates(served: tuple[str, subpr
         stream = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=100, stream=True)
         process.send_signal(signal.SIGTERM)
         assert "".join(chunk.choices[0].text for chunk in stream) == greedy(model, "Once", 100)
-    assert process.wait(30) == 0
+    assert process.wait(patient(30)) == 0
 
 
 def test_the_command_refuses_what_it_cannot_do(
@@ -167,7 +168,7 @@ def test_1000_requests_at_random_times_get_their_own_answers(model: Path) -> Non
             until(lambda: engine.free_cache_tokens == engine.cache_tokens)
             assert [number for number, text in enumerate(found) if text is None] == list(range(0, 1000, 10))
             for number in times.sample(range(1000), 30):
-                alone = httpx.post(f"{url}/v1/completions", json=bodies[number], timeout=60).json()
+                alone = httpx.post(f"{url}/v1/completions", json=bodies[number], timeout=patient(60)).json()
                 if found[number] is not None:
                     assert alone["choices"][0]["text"] == found[number]
 
@@ -184,7 +185,9 @@ async def ask_all(url: str, bodies: list[dict[str, Any]], times: random.Random) 
         return "".join([chunk.choices[0].text async for chunk in done]) if stream else str(done.choices[0].text)
 
     # A connection per request: one that is kept may be closed by the server while the client sends on it.
-    http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), timeout=1200)
+    http = httpx.AsyncClient(
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), timeout=patient(1200)
+    )
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as client:
         tasks = []
         for number in range(len(bodies)):

@@ -19,6 +19,7 @@ from laconic.infer.sampling import sample
 from laconic.infer.transformers_seam import CacheLimits, Finished, Requests, load_whole_model
 from tests.infer.models import NEW_TOKENS, PROMPTS, expected, make
 from tests.infer.serving import until
+from tests.patience import patient
 
 DRAWN = Sampling(temperature=1.5, top_p=0.95, top_k=40, seed=3, max_new_tokens=NEW_TOKENS, logprobs=3)
 
@@ -82,7 +83,7 @@ def test_tokens_are_drawn_from_the_models_logits(model: Path) -> None:
         requests.add(str(number), prompt, Sampling(max_new_tokens=NEW_TOKENS))
     found = {}
     for _ in range(len(asked) + len(PROMPTS)):
-        finished = ended.get(timeout=60)
+        finished = ended.get(timeout=patient(60))
         found[finished.name] = finished.tokens
     requests.stop()
     assert found == {name: [chosen.token for chosen in tokens] for name, tokens in heard.items()}
@@ -106,10 +107,10 @@ def test_a_listener_hears_what_a_request_alone_gets(engine: Engine, model: Path)
         engine.stream(PROMPTS[0], DRAWN, each)
     wanted = drawn_alone(model, PROMPTS[0], DRAWN)
     for each in heard:
-        assert each.ends.get(timeout=60) is None
+        assert each.ends.get(timeout=patient(60)) is None
         assert [chosen.token for chosen in each.tokens] == [chosen.token for chosen in wanted]
         assert all(len(chosen.top) == 3 for chosen in each.tokens)
-    assert [other.result(60) for other in others] == expected(model)
+    assert [other.result(patient(60)) for other in others] == expected(model)
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_stop_tokens_end_a_request(engine: Engine, model: Path) -> None:
     stop = expected(model)[0][4]
     heard = Heard()
     engine.stream(PROMPTS[0], Sampling(max_new_tokens=NEW_TOKENS, stop_token_ids=(stop,)), heard)
-    assert heard.ends.get(timeout=60) is None
+    assert heard.ends.get(timeout=patient(60)) is None
     tokens = expected(model)[0]
     assert [chosen.token for chosen in heard.tokens] == tokens[: tokens.index(stop) + 1]
     assert engine.eos_token_ids == frozenset()
@@ -133,7 +134,7 @@ def test_requests_beyond_the_cache_wait_and_get_their_tokens(engine: Engine, mod
         engine.stream(PROMPTS[number % 2], sampling, each)
     assert engine.free_cache_tokens < 0
     for each in heard:
-        assert each.ends.get(timeout=120) is None
+        assert each.ends.get(timeout=patient(120)) is None
         assert len(each.tokens) == 60
     for number in range(6):
         assert heard[number].tokens == heard[number + 6].tokens
@@ -149,7 +150,7 @@ def test_cancelled_requests_are_not_heard_of_again_and_free_the_cache(engine: En
     assert engine.free_cache_tokens == 512
     after = Heard()
     engine.stream([1] * 236, Sampling(max_new_tokens=20), after)
-    assert after.ends.get(timeout=60) is None
+    assert after.ends.get(timeout=patient(60)) is None
     assert all(each.ends.empty() and len(each.tokens) < 250 for each in heard)
 
 
@@ -170,13 +171,13 @@ def test_logits_that_are_no_numbers_fail_their_request(model: Path) -> None:
     ended: queue.Queue[Finished] = queue.Queue()
     requests = Requests(whole, CacheLimits(256, 24), ended.put)
     requests.add("bad", PROMPTS[0], Sampling(max_new_tokens=3))
-    finished = ended.get(timeout=60)
+    finished = ended.get(timeout=patient(60))
     assert finished.name == "bad"
     assert "logits at position 0 hold NaN" in str(finished.error)
     with torch.no_grad():
         whole.lm_head.weight[60] = 0.0
     requests.add("good", PROMPTS[0], Sampling(max_new_tokens=3))
-    while (finished := ended.get(timeout=60)).name == "bad":
+    while (finished := ended.get(timeout=patient(60))).name == "bad":
         pass
     requests.stop()
     assert (finished.name, finished.error, len(finished.tokens)) == ("good", None, 3)

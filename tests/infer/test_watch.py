@@ -21,6 +21,7 @@ from laconic.infer.watch import Watch
 from laconic.schedule.inference import InferencePlan
 from tests.infer.models import make
 from tests.infer.serving import until
+from tests.patience import patient
 
 
 class NotedWorker:
@@ -58,7 +59,7 @@ def test_a_worker_says_how_long_its_slowest_micro_batch_has_stalled(tmp_path: Pa
         names = {name for name, _ in chosen}
         counts.update(names)
         if "hangs" in names:
-            hold.wait(60)  # on the thread that runs the model for it
+            hold.wait(patient(60))  # on the thread that runs the model for it
 
     def on_finished(finished: Finished) -> None:
         assert finished.error is None

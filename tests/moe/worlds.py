@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from laconic.train.launch.worker import leave
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 
 Scenario = Callable[[], None]
 
@@ -24,7 +25,7 @@ def run_world(scenarios: Sequence[Scenario], world: int, folder: Path) -> None:
 def _work(rank: int, world: int, folder: str, scenarios: Sequence[Scenario]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / f"store-{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patient(60)))
     for scenario in scenarios:
         started = time.perf_counter()
         torch.manual_seed(0)

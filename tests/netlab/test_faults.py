@@ -13,6 +13,7 @@ from netlab import Ending, Lab, Program, finish
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
 from tests.netlab.ranks import Task
+from tests.patience import patient
 
 TIMEOUT_SECONDS = 4.0
 # From the group's timeout until the interpreter has ended, on a busy machine.
@@ -55,7 +56,7 @@ def test_a_killed_peer_is_named_at_once(after_seconds: float, background: bool, 
     ranks[1].signal(signal.SIGKILL)
     # The kernel closes the dead process's connections: nobody waits for the group's timeout of a minute.
     assert_told(ranks[0].wait(PATIENCE_SECONDS), culprit=1)
-    assert ranks[1].wait(1).code == -signal.SIGKILL
+    assert ranks[1].wait(patient(1)).code == -signal.SIGKILL
 
 
 def stop(lab: Lab, ranks: list[Program]) -> None:
@@ -100,7 +101,7 @@ def test_a_peer_ten_times_slower_than_the_timeout_allows_is_named(make_lab: Make
     lab = make_lab(2, 1e9)
     task = Task(rounds=1000, timeout_seconds=TIMEOUT_SECONDS, pause_seconds=1.0, slow_rank=1)
     ranks = lab.start_ranks(task.as_arguments(), environment(), cwd=ROOT)
-    assert_told(ranks[0].wait(60), culprit=1)
+    assert_told(ranks[0].wait(patient(60)), culprit=1)
     assert ranks[1].wait(PATIENCE_SECONDS).code == 1
 
 

@@ -17,6 +17,7 @@ from netlab import Lab, Program, bits_per_second_of, finish, why_not
 from netlab.__main__ import main
 from tests.distributed.processes import ROOT, environment
 from tests.netlab.conftest import MakeLab
+from tests.patience import patient
 
 needs_lab = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
 SLEEP = ["sleep", "600"]
@@ -110,7 +111,7 @@ def test_programs_are_stopped_continued_and_killed_with_their_children(make_lab:
     program.signal(signal.SIGCONT)
     assert program.code is None
     lab.signal(0, signal.SIGKILL)
-    assert program.wait(10).code == -signal.SIGKILL
+    assert program.wait(patient(10)).code == -signal.SIGKILL
     assert other.code is None
     _wait(lambda: not is_alive(child))
 
@@ -169,7 +170,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, other_lab: tuple
     process, program = other_lab
     assert len(namespaces(process.pid)) == 3
     process.send_signal(number)
-    assert process.wait(20) == 128 + number
+    assert process.wait(patient(20)) == 128 + number
     assert namespaces(process.pid) == []
     assert not is_alive(program)
 

@@ -16,6 +16,7 @@ import laconic
 from laconic.errors import FormatError, KernelError
 from laconic.ops import native, reference, self_check
 from laconic.ops.lossless import DTYPE_NUMBERS
+from tests.patience import patient
 
 CPU = torch.device("cpu")
 
@@ -172,7 +173,7 @@ def test_a_wrong_cpp_kernel_is_refused_by_the_op_unless_switched_off(switch: str
         env=os.environ | {"LACONIC_CHECK_KERNELS": switch},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
     )
     assert shown in done.stdout + done.stderr
 

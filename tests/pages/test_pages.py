@@ -11,6 +11,7 @@ from tests.distributed.forked import ForkedPython
 from tests.distributed.processes import ROOT, environment, free_port
 from tests.pages.names import PAGES
 from tests.pages.program import Block, blocks_of, promised, run_block
+from tests.patience import patient
 
 _ALL = [page.name for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])]
 _WITH_PYTHON = {name for name in _ALL if any(block.not_run is None for block in blocks_of(name))}
@@ -46,7 +47,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
         variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, HF_HUB_OFFLINE="1", **ranks)
         command = [sys.executable, "-m", "tests.pages.program", page]
         started.append(ForkedPython(command, env=variables, cwd=tmp_path, stdout=-1, stderr=-1))
-    ended = [process.communicate(timeout=240) for process in started]
+    ended = [process.communicate(timeout=patient(240)) for process in started]
     failed = [
         f"rank {rank}:\n{out[-500:]}\n{error[-3000:]}"
         for rank, (process, (out, error)) in enumerate(zip(started, ended, strict=True))

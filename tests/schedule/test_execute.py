@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from laconic.errors import ScheduleError
 from laconic.schedule.execute import InlineStream, Stream, ThreadStream, execute
 from laconic.schedule.streams import StreamPlan, Task
+from tests.patience import patient
 from tests.schedule.test_streams import plans
 
 
@@ -70,7 +71,7 @@ def test_every_plan_runs_in_one_thread_and_on_mixed_streams(threads: dict[str, S
 
 def test_streams_work_side_by_side(threads: dict[str, Stream]) -> None:
     """Two tasks that can only end while both run."""
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=patient(10))
     plan = StreamPlan((Task("x", "a", 1.0), Task("y", "b", 1.0)))
     assert execute(plan, {"x": barrier.wait, "y": barrier.wait}, threads).timeline.makespan_seconds < 10
 
@@ -105,7 +106,7 @@ def test_an_error_stops_what_has_not_started_and_comes_back(threads: dict[str, S
 
 
 def test_of_two_errors_the_first_in_the_plan_comes_back(threads: dict[str, Stream]) -> None:
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=patient(10))
 
     def fail(error: Exception) -> object:
         barrier.wait()

@@ -21,6 +21,7 @@ from laconic.train.data.sources import find_files, read_documents, standard_libr
 from laconic.train.data.token_file import TokenFile, TokenFileWriter
 from laconic.train.data.tokenizer import BytesTokenizer, JsonTokenizer, bytes_per_token, load_tokenizer
 from tests.distributed.processes import run_ranks
+from tests.patience import patient
 
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=200)
 
@@ -305,7 +306,7 @@ def test_cache_is_used_until_something_changes(tmp_path: Path, json_tokenizer: P
 
 
 def _prepare_at_once(rank: int, folder: Path, together: Barrier) -> None:
-    together.wait(60)  # all have imported everything: now they race
+    together.wait(patient(60))  # all have imported everything: now they race
     (folder / f"{rank}.txt").write_text(prepare(config_for(folder)).fingerprint)
 
 

@@ -313,7 +313,7 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "letter.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="which is not empty; continue that run with --resume or choose another"):
+    with pytest.raises(ConfigError, match=r"holds no run to continue: there is letter\.txt, but no config\.toml"):
         train_alone(tiny_config(tmp_path, "run"))
     with pytest.raises(ConfigError, match=r"must hold the config.toml of a run"):
         train_alone(resumed(tiny_config(tmp_path, "run")))

@@ -18,6 +18,7 @@ from laconic.train.report.compare import compare
 from laconic.train.report.metrics import MetricsWriter
 from laconic.train.report.run_reader import Run, load_runs
 from laconic.train.step_timeline import TIMELINE_FILE, TaskTime, recorded_step, timeline_of_pipeline
+from tests.patience import patient
 from tests.train.report_runs import make_run, page_data
 
 SITES = [
@@ -188,7 +189,7 @@ def test_page_draws_its_charts_in_a_browser(tmp_path: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     browser = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     drawn = subprocess.run(
-        [*browser, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=120
+        [*browser, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=patient(120)
     ).stdout
     head, _, scripts = drawn.partition("<script")
     assert "NaN" not in head

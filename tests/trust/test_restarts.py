@@ -22,6 +22,12 @@ FAULTS = {
         Fault("between", "launcher", 0, 13),
     ],
     "start": [Fault("start", "kill", 1, 0), Fault("start", "kill", 0, 0)],
+    "early launcher": [
+        Fault("start", "launcher", 1, 0),
+        Fault("forward", "launcher", 0, 2),
+        Fault("shards", "launcher", 1, 4),
+        Fault("renamed", "launcher", 0, 4),
+    ],
 }
 
 

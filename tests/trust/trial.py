@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from laconic.train.config.toml import save_config
 from laconic.train.report.run_dir import latest_name
 from tests.distributed.forked_workers import FAULTS
 from tests.distributed.processes import Ending, ForkedCommand, environment, is_running, wait_until
+from tests.patience import patient
 from tests.train.runs import exact_metrics, tiny_config
 from tests.trust.faults import Fault, dump
 
@@ -48,7 +48,7 @@ _CULPRIT = re.compile(r"rank (\d+) \(pid (\d+) on [^)]*\)")
 def trial_config(folder: Path, name: str, kind: str, changes: Mapping[str, Any] | None = None) -> TrainConfig:
     """The run `name` of a kind in `folder`."""
     always = {"steps": STEPS, "checkpoint.every": EVERY, "eval_every": 8, "nproc": 2, "verify.every": 4}
-    return tiny_config(folder, name, always | {"rank_timeout_seconds": 20.0} | KINDS[kind] | (changes or {}))
+    return tiny_config(folder, name, always | {"rank_timeout_seconds": patient(20.0)} | KINDS[kind] | (changes or {}))
 
 
 def undisturbed(folder: Path, kind: str) -> Path:
@@ -109,9 +109,7 @@ class Trial:
         log = self._log(number)
         file = self._scratch / f"config-{number}.toml"
         config = self._config
-        again = number > 0 and latest_name(self._run_dir) is not None
-        if number > 0 and not again:  # killed before the first checkpoint: the run begins anew
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+        again = number > 0 and (self._run_dir / "config.toml").is_file()  # else it had not begun
         save_config(config, file)
         arguments = ["train", "--config", str(file), "--restarts", str(len(faults))]
         arguments += ["--resume", "--run-dir", str(self._run_dir)] if again else []

@@ -83,7 +83,10 @@ def resolve(args: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
             raise ConfigError("resume needs run_dir, the run to continue, e.g. --resume --run-dir runs/mine")
         saved = Path(run_dir) / "config.toml"
         if not saved.is_file():
-            raise ConfigError(f"run_dir is {run_dir!r}, but it must hold the config.toml of a run for resume")
+            raise ConfigError(
+                f"run_dir is {run_dir!r}, but it must hold the config.toml of a run for resume; a run that was stopped "
+                "before it wrote one is started again without --resume"
+            )
         layers.append(read_toml(saved))
     plan = option(args, "plan") or from_file.get("plan")
     if plan is not None:

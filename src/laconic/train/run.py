@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.activations import Report, saved_nbytes_per_token
 from laconic.activations.loss import TILES
-from laconic.errors import ConfigError, TrainingError
+from laconic.errors import CheckpointError, ConfigError, DataError, TrainingError
 from laconic.train.checkpoint.save_load import (
     Checkpoint,
     find_checkpoint,
@@ -36,7 +36,7 @@ from laconic.train.checkpoint.save_load import (
 from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.plan import activation_plan, check_plan, load_plan
 from laconic.train.config.schema import TrainConfig
-from laconic.train.config.toml import save_config
+from laconic.train.config.toml import load_config, save_config
 from laconic.train.data.corpus import TokenCorpus, TokenDataset, batch, check_vocab, load_tokenizer, prepare
 from laconic.train.data.images import ImageCorpus, load_images
 from laconic.train.data.tokenizer import bytes_per_token
@@ -56,13 +56,14 @@ from laconic.train.moe import migration
 from laconic.train.moe.router_balance import Routers, watch_routers
 from laconic.train.moe.setup import SpreadExperts, check_experts, spread_experts
 from laconic.train.pipeline import Pipeline
-from laconic.train.report.metrics import check_tensorboard
+from laconic.train.report.metrics import METRICS_FILE, check_tensorboard, read_metrics
 from laconic.train.report.run_dir import (
     PREPROCESSOR_FILE,
     check_run_dir,
     checkpoint_names,
     claim_run_dir,
     copy_tokenizer,
+    latest_name,
     write_json,
 )
 from laconic.train.report.run_logger import RunLogger, closing_words
@@ -169,7 +170,7 @@ def _run(
     with RunLogger(config, world, run_dir, first_step) as run_logger, stop.on_signals(run_logger.message):
         stop.armed = True
         training.trainer.rebuild_ddp_buckets()
-        _announce(training, model, run_logger, first_step)
+        _announce(training, model, run_logger, first_step, anew=config.resume and not goes_on)
         if restarts and goes_on:
             run_logger.message(f"restart {len(restarts)} of this run: {restarts[-1].reason}")
         done, stopped = _steps(config, training, run_logger, stop, first_step, saver, begin_step)
@@ -381,7 +382,8 @@ def _find_start(
 ) -> Checkpoint | None:
     """Find the checkpoint that the run continues from; None for a new run.
 
-    A `launch` that goes on with its own run takes the newest checkpoint that is good, or none.
+    A `launch` that goes on with its own run takes the newest checkpoint that is good, or none. Neither does a run that
+    was stopped before its first save have one.
     """
     if not config.resume:
         return None
@@ -393,9 +395,26 @@ def _find_start(
             return None
     else:
         name = None if config.checkpoint.load is None else str(config.checkpoint.load)
+        if name is None and world.gather(_stopped_before_a_save(run_dir) if world.is_main else None)[0]:
+            return None
         checkpoint = find_checkpoint(run_dir, world, name)
     _check_identity(identity, checkpoint.identity, checkpoint.path)
     return checkpoint
+
+
+def _stopped_before_a_save(run_dir: Path) -> bool:
+    """Whether the run in `run_dir` was stopped, or killed, before its first checkpoint was whole.
+
+    A run of which more is known than such a run can have done has lost its checkpoints instead.
+    """
+    try:
+        if checkpoint_names(run_dir) or latest_name(run_dir) is not None or (run_dir / "summary.json").exists():
+            return False
+        every = load_config(run_dir / "config.toml").checkpoint.every
+        rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    except (CheckpointError, ConfigError, DataError):  # whoever looks for a checkpoint meets it, too
+        return False
+    return every == 0 or max((row["step"] for row in rows), default=0) <= every
 
 
 def _make_trainer(
@@ -504,8 +523,8 @@ def _record_launch(
     return recorded.restarts
 
 
-def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger, first_step: int) -> None:
-    """Log what the steps run with: activations, experts, routers, communication, the step resumed from."""
+def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger, first_step: int, anew: bool) -> None:
+    """Log what the steps run with: activations, experts, routers, communication, the step resumed from, if any."""
     unit = training.trainer.unit
     run_logger.message(str(model.report).splitlines()[-1].replace("per token", f"per {unit}"))
     lines: list[str] = []
@@ -518,6 +537,8 @@ def _announce(training: _Training, model: _ConvertedModel, run_logger: RunLogger
         run_logger.message(line)
     if first_step:
         run_logger.message(f"resumed after step {first_step}")
+    elif anew:
+        run_logger.message("begins anew: the run was stopped before its first checkpoint")
 
 
 def _steps(

@@ -246,7 +246,10 @@ def _choose(run_dir: Path, name: str | None) -> tuple[str | None, list[str], str
     except CheckpointError as failure:
         return str(failure), [], None
     if wanted is None:
-        missing = f"{run_dir} has no checkpoint to continue from; start it without --resume"
+        missing = (
+            f"{run_dir} has no checkpoint to continue from; bring its checkpoints back, or start a new run, without "
+            "--resume, in another directory"
+        )
         return (None, present, None) if present else (missing, [], None)
     if wanted.isascii() and wanted.isdecimal():
         wanted = f"step-{int(wanted[:20]):08d}"

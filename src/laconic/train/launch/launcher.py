@@ -170,8 +170,9 @@ def _give_up(failure: Failure, reason: str, config: TrainConfig, run_dir: Path) 
     print(f"laconic: {failure.what}; the other processes were stopped{tried}", file=sys.stderr)
     checkpoint = _newest(run_dir)
     if checkpoint is None:
+        again = f" with: laconic train --resume --run-dir {run_dir}" if (run_dir / "config.toml").is_file() else ""
         print(
-            f"laconic: no checkpoint had been saved (see checkpoint.every); remove {run_dir} and start again",
+            f"laconic: no checkpoint had been saved (see checkpoint.every); begin anew{again}",
             file=sys.stderr,
         )
     else:

@@ -78,6 +78,9 @@ def claim_run_dir(lock: RunLock, run_dir: Path, resume: bool, world: World, own:
         try:
             lock.acquire(run_dir)
             error = None if own else _refusal(run_dir, resume)
+            if error is None:
+                for torn in run_dir.glob(".config.toml.*"):
+                    torn.unlink()
         except ConfigError as failure:
             error = str(failure)
     error = world.first_error(error)
@@ -91,15 +94,28 @@ def _refusal(run_dir: Path, resume: bool) -> str | None:
     try:
         if resume:
             if not (run_dir / "config.toml").is_file():
-                return f"run_dir is {shown!r}, but it must hold the config.toml of a run for resume"
+                return (
+                    f"run_dir is {shown!r}, but it must hold the config.toml of a run for resume; a run that was "
+                    "stopped before it wrote one is started again without --resume"
+                )
         elif run_dir.is_dir():
-            if any(path.name not in (LOCK_FILE, LAUNCH_FILE) for path in run_dir.iterdir()):
+            if (run_dir / "config.toml").exists():
                 return f"run_dir is {shown!r}, which is not empty; continue that run with --resume or choose another"
+            if others := sorted(path.name for path in run_dir.iterdir() if not _is_of_a_beginning(path.name)):
+                return (
+                    f"run_dir is {shown!r}, which is not empty and holds no run to continue: there is {others[0]}, but "
+                    "no config.toml; choose another, or remove what is there"
+                )
         elif os.path.lexists(run_dir):
             return f"run_dir is {shown!r}, which is not a directory"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         return f"run_dir is {shown!r}, which cannot be used: {getattr(error, 'strerror', None) or error}"
     return None
+
+
+def _is_of_a_beginning(name: str) -> bool:
+    """Whether a file of this name is what a run has written that was killed before its config.toml was whole."""
+    return name in (LOCK_FILE, LAUNCH_FILE, f".{LAUNCH_FILE}.tmp") or name.startswith(".config.toml.")
 
 
 def latest_name(run_dir: Path) -> str | None:
