@@ -1,44 +1,20 @@
-"""What pages show is there: Python that compiles, names and arguments that exist, commands and their flags, links."""
+"""What pages show is there: Python that compiles, names and arguments that exist, links."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
 import inspect
-import io
 import re
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 
-from laconic.cli.main import COMMANDS, main
 from tests.distributed.processes import ROOT
 
 TEXTS = {page.name: page.read_text() for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_LAUNCHER = re.compile(r"^(torchrun .*?-m (?=laconic)|python -m (?=laconic )|python -m netlab .*-- )")
-
-
-def command_lines(text: str) -> Iterator[str]:
-    """Lines of blocks without a language, indented lines, and what is between backticks."""
-    for language, block in _BLOCK.findall(text):
-        if not language:
-            yield from block.replace("\\\n", " ").splitlines()
-    rest = _BLOCK.sub("", text)
-    yield from re.findall(r"^ {4}(\S.*)$", rest, re.MULTILINE)
-    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest))
-
-
-@cache
-def help_of(command: str) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        main([command, "--help"])
-    return out.getvalue()
 
 
 def imported(tree: ast.AST) -> dict[str, Any]:
@@ -81,27 +57,10 @@ def test_python_of_a_page_imports_and_calls_what_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_commands_of_a_page_exist_with_their_flags(page: str) -> None:
-    sources = "\n".join(file.read_text() for file in ROOT.glob("benchmarks/*.py"))
-    for line in command_lines(TEXTS[page]):
-        if benchmark := re.match(r"python -m benchmarks\.run ([a-z][\w-]*)", line):
-            assert f'@benchmark("{benchmark[1]}"' in sources, line
-        command = re.match(r"laconic ([a-z]+)\b(.*)", _LAUNCHER.sub("", line.partition("  #")[0]))
-        if command is None:
-            continue
-        assert command[1] in COMMANDS, line
-        # What is behind model.extra is transformers' own.
-        for flag in re.findall(r" (--model\.extra|--[a-z][\w.-]*)", command[2]):
-            assert re.search(rf"{re.escape(flag)}(?![\w-])", help_of(command[1])), f"{flag} in {line}"
-
-
-@pytest.mark.parametrize("page", TEXTS)
 def test_links_of_a_page_lead_to_files(page: str) -> None:
     folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
     for target in re.findall(r"\]\(([^)#\s]+)", _BLOCK.sub("", TEXTS[page])):
         assert target.startswith("http") or (folder / target).exists(), target
-    for named in re.findall(r"\b(?:docs|src|tests|benchmarks)/[\w/]+\.(?:py|md)\b", TEXTS[page]):
-        assert (ROOT / named).exists(), named
 
 
 @pytest.mark.parametrize("page", TEXTS)

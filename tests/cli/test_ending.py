@@ -22,7 +22,8 @@ stand_in = types.ModuleType("laconic.cli.doctor")
 def run(args):
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        for _ in range(1200):  # a signal may come just before a sleep begins, which then takes all its time
+            time.sleep(0.05)
     finally:
         print("cleaned up", flush=True)
 stand_in.run = run
@@ -41,6 +42,55 @@ sys.executable = sys.argv[1]
 from laconic.cli.main import main
 sys.exit(main(["profile", "--nproc", "2"]))
 """
+
+IMPORTING = """
+import signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from laconic.cli import main
+stand_in = types.ModuleType("laconic.cli.doctor")
+def run(args):
+    import swallows
+    print("went on", flush=True)
+    import time
+    time.sleep(60)
+stand_in.run = run
+sys.modules["laconic.cli.doctor"] = stand_in
+sys.exit(main.main(["doctor"]))
+"""
+SWALLOWS = """
+import os, signal, time
+try:
+    for _ in range({times}):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+    print("imported", flush=True)
+except KeyboardInterrupt:
+    print("raised within", flush=True)
+    raise
+"""
+
+
+def start_as_a_shell_does(args: list[str], folder: Path) -> subprocess.Popen[str]:
+    """Start laconic in a process group of its own, as a shell does; its temporary files are in a folder."""
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from laconic.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    (folder / "temporary").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *args],
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder / "temporary")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_in(folder: Path) -> list[str]:
+    """Temporary files but torch's own cache."""
+    return [path.name for path in (folder / "temporary").iterdir() if not path.name.startswith("torchinductor")]
 
 
 @pytest.mark.parametrize(
@@ -98,3 +148,51 @@ def test_a_script_of_run_finds_the_signals_of_a_fresh_interpreter(tmp_path: Path
         [sys.executable, "-m", "laconic", "run", str(script)], capture_output=True, text=True, timeout=patient(200)
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+@pytest.mark.parametrize(("times", "said"), [(1, "imported\n"), (2, "raised within\n")])
+def test_ctrl_c_within_an_import_waits_for_its_end_and_a_second_does_not(times: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "swallows.py").write_text(SWALLOWS.format(times=times))
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING], env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "laconic: interrupted\n")
+    assert done.stdout in (said, said + "went on\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_a_script_of_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import time\nprint('ready', flush=True)\nfor _ in range(6000):\n    time.sleep(0.05)\n"
+    )
+    process = start_as_a_shell_does(["run", "script.py"], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out, err) == (130, "", "laconic: interrupted\n")
+    assert not left_in(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["at once", "processes", "measuring"])
+def test_ctrl_c_at_a_profile(moment: str, tmp_path: Path) -> None:
+    process = start_as_a_shell_does(["profile", "--out", "rates.json"], tmp_path)
+    of_parent = psutil.Process(process.pid)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 100
+    while moment != "at once" and len(children := of_parent.children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if moment == "measuring":  # when the processes have met, there is a store to meet in, and threads of gloo
+        while not all(child.num_threads() > 2 for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert set(err.splitlines()) == {"laconic: interrupted"}, err
+    assert not left_in(tmp_path)
+    assert not (tmp_path / "rates.json").exists()
+    assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

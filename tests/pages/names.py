@@ -176,6 +176,8 @@ def _zip(block: str, until_the_end: ExitStack) -> Names:
     model = llama()
     model.save_pretrained("model")
     zip_path(Path("model"), Path("model.laconic"))
+    model.save_pretrained("step-1000")
+    zip_path(Path("model"), Path("step-2000.laconic"), base=Path("step-1000"))
     return {"model": model, "device": "cpu"}
 
 

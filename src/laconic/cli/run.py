@@ -31,8 +31,9 @@ def run(args: Sequence[str]) -> int:
     script = Script(options.script, options.arguments, is_module=options.is_module)
     savings = Savings(Wishes(options.activations, options.attention, options.loss, options.optimizer))
     groups = None if options.zip == "off" else ZippedGroups(options.zip)
-    if "laconic.cli" in getattr(signal.getsignal(signal.SIGTERM), "__module__", ""):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a script finds the signals of a fresh interpreter
+    for number, fresh in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if "laconic.cli" in getattr(signal.getsignal(number), "__module__", ""):
+            signal.signal(number, fresh)  # a script finds the signals of a fresh interpreter
     spawned = Spawned(savings.wishes, options.zip)
     with savings, groups or nullcontext(), spawned:
         code = script.run(passed=Refusal)

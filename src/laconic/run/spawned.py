@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -63,7 +64,17 @@ class Spawned:
 
     def __enter__(self) -> Spawned:
         self._process = os.getpid()
-        self._folder = tempfile.mkdtemp(prefix="laconic-run-")
+        # Named before it is made: Ctrl-C may come as soon as it is there.
+        self._folder = os.path.join(tempfile.gettempdir(), f"laconic-run-{secrets.token_hex(8)}")
+        try:
+            os.mkdir(self._folder, 0o700)
+            self._reach_spawned()
+        except BaseException:
+            self._leave_nothing()
+            raise
+        return self
+
+    def _reach_spawned(self) -> None:
         spawned = self
 
         def start(process: Any) -> None:
@@ -73,7 +84,11 @@ class Spawned:
             BaseProcess.start(process)
 
         SpawnProcess.start = start  # type: ignore[method-assign, assignment]
-        return self
+
+    def _leave_nothing(self) -> None:
+        if "start" in vars(SpawnProcess):
+            del SpawnProcess.start  # that of its base again
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
         del SpawnProcess.start  # that of its base again
