@@ -74,6 +74,8 @@ class ExpertsLayer(MoELayer):
         self.shared_call: SharedCall | None = None
         """Moves the block's call of its shared experts to where rows travel; None: the block calls them itself."""
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
+        self.stages = 1 if grid is None else grid.stages
+        """Pipeline stages, of which the model is one."""
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
         self._own_replicas: Grid | None = None
