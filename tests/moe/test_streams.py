@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from laconic.errors import ScheduleError
-from laconic.moe.pipeline.cuda_streams import CudaStream
+from laconic.moe.parallel.cuda_streams import CudaStream
 from laconic.schedule.execute import ThreadStream, execute
 from laconic.schedule.streams import StreamPlan, Task
 

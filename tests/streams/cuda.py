@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from laconic.activations.offload import offloader_of
 from laconic.collectives.engine import announcement_watch
 from laconic.collectives.runtime import background
-from laconic.moe.pipeline import schedule
+from laconic.moe.parallel import link_streams
 from tests.streams.device import Device, Node, Queue
 
 __all__ = ["CUDA", "counted_waits", "cuda", "lost_waits"]
@@ -162,7 +162,7 @@ def cuda(is_prompt: bool = False) -> Iterator[Device]:
     with (
         # What the process keeps for a device, as that cache does.
         mock.patch.dict(background._stream_executors, clear=True),
-        mock.patch.dict(schedule._wires, clear=True),
+        mock.patch.dict(link_streams._wires, clear=True),
         # The device records one thread; announcements are compared by the next call.
         mock.patch.object(announcement_watch, "_start"),
         mock.patch.object(announcement_watch, "_pending", []),

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from laconic.errors import RoutingError
-from laconic.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher, SharesTokens
+from laconic.moe.dispatch.base import (
+    Dispatched,
+    Dispatcher,
+    ExpertRows,
+    LocalDispatcher,
+    SharesTokens,
+    StartsDispatch,
+)
 from laconic.moe.gates.base import Gate
 from laconic.moe.hooks import Hook
+from laconic.moe.meanwhile import Meanwhile
 from laconic.moe.permute import Order, SortedOrder
 from laconic.moe.routing import RoutedTokens, Routing, SoftRouting
 
-__all__ = ["MoELayer", "Schedule", "auxiliary_losses", "moe_layers"]
+__all__ = ["MoELayer", "Schedule", "auxiliary_losses", "has_active_dropout", "moe_layers"]
 
 T = TypeVar("T")
 
@@ -27,7 +37,8 @@ class Schedule(Protocol):
     def run(self, layer: MoELayer, x: Tensor, routing: Routing) -> Tensor:
         """Dispatch x [n, M] by `routing`, run the experts and combine: [n, M].
 
-        Uses `layer.dispatcher` and `layer.compute`. The result must not depend on the chunks, up to rounding.
+        Uses `layer.dispatcher` and `layer.compute`, and runs `layer.meanwhile`, if there is one, when rows have been
+        sent (otherwise it is computed later). The result must not depend on the chunks, up to rounding.
         """
         ...
 
@@ -41,6 +52,9 @@ class MoELayer(nn.Module):
         order: expands tokens to rows; None is SortedOrder().
         dispatcher: moves rows to their experts; None is LocalDispatcher().
         shared: a module that every token passes, [..., M] to [..., M].
+        overlap_shared: run `shared` while rows travel to their experts, where the dispatcher can start them; its
+            backward runs while their gradients come home. Bits stay. A module with active dropout waits for the experts
+            in any case; one that draws random numbers otherwise needs False, if experts or hooks draw any, too.
         schedule: runs dispatch, experts and combine; None is one after the other.
         hooks: called in their order at six places.
         placement: maps logical experts to slots; called with int64 logical numbers, returns int64 slots of the same
@@ -65,6 +79,7 @@ class MoELayer(nn.Module):
         dispatcher: Dispatcher | None = None,
         *,
         shared: nn.Module | None = None,
+        overlap_shared: bool = True,
         schedule: Schedule | None = None,
         hooks: Iterable[Hook] = (),
         placement: Callable[[Tensor], Tensor] | None = None,
@@ -74,11 +89,13 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.order: Order = order if order is not None else SortedOrder()
         self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
-        self.shared = shared
+        self.shared, self.overlap_shared = shared, overlap_shared
         self.schedule = schedule
         self.hooks = tuple(hooks)
         self.placement = placement
         self.losses, self.load, self.num_dropped = {}, None, 0
+        self.meanwhile: Meanwhile | None = None
+        """What the current forward computes while rows travel; a schedule runs it when it has started to send them."""
         if isinstance(self.dispatcher, LocalDispatcher) and gate.num_experts != (here := num_experts_of(experts)):
             raise RoutingError(
                 f"the gate routes to num_experts = {gate.num_experts}, but {here} experts are here; give both the same "
@@ -99,7 +116,10 @@ class MoELayer(nn.Module):
         """
         if torch.compiler.is_compiling() and not isinstance(self.dispatcher, LocalDispatcher):
             return _run_uncompiled(self, x, routing)
-        return self._run(x, routing)
+        try:
+            return self._run(x, routing)
+        finally:
+            self.meanwhile = None
 
     def _run(self, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
         x = self._call("before_start", x)
@@ -120,11 +140,16 @@ class MoELayer(nn.Module):
         routed = share or RoutedTokens(tokens, self.gate(tokens) if routing is None else routing)
         routed = self._call("before_dispatch", routed)
         self._record(routed.routing)
+        own = None
+        if self.shared is not None and self.overlap_shared and not has_active_dropout(self.shared):
+            self.meanwhile = own = Meanwhile(partial(self.shared, x))
         out = self._routed(routed)
         if shares is not None and share is not None:
             out = shares.restore(out, share)
         out = self._call("after_combine", out).reshape(x.shape).to(x.dtype)  # under autocast experts have another dtype
-        return self._call("after_end", out if self.shared is None else out + self.shared(x))
+        if self.shared is not None:
+            out = out + (self.shared(x) if own is None else own.run())
+        return self._call("after_end", out)
 
     def compute(self, inputs: ExpertRows, experts: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return outputs [q, M] of the experts, or of `experts` in their place, with the hooks before and after."""
@@ -134,8 +159,19 @@ class MoELayer(nn.Module):
 
     def run_whole(self, x: Tensor, routing: Routing) -> Tensor:
         """Dispatch, compute and combine, one after the other: `Schedule.run` without a schedule."""
-        dispatched = self.dispatcher.dispatch(x, routing, self.order)
+        dispatched = self._dispatched(x, routing)
         return self.dispatcher.combine(self.compute(dispatched), dispatched)
+
+    def _dispatched(self, x: Tensor, routing: Routing) -> Dispatched[Any]:
+        if self.meanwhile is None or not isinstance(self.dispatcher, StartsDispatch):
+            return self.dispatcher.dispatch(x, routing, self.order)
+        started = self.dispatcher.start(x, routing, self.order)
+        try:
+            self.meanwhile.run()
+        except BaseException:
+            started.abandon()
+            raise
+        return started.finish()
 
     def _routed(self, tokens: RoutedTokens) -> Tensor:
         x, routing = tokens.x, tokens.routing
@@ -163,12 +199,20 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without tensors of the last forward: with a graph they can be neither copied nor pickled."""
-        return {**self.__dict__, "losses": {}, "load": None}
+        return {**self.__dict__, "losses": {}, "load": None, "meanwhile": None}
 
 
 @torch.compiler.disable
 def _run_uncompiled(layer: MoELayer, x: Tensor, routing: Routing | SoftRouting | None) -> Tensor:
-    return layer._run(x, routing)
+    try:
+        return layer._run(x, routing)
+    finally:
+        layer.meanwhile = None
+
+
+def has_active_dropout(module: nn.Module) -> bool:
+    """Return whether a layer of dropout in `module` draws random numbers as things are."""
+    return any(isinstance(one, _DropoutNd) and one.training and one.p > 0 for one in module.modules())
 
 
 def num_experts_of(experts: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Executes a plan on real streams: runs an action for each task that was simulated.
 
 `execute` issues every task once, in the plan's order, and each stream runs its own in that order. A stream is a thread
-(`ThreadStream`), the caller's own thread (`InlineStream`), a CUDA stream (`laconic.moe.pipeline.cuda_streams`) or any
+(`ThreadStream`), the caller's own thread (`InlineStream`), a CUDA stream (`laconic.moe.parallel.cuda_streams`) or any
 other `Stream`. Ranks that execute equal plans start the tasks of a stream in the same order, so a stream may own a
 process group and issue its collectives without any further agreement.
 """

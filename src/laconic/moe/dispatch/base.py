@@ -36,6 +36,8 @@ __all__ = [
     "LocalDispatcher",
     "RoutedShare",
     "SharesTokens",
+    "Started",
+    "StartsDispatch",
     "Transport",
     "row_nbytes",
 ]
@@ -79,6 +81,27 @@ class Dispatcher(Protocol):
 
     def combine(self, rows: Tensor, dispatched: Dispatched[Any]) -> Tensor:
         """Bring the outputs [q, M] of `dispatched.rows` back and sum them with their weights: [n, M]."""
+        ...
+
+
+class Started(Protocol):
+    """A dispatch under way."""
+
+    def finish(self) -> Dispatched[Any]:
+        """Wait for the rows and return what `Dispatcher.dispatch` returns."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for the rows and drop them; nothing after `finish`. Raises nothing."""
+        ...
+
+
+@runtime_checkable
+class StartsDispatch(Protocol):
+    """Additional method of a dispatcher whose rows may travel while the caller computes."""
+
+    def start(self, x: Tensor, routing: Routing, order: Order) -> Started:
+        """Start what `Dispatcher.dispatch` does, with the same arguments and result."""
         ...
 
 

@@ -38,7 +38,16 @@ from torch import Tensor
 
 from laconic.collectives.codec import Codec, Raw
 from laconic.errors import ConfigError
-from laconic.moe.dispatch.base import Buffers, Dispatched, Dispatcher, ExchangePlan, RoutedShare, Transport
+from laconic.moe.dispatch.base import (
+    Buffers,
+    Dispatched,
+    Dispatcher,
+    ExchangePlan,
+    RoutedShare,
+    Started,
+    StartsDispatch,
+    Transport,
+)
 from laconic.moe.dispatch.chunking import Chunk, SlicedRows, rows_of_chunks, slice_sizes
 from laconic.moe.dispatch.expert_sharded import ShardedDispatcher, gathered_counts
 from laconic.moe.dispatch.flat import FlatDispatcher, FlatTransport, RowsPlan, agreed_rows
@@ -184,6 +193,12 @@ class S1Dispatcher:
         own = replace(_part(routing, sizes, entries, mp.rank()), weights=weights, num_dropped=routing.num_dropped)
         return RoutedShare(split(x, mp, sizes=sizes, codec=self.codec), own, sizes)
 
+    def start(self, x: Tensor, routing: Routing, order: Order) -> Started:
+        """See `laconic.moe.dispatch.base.StartsDispatch`; rows travel before this returns if `inner` cannot start."""
+        if isinstance(self.inner, StartsDispatch):
+            return self.inner.start(x, routing, order)
+        return _Finished(self.inner.dispatch(x, routing, order))
+
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[Any]:
         """See `Dispatcher.dispatch`."""
         return self.inner.dispatch(x, routing, order)
@@ -197,6 +212,19 @@ class S1Dispatcher:
         if self.sequence_parallel:
             return out
         return gather(out, self.grid.mp, sizes=share.sizes, codec=self.codec)
+
+
+class _Finished:
+    """A dispatch that was not started but done."""
+
+    def __init__(self, dispatched: Dispatched[Any]) -> None:
+        self._dispatched = dispatched
+
+    def finish(self) -> Dispatched[Any]:
+        return self._dispatched
+
+    def abandon(self) -> None:
+        pass
 
 
 class S2Dispatcher(StagedDispatcher):

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from laconic.errors import RoutingError
 from laconic.moe.dispatch.base import Buffers, Dispatched, ExchangePlan
+from laconic.moe.dispatch.in_flight import InFlightExchange, begin, moved
 from laconic.moe.permute import Order
 from laconic.moe.routing import Routing
 
-__all__ = ["StagedDispatcher", "experts_of", "experts_per_rank"]
+__all__ = ["StagedDispatcher", "StartedDispatch", "experts_of", "experts_per_rank"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,15 @@ class StagedDispatcher(ABC):
             RoutingError: there are fewer experts than ranks.
         """
 
+    def start(self, x: Tensor, routing: Routing, order: Order) -> StartedDispatch:
+        """See `laconic.moe.dispatch.base.StartsDispatch`.
+
+        Raises:
+            RoutingError: there are fewer experts than ranks.
+        """
+        plan = self.plan(routing, order)
+        return StartedDispatch(plan, begin(plan, plan.begin(x), outward=True))
+
     def dispatch(self, x: Tensor, routing: Routing, order: Order) -> Dispatched[_StagedState]:
         """See `Dispatcher.dispatch`.
 
@@ -47,9 +57,7 @@ class StagedDispatcher(ABC):
             RoutingError: there are fewer experts than ranks.
         """
         plan = self.plan(routing, order)
-        entered = _exchanged(plan, plan.begin(x), outward=True)
-        inputs = plan.enter(0, entered)
-        return Dispatched(inputs.rows, inputs.counts, _StagedState(plan, entered))
+        return _entered(plan, _exchanged(plan, plan.begin(x), outward=True))
 
     def combine(self, rows: Tensor, dispatched: Dispatched[_StagedState]) -> Tensor:
         """See `Dispatcher.combine`."""
@@ -57,6 +65,26 @@ class StagedDispatcher(ABC):
         leaving = plan.leave(0, _attached(rows, dispatched.rows), entered)
         (out,) = _exchanged(plan, (leaving,), outward=False)
         return plan.finish(out)
+
+
+class StartedDispatch:
+    """A `StagedDispatcher`'s dispatch under way; see `laconic.moe.dispatch.base.Started`."""
+
+    def __init__(self, plan: ExchangePlan, exchange: InFlightExchange) -> None:
+        self._plan, self._exchange = plan, exchange
+
+    def finish(self) -> Dispatched[_StagedState]:
+        """See `laconic.moe.dispatch.base.Started.finish`."""
+        return _entered(self._plan, self._exchange.end())
+
+    def abandon(self) -> None:
+        """See `laconic.moe.dispatch.base.Started.abandon`."""
+        self._exchange.abandon()
+
+
+def _entered(plan: ExchangePlan, buffers: Buffers) -> Dispatched[_StagedState]:
+    inputs = plan.enter(0, buffers)
+    return Dispatched(inputs.rows, inputs.counts, _StagedState(plan, buffers))
 
 
 def experts_per_rank(num_experts: int, num_places: int) -> int:
@@ -108,20 +136,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: ExchangePlan, outward: bool, is_backward: bool, *buffers: Tensor) -> Buffers:
         ctx.transpose = plan, not outward, not is_backward
-        transport = plan.transport(1, backward=is_backward)
-        if outward:
-            buffers = transport.send(0, buffers)
-            if transport.has_shards:
-                buffers = transport.gather(0, buffers)
-            return transport.unpack(0, buffers)[0]
-        buffers = transport.pack(0, [buffers])
-        if transport.has_shards:
-            buffers = transport.scatter(0, buffers)
-        buffers = transport.send_back(0, buffers)
-        if transport.shares:
-            buffers = transport.share(0, buffers)
-        transport.land(0, buffers)
-        return transport.home
+        return moved(plan, buffers, outward=outward, is_backward=is_backward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

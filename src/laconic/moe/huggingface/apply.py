@@ -8,8 +8,8 @@ FSDP2 shards them further over `edp`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.collectives.codec import Codec
 from laconic.errors import ConfigError, ModelError
-from laconic.moe.dispatch.base import Dispatcher
+from laconic.moe.dispatch.base import Dispatcher, LocalDispatcher, StartsDispatch
 from laconic.moe.dispatch.parm import Path
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.blocks import FLAGS, Block, find_blocks, unknown_experts
-from laconic.moe.huggingface.dispatching import choose_dispatcher
+from laconic.moe.huggingface.dispatching import choose_dispatcher, groups_of
 from laconic.moe.huggingface.experts import FusedExperts, check
 from laconic.moe.huggingface.gate import GivenRouting
 from laconic.moe.huggingface.gradients import clip
 from laconic.moe.huggingface.layer import ExpertsLayer, has_own_replicas
 from laconic.moe.huggingface.saving import save_gathered
 from laconic.moe.huggingface.sharding import hidden_dim, shard
+from laconic.moe.huggingface.shared_experts import SharedCall, SharedExperts
+from laconic.moe.huggingface.shared_recognition import find_shared_experts
 from laconic.moe.layer import Schedule, moe_layers
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
@@ -51,6 +53,9 @@ class Parallelized:
     """Process groups of the experts; None if no mesh was given."""
     left: tuple[str, ...] = ()
     """Modules that seem to hold experts of another kind, which every process keeps whole."""
+    shared: Mapping[str, SharedExperts] = field(default_factory=dict)
+    """Shared experts beside the layers, by the layers' names, and whether they are computed while rows travel; empty if
+    no rows do."""
 
     def experts(self) -> list[nn.Parameter]:
         """List the parameters of all layers' experts; under EP each process has its own."""
@@ -122,6 +127,8 @@ class Parallelized:
         for name, layer in self.layers.items():
             here = f"{layer.experts.num_experts} here" if ep > 1 else "all here"
             lines.append(f"  {name}: {layer.gate.num_experts} experts ({here})")
+            if name in self.shared:
+                lines.append(f"    {self.shared[name]}")
         lines += [f"  left as it is, whole on every process: {name}" for name in self.left]
         return "\n".join(lines)
 
@@ -137,6 +144,7 @@ def parallelize(
     hooks: Iterable[Hook] = (),
     movable: bool = False,
     check_logits: bool = True,
+    overlap_shared: bool = True,
 ) -> Parallelized:
     """Replace the experts of `model` in place by layers of laconic.moe with the same outputs.
 
@@ -159,6 +167,9 @@ def parallelize(
         movable: give each layer a Placement, so that a laconic.moe.ExpertMover can move its experts.
         check_logits: refuse routing weights that are not finite, as those of NaN logits are, which waits for a GPU once
             in each block.
+        overlap_shared: compute a block's shared experts while rows travel to its routed ones, with the same bits, where
+            a trial of the block shows that it can be done: print the result to see. Not under torch.compile, and not in
+            a forward in which their dropout is active.
 
     Raises:
         ModelError: there are no fused experts, or some compute something else, or are sharded already.
@@ -183,6 +194,7 @@ def parallelize(
 
     is_cut = grid is not None and grid.layout.joint > 1
     hooks = tuple(hooks)
+    shared = _shared_experts(model, blocks, dispatchers, overlap_shared)
     layers: dict[str, ExpertsLayer] = {}
     for (name, block), made in zip(blocks.items(), dispatchers, strict=True):
         original = model.get_submodule(name)
@@ -204,6 +216,12 @@ def parallelize(
         )
         owner, _, child = name.rpartition(".")
         setattr(model.get_submodule(owner), child, experts)
+        if name in shared and (place := shared[name].place) is not None:
+            moved = SharedCall(
+                model.get_submodule(owner), shared[name].name, place, shared[name].num_nodes, groups_of(made)
+            )
+            layers[name].shared_call = moved
+            moved.attach()
         # Free the whole experts before the next ones are sharded.
         original._parameters.clear()
     if grid is not None and has_own_replicas(grid):
@@ -212,7 +230,32 @@ def parallelize(
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if is_cut and hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = save_gathered(model, grid.stages if grid is not None else 1)
-    return Parallelized(model, layers, grid, left)
+    return Parallelized(model, layers, grid, left, shared)
+
+
+def _shared_experts(
+    model: nn.Module, blocks: dict[str, Block], dispatchers: list[Dispatcher], overlap: bool
+) -> dict[str, SharedExperts]:
+    """Return the shared experts of blocks whose rows travel."""
+    found: dict[str, SharedExperts] = {}
+    tried: dict[tuple[object, ...], SharedExperts | None] = {}
+    for name, dispatcher in zip(blocks, dispatchers, strict=True):
+        if isinstance(dispatcher, LocalDispatcher):
+            continue
+        owner = name.rpartition(".")[0]
+        block = model.get_submodule(owner)
+        # Blocks of one model mostly are of one kind; one of each kind is tried.
+        plain = {key: value for key, value in vars(block).items() if isinstance(value, bool | int | float | str)}
+        dtypes = [(parameter.dtype, parameter.device.type) for parameter in block.parameters()]
+        kind = (type(block), str(block), str(plain), str(dtypes))
+        if kind not in tried:
+            tried[kind] = find_shared_experts(model, name)
+        one = tried[kind]
+        if one is not None:
+            if one.place is not None and not isinstance(dispatcher, StartsDispatch):
+                one = replace(one, place=None, reason=f"{type(dispatcher).__name__} cannot start to send rows")
+            found[name] = one if overlap else replace(one, place=None, reason="overlap_shared is False")
+    return found
 
 
 def _check_fit(model: nn.Module, blocks: dict[str, Block], grid: Grid | None) -> None:

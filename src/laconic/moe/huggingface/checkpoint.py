@@ -28,6 +28,7 @@ from laconic.errors import CheckpointError
 from laconic.formats.dcp import DcpReader, SafeLoadPlanner
 from laconic.formats.dcp_pieces import in_pieces
 from laconic.formats.shards import local_part
+from laconic.moe.huggingface.stage_names import check_stage_names
 
 __all__ = ["load_sharded", "save_sharded"]
 
@@ -37,12 +38,16 @@ _SEPARATE = re.compile(r"\.experts\.\d+\.")
 def save_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write the weights, and the moments of an optimizer, each process its own part. All processes call it together.
 
+    Pipeline stages are saved together, each under the names of the whole model.
+
     Raises:
-        CheckpointError: writing fails.
+        CheckpointError: writing fails; or, before anything is written, two pipeline stages have different tensors of
+            one name, of which only one would be kept.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         stored, _ = _state(model, optimizer)
+        check_stage_names(model, stored)
         try:
             save(_in_pieces(stored), storage_writer=FileSystemWriter(directory), no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:

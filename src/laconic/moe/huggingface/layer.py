@@ -23,6 +23,7 @@ from laconic.moe.dispatch.base import Dispatcher
 from laconic.moe.hooks import Hook
 from laconic.moe.huggingface.experts import FusedExperts
 from laconic.moe.huggingface.gate import GivenRouting
+from laconic.moe.huggingface.shared_experts import SharedCall
 from laconic.moe.layer import MoELayer, Schedule
 from laconic.moe.parallel.grid import Grid
 from laconic.moe.permute import Order
@@ -70,7 +71,11 @@ class ExpertsLayer(MoELayer):
         super().__init__(gate, experts, order, dispatcher, schedule=schedule, hooks=hooks, placement=placement)
         for name in _HOOKS:
             getattr(self, name).update(getattr(original, name))
+        self.shared_call: SharedCall | None = None
+        """Moves the block's call of its shared experts to where rows travel; None: the block calls them itself."""
         self.ran_under_ddp, self.averages_under_ddp, self.is_running = False, True, False
+        self.stages = 1 if grid is None else grid.stages
+        """Pipeline stages, of which the model is one."""
         self._signature = inspect.signature(original.forward)
         experts.stand_for(self)
         self._own_replicas: Grid | None = None
@@ -130,6 +135,7 @@ class ExpertsLayer(MoELayer):
     def run(self, x: Tensor, routing: Routing | SoftRouting | None = None) -> Tensor:
         """See `MoELayer.run`."""
         self.is_running = True
+        self.meanwhile = None if self.shared_call is None else self.shared_call.window(x)
         try:
             return super().run(x, routing)
         finally:

@@ -37,8 +37,18 @@ class PlanExecutor(Protocol):
     def num_slices(self) -> int:
         """Number of slices over all chunks."""
 
-    def execute(self, direction: str, plan: ExchangePlan, home: Buffers, compute: Compute) -> Buffers:
-        """Send `home` to the experts, call `compute` there for each slice, and return what comes home."""
+    def execute(
+        self,
+        direction: str,
+        plan: ExchangePlan,
+        home: Buffers,
+        compute: Compute,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Buffers:
+        """Send `home` to the experts, call `compute` there for each slice, and return what comes home.
+
+        `meanwhile` is called in the caller's thread when the first rows have been sent.
+        """
 
 
 class ChunkRunner:
@@ -120,7 +130,9 @@ class ChunkedLayer:
             return (out.detach(),)
 
         home = tuple(one.detach() for one in inputs)
-        (out,) = self._schedule.execute("forward", self._plan, home, compute)
+        meanwhile = self._layer.meanwhile
+        run = None if meanwhile is None else meanwhile.run
+        (out,) = self._schedule.execute("forward", self._plan, home, compute, run)
         if not self._records:
             return out
         self._out: Tensor | None = out

@@ -25,7 +25,7 @@ from laconic.collectives import api
 from laconic.collectives.codec import Codec
 from laconic.collectives.runtime.device_streams import Ready
 from laconic.errors import ModelError, ScheduleError
-from laconic.moe.pipeline.schedule import pipeline_streams
+from laconic.moe.parallel.link_streams import pipeline_streams
 from laconic.schedule.execute import Stream, TaskHandle
 from laconic.schedule.moe_gradients import GradientPlan
 from laconic.schedule.moe_pipeline import INTER

@@ -16,16 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laconic.collectives.runtime.torch_compat import in_background
 from laconic.errors import ScheduleError
 from laconic.moe.dispatch.base import Buffers, ExchangePlan, LocalDispatcher, Transport
 from laconic.moe.dispatch.parm import S1Dispatcher
 from laconic.moe.dispatch.staged import StagedDispatcher
 from laconic.moe.layer import MoELayer
+from laconic.moe.parallel.link_streams import pipeline_streams
 from laconic.moe.pipeline.autograd import ChunkedLayer, ChunkRunner, Compute, one_call
-from laconic.moe.pipeline.cuda_streams import CudaStream
 from laconic.moe.routing import Routing
-from laconic.schedule.execute import Execution, InlineStream, Stream, ThreadStream, execute
+from laconic.schedule.execute import Execution, Stream, execute
 from laconic.schedule.moe_pipeline import (
     COMPUTE,
     GRADIENTS,
@@ -36,9 +35,12 @@ from laconic.schedule.moe_pipeline import (
     best_degree,
     pipeline_tasks,
 )
-from laconic.schedule.streams import StreamPlan
+from laconic.schedule.streams import StreamPlan, Task
 
-__all__ = ["GradientSlots", "ChunkedSchedule", "issued_around_compute", "pipeline_streams"]
+__all__ = ["MEANWHILE", "GradientSlots", "ChunkedSchedule", "issued_around_compute"]
+
+MEANWHILE = "meanwhile"
+"""Name of the task on the compute stream that runs `MoELayer.meanwhile`, in forward."""
 
 
 class GradientSlots(Protocol):
@@ -152,7 +154,14 @@ class ChunkedSchedule:
             out = call(*plan.begin(x))
         return plan.finish(out)
 
-    def execute(self, direction: str, plan: ExchangePlan, home: Buffers, compute: Compute) -> Buffers:
+    def execute(
+        self,
+        direction: str,
+        plan: ExchangePlan,
+        home: Buffers,
+        compute: Compute,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Buffers:
         """See `laconic.moe.pipeline.autograd.PlanExecutor`: `compute` is called slice by slice."""
         back = direction == "backward"
         degree = self.backward if back else self.forward
@@ -161,6 +170,10 @@ class ChunkedSchedule:
         runner = ChunkRunner(transport, home, compute, degree, self.num_slices // degree)
         actions = runner.actions() | ({GRADIENTS: slot} if slot is not None else {})
         tasks = self._plan(degree, self.times and self.times[back], transport, 0.0 if slot else None)
+        if meanwhile is not None:
+            actions[MEANWHILE] = meanwhile
+            first = next(number for number, task in enumerate(tasks.tasks) if task.stream == COMPUTE)
+            tasks = StreamPlan((*tasks.tasks[:first], Task(MEANWHILE, COMPUTE, 0.0), *tasks.tasks[first:]))
         streams = self._streams or pipeline_streams(home[0].device)
         if self.shared_link:
             streams = {**streams, INTRA: streams[INTER]}
@@ -212,24 +225,6 @@ def issued_around_compute(plan: StreamPlan) -> StreamPlan:
                 known.add(rest[0].name)
                 ordered.append(rest.pop(0))
     return StreamPlan((*first, *ordered))
-
-
-_wires: dict[torch.device, dict[str, Stream]] = {}
-
-
-def pipeline_streams(device: torch.device) -> Mapping[str, Stream]:
-    """Return this process's streams for layers on a device: two for communication, and the caller's thread.
-
-    On CUDA the caller's stream takes the place of its thread. No machine with several GPUs has run this yet.
-    """
-    cuda = device.type == "cuda"
-    if device not in _wires:
-
-        def wire(name: str) -> Stream:
-            return CudaStream(torch.cuda.Stream(device)) if cuda else ThreadStream(f"laconic-{name}", in_background)
-
-        _wires[device] = {name: wire(name) for name in (INTER, INTRA)}
-    return {**_wires[device], COMPUTE: CudaStream(torch.cuda.current_stream(device)) if cuda else InlineStream()}
 
 
 def _is_checkpointed() -> bool:
