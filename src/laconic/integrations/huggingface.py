@@ -121,7 +121,9 @@ class LaconicTrainer(LaconicTrainerMixin, Trainer):
 class LaconicCallback(TrainerCallback):
     """Compressed activations in any transformers Trainer, without a class of one's own.
 
-    The model is converted when training begins. For the loss, gradients and the optimizer take `LaconicTrainerMixin`.
+    The model is converted when training begins. For the loss, gradients and the optimizer take `LaconicTrainerMixin`,
+    and for figures in what `report_to` names: the Trainer calls its trackers before callbacks that it is given, so they
+    do not see what this one adds to the printed logs.
 
     Args:
         laconic: what to switch on; None is 4-bit activations.
