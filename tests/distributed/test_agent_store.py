@@ -10,7 +10,9 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from laconic.train.distributed.agent_store import agree_on_start
+from laconic.collectives import agent_store
+from laconic.collectives.runtime.agent_store import agree_on_start
+from laconic.errors import ConfigError
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -49,3 +51,16 @@ def test_a_start_of_which_a_rank_is_missing_does_not_spoil_the_next() -> None:
             agree_on_start(store, alone, 2, timedelta(seconds=0.1))
     found = start(store, [0, 1], 2, random.Random(1))
     assert found[0] == found[1]
+
+
+def test_without_an_agent_there_is_no_store_and_with_one_its_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert agent_store() is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ConfigError, match="RANK is None in the environment, but it must be a number"):
+        agent_store()
+    monkeypatch.setenv("MASTER_PORT", "a port")
+    with pytest.raises(ConfigError, match="MASTER_PORT is 'a port' in the environment"):
+        agent_store(0, 1)

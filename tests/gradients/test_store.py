@@ -488,3 +488,23 @@ def test_a_result_that_nobody_keeps_goes_on_and_is_in_no_copy() -> None:
         other(torch.randn(2, 64)).sum().backward()
         assert quantized_gradient(other.weight) is None
         assert other.weight.grad is not None
+
+
+def test_a_deepspeed_engine_of_the_model_is_refused_whichever_came_first() -> None:
+    def prologue(module: nn.Module, inputs: object) -> None:
+        """Stands for the hook that an engine of any stage puts on the model's forward."""
+
+    prologue.__module__ = "deepspeed.runtime.engine"
+    model = make_model("llama")
+    handle = model.register_forward_pre_hook(prologue)
+    with pytest.raises(ModelError, match="of a DeepSpeed engine, which holds and reduces gradients itself"):
+        compress_gradients(model)
+    handle.remove()
+    kept = compress_gradients(model)
+    handle = model.register_forward_pre_hook(prologue)
+    with pytest.raises(ModelError, match=r"of a DeepSpeed engine.*remove\(\) undoes compress_gradients"):
+        loss_of(model, make_ids()).backward()
+    kept.remove()
+    model.zero_grad()
+    loss_of(model, make_ids()).backward()
+    handle.remove()

@@ -14,14 +14,16 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 import laconic
 from laconic.errors import ConfigError
 from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.accelerate import Attached, attach
+from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer
 from tests.distributed.processes import free_port, rank_environment, run_ranks
-from tests.integrations.test_huggingface import llama
+from tests.integrations.test_huggingface import arguments, llama, rows
 
 
 def fresh(**options: object) -> Accelerator:
@@ -144,6 +146,43 @@ def _sharded(rank: int, folder: Path, port: int) -> None:
     assert again.run(range(2, 6)) == got[2:]
     with pytest.raises(ConfigError, match="gradients is 8, but FSDP holds and reduces gradients"):
         attach(sharding(), llama(), LaconicConfig(gradients=8))
+
+
+def test_fsdp_that_accelerate_has_left_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(_left_out, (tmp_path, free_port()), 2)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.warns(UserWarning, match="this one process trains without its settings"):
+        attach(fresh(), llama())
+
+
+def _left_out(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(rank_environment(rank, 2, port))
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    message = "FSDP is asked for .* all 2 processes would hold the whole model"
+
+    def by_variable() -> None:
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        attach(fresh(), llama())
+
+    def by_arguments() -> None:
+        given = arguments(folder, fsdp=True, fsdp_config=dict(layers))
+        LaconicTrainer(llama(), given, train_dataset=rows())
+
+    def by_callback() -> None:
+        given = arguments(folder, fsdp=True, fsdp_config=dict(layers))
+        Trainer(llama(), given, train_dataset=rows(), callbacks=[LaconicCallback()]).train()
+
+    def by_plugin() -> None:
+        attach(fresh(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), llama(), LaconicConfig(gradients=8))
+
+    for ask in (by_plugin, by_variable, by_arguments, by_callback):
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        with pytest.raises(ConfigError, match=message):
+            ask()
+    del os.environ["ACCELERATE_USE_FSDP"]  # Accelerate has set it for good
+    attach(fresh(), llama())
 
 
 def sharding() -> Accelerator:

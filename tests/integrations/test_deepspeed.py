@@ -204,10 +204,21 @@ def _refuse(rank: int, port: int, folder: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-3)
     assert after < before / 4
 
-    for stage in (1, 2, 3):
+    refused = "is a parameter of a DeepSpeed engine, which holds and reduces gradients"
+    for stage in (0, 1, 2, 3):
+        taken = model_of()
+        kept = laconic.compress_gradients(taken, dist.group.WORLD)
+        engine = deepspeed.initialize(model=taken, config=settings(stage))[0]
+        loss = engine(input_ids=ids[0], labels=ids[0]).loss
+        with pytest.raises(ModelError, match=refused):
+            engine.backward(loss)
+        kept.remove()
         engine = deepspeed.initialize(model=model_of(), config=settings(stage))[0]
-        with pytest.raises(ModelError, match="is a parameter of a DeepSpeed engine, which holds and reduces gradients"):
-            laconic.compress_gradients(engine.module)
+        for model in (engine, engine.module):
+            with pytest.raises(ModelError, match=refused):
+                laconic.compress_gradients(model, dist.group.WORLD)
+        if stage == 0:
+            continue
         for model in (engine, engine.module):
             with pytest.raises(ConfigError, match="an engine of the model already"):
                 attach(model, settings(stage))

@@ -35,6 +35,9 @@ from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
 from laconic.integrations.huggingface import LaconicCallback, LaconicTrainer, LaconicTrainerMixin
 from tests.distributed.processes import free_port, rank_environment, run_ranks
+from tests.wandb_files import offline_runs, wandb_offline
+
+__all__ = ["wandb_offline"]
 
 # Names that transformers renamed in 5.x; PEFT, TRL and older releases of transformers know only these.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -80,6 +83,17 @@ def test_tensorboard_gets_what_was_saved(tmp_path: Path, monkeypatch: pytest.Mon
         logged = [entry[name] for entry in trainer.state.log_history if "loss" in entry]
         assert [scalar.value for scalar in events.Scalars(f"train/{name}")] == pytest.approx(logged)
         assert len(logged) == 4
+
+
+def test_wandb_gets_what_was_saved(tmp_path: Path, wandb_offline: Any) -> None:
+    trainer = trained(tmp_path, LaconicConfig(gradients=8), report_to=["wandb"])
+    wandb_offline.finish()
+    [run] = offline_runs(tmp_path)
+    for name in ("laconic/activation_nbytes_per_token", "laconic/activation_factor", "laconic/gradient_nbytes"):
+        logged = [entry[name] for entry in trainer.state.log_history if "loss" in entry]
+        rows = [row for row in run.rows if f"train/{name}" in row]
+        assert [row[f"train/{name}"] for row in rows] == pytest.approx(logged)
+        assert [row["train/global_step"] for row in rows] == [1, 2, 3, 4]
 
 
 def losses(trainer: Trainer) -> Tensor:

@@ -15,12 +15,17 @@ import laconic
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients.turns import owner_of
 from laconic.integrations import LaconicConfig
+from laconic.integrations.config import logged
 from tests.distributed.processes import free_port, rank_environment, run_ranks
 from tests.integrations.test_huggingface import llama
+from tests.wandb_files import offline_runs, wandb_offline
 
 lightning = pytest.importorskip("lightning.pytorch")
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 from laconic.integrations.lightning import LaconicCallback, LaconicStrategy  # noqa: E402
+
+__all__ = ["wandb_offline"]
 
 # Advice of Lightning's that has nothing to do with what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,14 +68,56 @@ def fit(module: Module, callbacks: list[Any], folder: Path, resume: Path | None 
 
 def test_activations_are_compressed_and_logged(tmp_path: Path) -> None:
     alone, module, callback = Module(), Module(), LaconicCallback()
-    logger = lightning.loggers.CSVLogger(tmp_path)
+    csv, events = lightning.loggers.CSVLogger(tmp_path), lightning.loggers.TensorBoardLogger(tmp_path)
     fit(alone, [], tmp_path, enable_checkpointing=False)
-    fit(module, [callback], tmp_path, enable_checkpointing=False, logger=logger)
+    fit(module, [callback], tmp_path, enable_checkpointing=False, logger=[csv, events])
     assert module.losses == pytest.approx(alone.losses, rel=1e-3)
     assert module.losses[0] == alone.losses[0]
     assert callback.report is not None
-    logger.save()
-    assert "laconic/activation_factor" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    csv.save()
+    assert "laconic/activation_factor" in (Path(csv.log_dir) / "metrics.csv").read_text()
+    reader = accumulator.EventAccumulator(events.log_dir)
+    reader.Reload()
+    assert [scalar.value for scalar in reader.Scalars("laconic/activation_factor")] == pytest.approx(
+        [logged(callback.report)["laconic/activation_factor"]]
+    )
+
+
+def test_wandb_gets_what_was_saved_beside_the_modules_own_figures(
+    tmp_path: Path, wandb_offline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)  # or Lightning sets them for good
+
+    class Logging(Module):
+        def training_step(self, ids: Tensor, number: int) -> Tensor:
+            loss = super().training_step(ids, number)
+            self.log("loss", loss)
+            return loss
+
+    for by_hand in (False, True):
+        module = ByHand() if by_hand else Logging()
+        callback = LaconicCallback()
+        folder = tmp_path / f"{by_hand}"
+        folder.mkdir()
+        logger = lightning.loggers.WandbLogger(project="p", save_dir=folder, offline=True)
+        options: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1} if by_hand else {}
+        strategy = LaconicStrategy(8, process_group_backend="gloo")
+        options |= {"logger": logger, "strategy": strategy, "log_every_n_steps": 1, "enable_checkpointing": False}
+        fit(module, [callback], folder, **options)
+        wandb_offline.finish()
+        [run] = offline_runs(folder)
+        for name, value in logged(callback.report).items():
+            assert run.column(name) == [pytest.approx(value)]
+        held = run.column("laconic/gradient_nbytes")
+        num_weights = sum(parameter.numel() for parameter in module.parameters())
+        assert len(held) >= 2
+        # By hand each of two optimizers steps after a backward of its own.
+        assert all((0 if by_hand else num_weights) < nbytes < 2 * num_weights for nbytes in held)
+        if not by_hand:
+            steps = [row["trainer/global_step"] for row in run.rows if "laconic/gradient_nbytes" in row]
+            assert steps == [row["trainer/global_step"] for row in run.rows if "loss" in row]
+        dist.destroy_process_group()
 
 
 def test_a_checkpoint_is_gone_on_from_and_has_the_modules_own_names(tmp_path: Path) -> None:

@@ -30,13 +30,14 @@ from laconic.errors import LaconicError
 
 __all__ = ["diagnose", "render"]
 
-_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tensorboard")
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "triton", "safetensors", "tensorboard", "wandb")
 _EXTRAS = {
     "transformers": "laconic train needs transformers: pip install 'laconic[train]'",
     "tqdm": "the live progress bar needs tqdm: pip install 'laconic[train]'",
     "scipy": "laconic plan --memory chooses by integer programming with scipy: pip install 'laconic[plan]'",
     "matplotlib": "pictures (--plot, --chart, --gantt) need matplotlib: pip install 'laconic[plots]'",
     "tensorboard": "laconic train --tensorboard needs tensorboard: pip install 'laconic[tensorboard]'",
+    "wandb": "laconic train --wandb needs wandb: pip install 'laconic[wandb]'",
     "starlette": "laconic serve needs starlette: pip install 'laconic[serve]'",
     "uvicorn": "laconic serve needs uvicorn: pip install 'laconic[serve]'",
 }

@@ -15,6 +15,7 @@ from laconic.collectives.codec import Auto, Blockwise, Codec, Lossless, Raw
 from laconic.collectives.engine.two_level import TwoLevel
 from laconic.collectives.point_to_point import recv, send
 from laconic.collectives.process_group.group import ProcessGroupLaconic, ProcessGroupOptions
+from laconic.collectives.runtime.agent_store import agent_store
 from laconic.collectives.runtime.background import Work
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Raw",
     "TwoLevel",
     "Work",
+    "agent_store",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -99,6 +100,15 @@ class Members:
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)
         self._handles[id(parameter)] = handle
 
+    def check_engine(self, parameter: nn.Parameter) -> None:
+        """Check, when a gradient arrives, that no DeepSpeed engine has been made of the model since.
+
+        Raises:
+            ModelError: one has; both would reduce.
+        """
+        if is_deepspeeds(parameter) or _has_engine(self._model):
+            _refuse_deepspeed(self._places[id(parameter)][1])
+
     def place_of(self, parameter: Tensor) -> tuple[int, str]:
         """The parameter's number and name."""
         return self._places[id(parameter)]
@@ -143,10 +153,7 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     for name, parameter in trainable:
         check_dtype(name, parameter)
         if is_deepspeeds(parameter):
-            raise ModelError(
-                f"{name} is a parameter of a DeepSpeed engine, which holds and reduces gradients itself; leave them as"
-                " they are, and init_process_group('laconic') shortens what it sends"
-            )
+            _refuse_deepspeed(name)
         if owner_of(parameter) is not None:
             raise ModelError(f"the gradient of {name} is compressed already; call remove() on the first result before")
 
@@ -163,6 +170,8 @@ def check_modules(model: nn.Module, dist_group: bool) -> None:
     """
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
+        if _has_engine(module):
+            _refuse_deepspeed(next((inner for inner, _ in module.named_parameters(prefix=name)), where))
         if isinstance(module, DistributedDataParallel):
             raise ModelError(
                 f"{where} is a DistributedDataParallel, whose buckets keep every gradient in full precision; pass the"
@@ -174,6 +183,19 @@ def check_modules(model: nn.Module, dist_group: bool) -> None:
             raise ModelError(f"{where} is sharded by FSDP2, which reduces gradients itself; pass group=None")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ModelError(f"{where} makes sparse gradients, but only dense ones can be compressed; use sparse=False")
+
+
+def _has_engine(module: nn.Module) -> bool:
+    """Whether a DeepSpeed engine, of any stage of ZeRO, trains the module: it hooks itself on the module's forward."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
+
+
+def _refuse_deepspeed(name: str) -> NoReturn:
+    raise ModelError(
+        f"{name} is a parameter of a DeepSpeed engine, which holds and reduces gradients itself; leave them as they are"
+        " (remove() undoes compress_gradients), and init_process_group('laconic') shortens what it sends"
+    )
 
 
 def check_dtype(name: str, parameter: Tensor) -> None:

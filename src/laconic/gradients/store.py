@@ -364,6 +364,7 @@ class CompressedGradients:
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """Hook of autograd: turn `parameter.grad` into codes, unless autograd has added to codes."""
+        self._members.check_engine(parameter)
         number, name = self._members.place_of(parameter)
         buckets = None if self._reduction is None else self._reduction.buckets
         if buckets is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ from laconic.gradients import CompressedGradients
 from laconic.gradients.replicas import check_same_settings
 from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, release_gradients
 
-__all__ = ["Attached", "LaconicConfig", "attach"]
+__all__ = ["Attached", "LaconicConfig", "attach", "attach_anew", "check_fsdp_not_dropped"]
 
 _WITHOUT_GRADIENTS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -55,7 +57,8 @@ def attach(accelerator: Accelerator, model: nn.Module, config: LaconicConfig | N
     Raises:
         ConfigError: the model is prepared already, the configuration asks for an optimizer, or `gradients` is not 32
             and the accelerator shards the model, leaves training to DeepSpeed or Megatron-LM, or was attached to
-            another model in the same way; or the processes' configurations differ.
+            another model in the same way; or the processes' configurations differ, or Accelerate has left FSDP out
+            (`check_fsdp_not_dropped`).
         ModelError: the model cannot be converted.
     """
     config = given(config)
@@ -81,6 +84,7 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
     Raises:
         ConfigError, ModelError: as `attach`.
     """
+    check_fsdp_not_dropped(accelerator.state)
     if accelerator.unwrap_model(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
             "the model is wrapped or sharded already (evaluating before training does so, too); convert it before"
@@ -112,6 +116,33 @@ def attach_anew(accelerator: Accelerator, model: nn.Module, config: LaconicConfi
     if world is not None:
         _reduce_in(accelerator, model, attached, attached.gradients)
     return attached
+
+
+def check_fsdp_not_dropped(state: Any) -> None:
+    """Refuse a training that was to be sharded and is not: Accelerate leaves FSDP out, without a word, on CPUs.
+
+    In one process, where nothing could be sharded, it is a UserWarning.
+
+    Args:
+        state: an AcceleratorState, or PartialState.
+
+    Raises:
+        ConfigError: every one of several processes would hold the whole model.
+    """
+    # Accelerate sets the variable itself where it is given a plugin, and reads nothing else after that.
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or state.distributed_type in _WITHOUT_GRADIENTS:
+        return
+    found = (
+        "FSDP is asked for (by fsdp, a plugin, or ACCELERATE_USE_FSDP, which both set), but Accelerate shards only "
+        f"where processes have a GPU or other accelerator, and has left it out ({state.distributed_type.value})"
+    )
+    if state.num_processes == 1:
+        warnings.warn(f"{found}; this one process trains without its settings", stacklevel=2)
+        return
+    raise ConfigError(
+        f"{found}: all {state.num_processes} processes would hold the whole model; leave FSDP out, and unset "
+        "ACCELERATE_USE_FSDP, to train as under DDP"
+    )
 
 
 def _reduce_in(accelerator: Any, model: nn.Module, attached: Attached, gradients: CompressedGradients) -> None:

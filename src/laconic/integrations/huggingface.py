@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -12,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from laconic.activations.report import Report
 from laconic.errors import ConfigError
-from laconic.integrations.accelerate import Attached, attach_anew
+from laconic.integrations.accelerate import Attached, attach_anew, check_fsdp_not_dropped
 from laconic.integrations.config import LaconicConfig, compress, given, logged
 from laconic.optim import AdamW8bit
 
@@ -121,7 +122,9 @@ class LaconicTrainer(LaconicTrainerMixin, Trainer):
 class LaconicCallback(TrainerCallback):
     """Compressed activations in any transformers Trainer, without a class of one's own.
 
-    The model is converted when training begins. For the loss, gradients and the optimizer take `LaconicTrainerMixin`.
+    The model is converted when training begins. For the loss, gradients and the optimizer take `LaconicTrainerMixin`,
+    and for figures in what `report_to` names: the Trainer calls its trackers before callbacks that it is given, so they
+    do not see what this one adds to the printed logs.
 
     Args:
         laconic: what to switch on; None is 4-bit activations.
@@ -131,7 +134,7 @@ class LaconicCallback(TrainerCallback):
 
     Raises:
         ConfigError: the configuration asks for a chunked loss, gradients in codes or an optimizer; or, when training
-            begins, the model is sharded.
+            begins, the model is sharded, or was to be and is not.
     """
 
     def __init__(self, laconic: LaconicConfig | None = None) -> None:
@@ -153,6 +156,7 @@ class LaconicCallback(TrainerCallback):
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ConfigError("the model is sharded already; make class Mine(LaconicTrainerMixin, Trainer)")
         _check_arguments(args, self.laconic)
+        check_fsdp_not_dropped(PartialState())
         self.report, self._model = compress(model, self.laconic), model
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -166,6 +170,7 @@ def _check(trainer: Any, config: LaconicConfig) -> None:
     """Refuse what the trainer and the configuration cannot do together."""
     arguments: TrainingArguments = trainer.args
     _check_arguments(arguments, config)
+    check_fsdp_not_dropped(trainer.accelerator.state)
     if config.gradients != 32 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         host = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
         raise ConfigError(

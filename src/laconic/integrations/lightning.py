@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from laconic.activations.report import Report
+from laconic.collectives.runtime.torch_compat import sent_in_background_nbytes
 from laconic.errors import ConfigError, ModelError
 from laconic.gradients import CompressedGradients
 from laconic.integrations.config import LaconicConfig, compress, given, hold_gradients, logged
@@ -39,6 +40,7 @@ class LaconicStrategy(DDPStrategy):
 
     Attributes:
         compressed: the gradients, once fitting has begun.
+        sent_nbytes: bytes this process sent when gradients were last averaged; 0 in one process.
 
     Raises:
         ConfigError: gradients is neither 8 nor 12, or an argument is of DDP's own reduction.
@@ -55,6 +57,7 @@ class LaconicStrategy(DDPStrategy):
         self._gradient_bits = gradients
         self._accumulates = False
         self.compressed: CompressedGradients | None = None
+        self.sent_nbytes = 0
         super().__init__(**kwargs)
 
     def configure_ddp(self) -> None:
@@ -68,9 +71,11 @@ class LaconicStrategy(DDPStrategy):
         gradients = self.compressed
         if self._accumulates or gradients is None:
             return super().backward(*args, **kwargs)
+        before = sent_in_background_nbytes()
         with gradients.last_micro_batch():
             loss = super().backward(*args, **kwargs)
         gradients.reduce()
+        self.sent_nbytes = sent_in_background_nbytes() - before
         return loss
 
     @contextmanager
@@ -87,7 +92,9 @@ class LaconicCallback(Callback):
     """Converts the module when fitting begins, before a strategy wraps it.
 
     A module without parameters, whose `configure_model` makes the model, is converted after that.
-    What was saved is logged as "laconic/activation_nbytes_per_token" and "laconic/activation_factor".
+    All loggers of the trainer get "laconic/activation_nbytes_per_token" and "laconic/activation_factor" when fitting
+    begins and, under `LaconicStrategy`, "laconic/gradient_nbytes" (held) and "laconic/gradient_sent_nbytes" (by this
+    process, for one step) with the module's own figures, every `log_every_n_steps`.
 
     Args:
         laconic: what to switch on; None is 4-bit activations. Gradients are `LaconicStrategy`'s, and the optimizer is
@@ -116,6 +123,7 @@ class LaconicCallback(Callback):
             )
         self._submodule = submodule
         self.report: Report | None = None
+        self._gradient_nbytes = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Convert, when stage is "fit"."""
@@ -148,8 +156,25 @@ class LaconicCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what was saved."""
-        if trainer.logger is not None and (found := logged(self.report)):
-            trainer.logger.log_metrics(found, step=trainer.global_step)
+        if found := logged(self.report):
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Note what is held: modules with an optimization of their own may drop it before the batch ends."""
+        strategy = trainer.strategy
+        if isinstance(strategy, LaconicStrategy) and strategy.compressed is not None:
+            self._gradient_nbytes = strategy.compressed.nbytes
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Log what gradients in codes take, once there was a step."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, LaconicStrategy) or not self._gradient_nbytes:
+            return
+        found = {"laconic/gradient_nbytes": float(self._gradient_nbytes)}
+        if strategy.sent_nbytes:
+            found["laconic/gradient_sent_nbytes"] = float(strategy.sent_nbytes)
+        pl_module.log_dict(found, on_step=True, on_epoch=False)
 
 
 def _chosen(module: LightningModule, name: str | None) -> nn.Module:

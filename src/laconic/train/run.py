@@ -67,6 +67,7 @@ from laconic.train.report.run_dir import (
     write_json,
 )
 from laconic.train.report.run_logger import RunLogger, closing_words
+from laconic.train.report.wandb_run import check_wandb
 from laconic.train.run_lock import RunLock
 from laconic.train.signals import StopRequest
 from laconic.train.step_timeline import recorded_step
@@ -275,6 +276,7 @@ def _check_settings(
     _check_batch(config, parallel_state)
     if config.tensorboard:
         check_tensorboard()
+    _check_wandb(config, world)
     if launch is not None and config.run_dir is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         raise ConfigError(
             "run_dir is not set, but torchrun may start the processes again (--max-restarts), which must find the run "
@@ -289,6 +291,19 @@ def _check_settings(
     if config.resume:  # no other run may write there from now on; a new directory is claimed when it is made
         claim_run_dir(lock, run_dir, True, world, own=goes_on)
     return config, parallel_state, run_dir, goes_on
+
+
+def _check_wandb(config: TrainConfig, world: World) -> None:
+    """Refuse, on every process, what wandb could not do on the first one, which logs."""
+    error = None
+    if config.wandb and world.is_main:
+        try:
+            check_wandb()
+        except ConfigError as failure:
+            error = str(failure)
+    error = world.first_error(error)
+    if error is not None:
+        raise ConfigError(error)
 
 
 def _load_data(config: TrainConfig, world: World) -> _Data | ImageCorpus:

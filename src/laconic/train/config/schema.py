@@ -398,6 +398,8 @@ class TrainConfig:
     """Validation sequences or images per evaluation, over all processes; always the same ones."""
     tensorboard: StrictBool = False
     """Also write TensorBoard event files (needs laconic[tensorboard])."""
+    wandb: StrictBool = False
+    """Also log to Weights & Biases, or with WANDB_MODE=offline to its files (needs laconic[wandb])."""
     rank_timeout_seconds: Annotated[PositiveFloat, Field(le=1e8)] = 300.0
     """A collective that waits longer than this for another rank fails."""
     restarts: NonNegativeInt = 0

@@ -23,6 +23,7 @@ _LOCAL = (
     "nproc",
     "restarts",
     "tensorboard",
+    "wandb",
     "data.paths",
     "data.cache_dir",
     "data.tokenizer",

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
+from laconic.collectives import agent_store
 from laconic.errors import ConfigError
-from laconic.train.distributed.agent_store import agent_store
 
 __all__ = ["STORE_VARIABLE", "RankInfo", "World", "join_world", "num_cores", "read_environment"]
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 from laconic.cost.sizes import format_nbytes
 from laconic.errors import ConfigError, DataError
 from laconic.json_text import parse_json
+from laconic.train.report.wandb_run import WandbRun
 
 __all__ = [
     "METRICS_FILE",
@@ -43,7 +44,9 @@ Value = float | int | str | bool | None
 
 
 class MetricsWriter:
-    """Appends rows to `run_dir`/metrics.jsonl and, with `tensorboard`, to event files in `run_dir`/tensorboard.
+    """Appends rows to `run_dir`/metrics.jsonl; with `tensorboard` also to event files in `run_dir`/tensorboard.
+
+    With `wandb`, the settings of the run, numbers also go to Weights & Biases (wandb_run.py).
 
     A training row has step, loss, grad_norm, learning_rate, tokens_per_second, step_seconds, peak_memory_nbytes,
     memory_nbytes (held after the step: by the CUDA allocator, else resident),
@@ -55,16 +58,19 @@ class MetricsWriter:
     manager, or call `close`.
 
     Raises:
-        ConfigError: `tensorboard` is asked for and not installed.
+        ConfigError: `tensorboard` or `wandb` is asked for and not installed, or wandb cannot begin a run.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = False) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], tensorboard: bool = False, wandb: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = Path(run_dir) / METRICS_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._events_dir = Path(run_dir) / "tensorboard" if tensorboard else None
         self._events: Any = None
         if self._events_dir is not None:
             self._open_events(first_step=None)
+        self._wandb = None if wandb is None else WandbRun(Path(run_dir), wandb)
         _drop_torn_line(self._path)
         self._file: IO[str] = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 
@@ -77,6 +83,8 @@ class MetricsWriter:
             for name, value in fields.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._events.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.write(step, fields)
 
     def truncate_after(self, step: int) -> None:
         """Drop rows of steps after `step`, where a resumed run continues, so that no step appears twice."""
@@ -96,18 +104,20 @@ class MetricsWriter:
             self._events.close()
             self._open_events(first_step=step + 1)
 
-    def close(self) -> None:
-        """Close the files; more than once is fine."""
+    def close(self, failed: bool = False) -> None:
+        """Close the files; more than once is fine. `failed` says, to wandb, that an error has ended the run."""
         self._file.close()
         if self._events is not None:
             self._events.close()
             self._events = None
+        if self._wandb is not None:
+            self._wandb.close(failed)
 
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def _open_events(self, first_step: int | None) -> None:
         """Open event files; TensorBoard hides what older files hold from `first_step` on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from laconic.cost.sizes import format_nbytes
 from laconic.errors import CheckpointError
 from laconic.schedule.moe_pipeline import COMPUTE
 from laconic.schedule.streams import Timeline
+from laconic.train.config.dotted_names import flat_settings
 from laconic.train.config.schema import TrainConfig
 from laconic.train.distributed.world import World
 from laconic.train.memory.check import MemoryCheck
@@ -41,8 +43,10 @@ class RunLogger:
         self._config = config
         self._world = world
         self._run_dir = run_dir
-        self._metrics = MetricsWriter(run_dir, config.tensorboard) if world.is_main else None
-        if self._metrics is not None:
+        self._metrics: MetricsWriter | None = None
+        if world.is_main:
+            settings = flat_settings(asdict(config)) if config.wandb else None
+            self._metrics = MetricsWriter(run_dir, config.tensorboard, settings)
             self._metrics.truncate_after(first_step)
         self._progress = Progress(config.steps, first_step, rank=world.rank, log_every=config.log_every)
         self._step_seconds: list[float] = []
@@ -195,10 +199,10 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.close()
         if self._metrics is not None:
-            self._metrics.close()
+            self._metrics.close(failed=kind is not None)
 
 
 def closing_words(summary: dict[str, Any], run_dir: Path, config: TrainConfig) -> str:
